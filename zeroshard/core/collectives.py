@@ -1,0 +1,337 @@
+"""Owns every byte that leaves this rank: the only user of torch.distributed at run time. Called by bucket and optimizer.
+
+`Collectives` has three final classes. `PointToPoint` is for gloo, whose own reduce-scatter moves twice the bytes that
+are needed: each pair of ranks exchanges exactly the rows that the other one owns, straight from and into the bucket's
+storage, under a tag of its own, so two ranks that diverge never mistake one transfer for another. `Native` is for
+backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank.
+
+All of them sum over ranks in rank order and divide by the world size after, so a result does not depend on who asks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.errors import CollectiveError
+
+CHUNK_NUMEL = 1 << 16
+"""Elements that are summed and divided at once: small enough that the second pass finds them in the cache."""
+
+_SEQUENCE_BITS = 8
+_REPORT_SECONDS = 5.0
+
+
+class Pending(ABC):
+    """A transfer in flight."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the data may be used on this stream. Raises `CollectiveError` when it cannot arrive."""
+
+
+class PendingReduction(ABC):
+    """A reduce-scatter in flight."""
+
+    @abstractmethod
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        """Wait, then set `out` (shape [shard_numel]) to the mean over ranks of this rank's row, or add the mean."""
+
+
+class Collectives(ABC):
+    """What a bucket asks of the other ranks. `rows` is a [world_size, shard_numel] tensor; row r belongs to rank r."""
+
+    rank: int
+    world_size: int
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        """Bytes that this rank handed to the network, by collective."""
+
+    @abstractmethod
+    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        """Fill every row from its owner, in place; this rank's own row is the input."""
+
+    @abstractmethod
+    def workspace_numel(self, rows: Tensor) -> int:
+        """Elements of scratch that `reduce_scatter` needs for such rows."""
+
+    @abstractmethod
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        """Start to bring this rank's row of every rank together. `rows` and `workspace` are busy until `finish`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with rank 0's."""
+
+    @abstractmethod
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        """Every rank's `data` (the same length on all), in rank order."""
+
+    def close(self) -> None:
+        """Give back what the operating system lent: sockets, threads."""
+
+
+def create_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+    """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Alone()
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    if dist.get_world_size(parent) == 1:
+        return Alone()
+    config = dist.distributed_c10d.get_backend_config(parent)
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    backend = backends.get(device.type, config)
+    return PointToPoint(parent, device) if backend == "gloo" else Native(parent, device)
+
+
+class Alone(Collectives):
+    """One rank: nothing to send."""
+
+    rank = 0
+    world_size = 1
+
+    class _Nothing(Pending):
+        def wait(self) -> None:
+            return
+
+    class _Mean(PendingReduction):
+        def __init__(self, rows: Tensor) -> None:
+            self._rows = rows
+
+        def finish(self, out: Tensor, *, accumulate: bool) -> None:
+            _mean_into(list(self._rows), out, accumulate)
+
+    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        return self._Nothing()
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return 0
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        return self._Mean(rows)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        return
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        return [data]
+
+
+class _Grouped(Collectives):
+    """What the two multi-rank classes share: a process group of our own, and the report when a wait fails."""
+
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._ranks = dist.get_process_group_ranks(parent)
+        # The group's own timeout is the user's word on how long to wait; torch has no public reader of it.
+        self._timeout: timedelta = parent._get_backend(device).options._timeout
+        self._group = self._new_group()
+        self._store = self._group.get_group_store()
+        self.rank = dist.get_rank(self._group)
+        self.world_size = len(self._ranks)
+
+    def _new_group(self) -> dist.ProcessGroup:
+        """A group of our own: our tags and our order of collectives never meet the user's."""
+        group = dist.new_group(self._ranks, timeout=self._timeout, use_local_synchronization=self._is_subgroup)
+        assert group is not None
+        return group
+
+    @property
+    def _is_subgroup(self) -> bool:
+        return len(self._ranks) < dist.get_world_size()
+
+    def _destroy(self, group: dist.ProcessGroup) -> None:
+        # torch names a subgroup by how many groups there are: one that is gone gives its name, and its stale addresses in
+        # the store, to the next. So subgroups stay until the process ends.
+        if dist.is_initialized() and not self._is_subgroup:
+            dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        self._destroy(self._group)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if tensor.numel() == 0:
+            return
+        self.sent["broadcast"] += tensor.nbytes if self.rank == 0 else 0
+        dist.broadcast(tensor, src=self._ranks[0], group=self._group)
+
+    def _guarded(self, wait: Callable[[], Any], label: str) -> None:
+        try:
+            wait()
+        except RuntimeError as error:
+            raise CollectiveError(self._report(label, error)) from error
+
+    def _report(self, label: str, error: RuntimeError) -> str:
+        """Say what every rank was doing. A failed wait closes gloo's connections, so all blocked ranks get here."""
+        self._store.set(f"stuck/{self.rank}", json.dumps({"label": label}))
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + _REPORT_SECONDS
+        doing: dict[int, str] = {}
+        while len(doing) < len(others) and time.monotonic() < deadline:
+            for rank in others:
+                if rank not in doing and self._store.check([f"stuck/{rank}"]):
+                    doing[rank] = json.loads(self._store.get(f"stuck/{rank}"))["label"]
+            time.sleep(0.05)
+        lines = [f"rank {self.rank} waited for {label}"]
+        for rank in others:
+            lines.append(
+                f"rank {rank} waited for {doing[rank]}"
+                if rank in doing
+                else f"rank {rank} was not waiting for any rank (dead, finished, or still in other code)"
+            )
+        return (
+            f"the ranks no longer do the same thing, or one of them is gone (timeout {self._timeout}):\n  "
+            + "\n  ".join(lines)
+            + "\nEvery rank must run the same units in the same order, and take the same number of microbatches and "
+            f"steps. The backend said: {str(error).splitlines()[0]}"
+        )
+
+
+class PointToPoint(_Grouped):
+    """Pairwise transfers over gloo."""
+
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(parent, device)
+        self._sequence: Counter[int] = Counter()
+
+    def _tag(self, bucket: int, kind: int) -> int:
+        """A number that only the same operation of the same bucket carries, on every rank."""
+        channel = bucket * 3 + kind
+        self._sequence[channel] += 1
+        return channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
+
+    def _peers(self) -> list[int]:
+        # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
+        return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def _transfer(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, label: str) -> _Transfer:
+        try:
+            works = [
+                dist.irecv(tensor, self._ranks[peer], group=self._group, tag=tag) for peer, tensor in receive.items()
+            ]
+            works += [dist.isend(tensor, self._ranks[peer], group=self._group, tag=tag) for peer, tensor in send.items()]
+        except RuntimeError as error:
+            raise CollectiveError(self._report(label, error)) from error
+        return _Transfer(self, works, label)
+
+    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        peers = self._peers()
+        own = rows[self.rank]
+        self.sent["all_gather"] += own.nbytes * len(peers)
+        send = dict.fromkeys(peers, own)
+        return self._transfer(send, {peer: rows[peer] for peer in peers}, self._tag(bucket, 0), label)
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return (self.world_size - 1) * rows.shape[1]
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        peers = self._peers()
+        received = dict(zip(peers, workspace.view(len(peers), rows.shape[1]), strict=True))
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(peers)
+        send = {peer: rows[peer] for peer in peers}
+        transfer = self._transfer(send, received, self._tag(bucket, 1), label)
+        contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
+        return _PairwiseMean(transfer, contributions)
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        peers = self._peers()
+        received = {peer: torch.empty_like(own) for peer in peers}
+        self.sent["exchange"] += own.nbytes * len(peers)
+        self._transfer(dict.fromkeys(peers, own), received, self._tag(0, 2), label).wait()
+        received[self.rank] = own
+        return [received[rank].numpy().tobytes() for rank in range(self.world_size)]
+
+
+class _Transfer(Pending):
+    def __init__(self, collectives: _Grouped, works: Sequence[dist.Work | None], label: str) -> None:
+        self._collectives, self._works, self._label = collectives, works, label
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        for work in works:
+            if work is not None:
+                self._collectives._guarded(work.wait, self._label)
+
+
+class _PairwiseMean(PendingReduction):
+    def __init__(self, transfer: _Transfer, contributions: list[Tensor]) -> None:
+        self._transfer, self._contributions = transfer, contributions
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self._transfer.wait()
+        _mean_into(self._contributions, out, accumulate)
+
+
+def _mean_into(contributions: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """out (+)= (c0 + c1 + ... ) / world_size, in this order, in fp32 at least. `out` may be one of the contributions."""
+    dtype = torch.promote_types(contributions[0].dtype, torch.float32)
+    for low in range(0, out.numel(), CHUNK_NUMEL):
+        high = min(low + CHUNK_NUMEL, out.numel())
+        parts = [contribution[low:high].to(dtype) for contribution in contributions]
+        total = torch.add(parts[0], parts[1]) if len(parts) > 1 else parts[0]
+        for part in parts[2:]:
+            total.add_(part)
+        if accumulate:
+            out[low:high].add_(torch.div(total, len(parts)))
+        else:
+            torch.div(total, len(parts), out=out[low:high])
+
+
+class Native(_Grouped):
+    """The backend's own collectives, reduce and gather on groups of their own so that neither waits for the other."""
+
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(parent, device)
+        self._gather_group = self._new_group()
+        # torch 2.13 renamed them; 2.11 has the old names only.
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def close(self) -> None:
+        self._destroy(self._gather_group)
+        super().close()
+
+    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        self.sent["all_gather"] += rows[self.rank].nbytes * (self.world_size - 1)
+        work = self._all_gather(rows.view(-1), rows[self.rank], group=self._gather_group, async_op=True)
+        return _Transfer(self, [work], label)
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return rows.shape[1]
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
+        work = self._reduce_scatter(workspace, rows.view(-1), group=self._group, async_op=True)
+        return _NativeMean(_Transfer(self, [work], label), workspace, self.world_size)
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        everyone = own.new_empty(self.world_size * own.numel())
+        self.sent["exchange"] += own.nbytes * (self.world_size - 1)
+        _Transfer(self, [self._all_gather(everyone, own, group=self._group, async_op=True)], label).wait()
+        return [row.numpy().tobytes() for row in everyone.view(self.world_size, -1).cpu()]
+
+
+class _NativeMean(PendingReduction):
+    def __init__(self, transfer: _Transfer, total: Tensor, world_size: int) -> None:
+        self._transfer, self._total, self._world_size = transfer, total, world_size
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self._transfer.wait()
+        if accumulate:
+            out.add_(self._total.to(out.dtype).div_(self._world_size))
+        else:
+            out.copy_(self._total).div_(self._world_size)

@@ -1,0 +1,44 @@
+"""Owns a 1-D tensor whose storage can be given back and refilled while every view of it stays valid. Called by unit.
+
+[Note: freed storage]
+Autograd saves views of parameters. When a sharded unit is given back, the *storage* of its flat buffer shrinks to
+nothing, and before the backward it is refilled at the same place: the saved views see the values again. Until then
+nothing may read them: reading freed storage is a segmentation fault, not an error. So a parameter at rest does not look
+at this storage at all but at a placeholder, see `unit.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class FlatBuffer:
+    """`numel` zeros of one dtype on one device."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self._nbytes = self.tensor.untyped_storage().nbytes()
+
+    def view(self, start: int, shape: torch.Size) -> Tensor:
+        """The elements from `start` on, in `shape`."""
+        return self.tensor[start : start + shape.numel()].view(shape)
+
+    def rows(self, start: int, numel: int, count: int) -> Tensor:
+        """The elements from `start` on as a matrix of `count` rows."""
+        return self.tensor[start : start + numel].view(count, numel // count)
+
+    def free(self) -> None:
+        """Give the storage back. See [Note: freed storage]."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Take storage again; its content is undefined."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() != self._nbytes:
+            storage.resize_(self._nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of live storage now."""
+        return self.tensor.untyped_storage().nbytes()

@@ -1,0 +1,152 @@
+"""Owns the hooks on the user's modules and parameters, and the phase they imply. Called by torch; calls schedule.
+
+[Note: when a unit may be given back in the backward]
+When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
+needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have none to
+tell by; a module that has some is finished when, in addition, the gradients of all its inputs are known. What cannot be
+told is given back when the backward ends.
+
+[Note: recomputation]
+Activation checkpointing runs a module's forward inside the backward. Such a forward brings the unit together, but must
+not give it back: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an
+exception, so nothing here counts on a forward's end.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.core.schedule import Schedule
+from zeroshard.core.unit import State, Unit
+
+
+class Phase(enum.Enum):
+    """What the model is doing, as far as hooks can tell."""
+
+    IDLE_OR_FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Hooks:
+    """Connects a model's modules and parameters to a schedule, until `remove`."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._phase = Phase.IDLE_OR_FORWARD
+        self._units: dict[nn.Module, list[Unit]] = {}
+        # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
+        self._open_calls: Counter[nn.Module] = Counter()
+        for unit in schedule.units:
+            for module in unit.modules:
+                self._units.setdefault(module, []).append(unit)
+        self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
+        self._handles = [
+            model.register_forward_pre_hook(self._pre_root_forward),
+            model.register_state_dict_pre_hook(self._pre_state_dict),
+        ]
+        for module in self._units:
+            self._handles.append(module.register_forward_pre_hook(self._pre_forward, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(partial(self._post_forward, module is model)))
+        for unit in schedule.units:
+            if unit.trainable:
+                for index, entry in enumerate(unit.named):
+                    hook = partial(self._post_accumulate, unit, index)
+                    self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ forward
+
+    def _pre_root_forward(self, module: nn.Module, args: Any) -> None:
+        if _in_backward():
+            return
+        if self._phase is Phase.BACKWARD:  # a backward that never reached its end
+            self._schedule.abandon_backward()
+            self._end_phase()
+        self._schedule.begin_forward()
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recompute = _in_backward()
+        self._schedule.unshard(self._units[module], backward=recompute)
+        if self._has_frozen[module] and torch.is_grad_enabled() and not recompute:
+            for tensor in _differentiable((args, kwargs)):
+                self._open_calls[module] += 1
+                tensor.register_hook(partial(self._input_gradient_known, module))
+
+    def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward() and not torch.is_grad_enabled():
+            return
+        outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            tensor.register_hook(partial(self._pre_backward, module))
+        if not _in_backward() and not (is_root and outputs):
+            self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
+
+    def _pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if any(unit.state is State.SHARDED for unit in self._schedule.units):
+            warnings.warn(
+                "state_dict() of a model whose parameters are sharded holds NaN for their values; read it inside "
+                "`with zeroshard.unsharded(model):`.",
+                stacklevel=4,
+            )
+
+    # ------------------------------------------------------------------ backward
+
+    def _begin_backward(self) -> None:
+        if self._phase is not Phase.BACKWARD:
+            self._phase = Phase.BACKWARD
+            # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _pre_backward(self, module: nn.Module, gradient: Tensor) -> None:
+        self._begin_backward()
+        self._schedule.unshard(self._units[module], backward=True)
+
+    def _post_accumulate(self, unit: Unit, index: int, parameter: Tensor) -> None:
+        self._begin_backward()
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._schedule.add_gradient(unit, index, gradient)
+        if unit.has_all_gradients:
+            self._give_back(unit.modules)
+
+    def _input_gradient_known(self, module: nn.Module, gradient: Tensor) -> None:
+        self._open_calls[module] -= 1
+        self._give_back([module])
+
+    def _give_back(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            units = self._units[module]
+            if self._open_calls[module] <= 0 and all(unit.has_all_gradients or unit.is_frozen for unit in units):
+                for unit in units:
+                    unit.reshard()
+
+    def _end_backward(self) -> None:
+        self._end_phase()
+        self._schedule.end_backward()
+
+    def _end_phase(self) -> None:
+        self._phase = Phase.IDLE_OR_FORWARD
+        self._open_calls.clear()
+
+
+def _in_backward() -> bool:
+    """Whether this thread is running a backward: a forward that starts now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,0 +1,131 @@
+"""Owns the arithmetic of who holds which element. Pure integers: no tensor, no rank state. Called by unit and bucket.
+
+A unit's parameters lie one after another in one flat buffer. The buffer is cut into buckets, and each bucket into
+`world_size` equal shards (world_size 2, p = padding):
+
+    unit       |----- weight (large) -----|-- weight (large) --|- bias -|- norm -|pp|
+    buckets    |         bucket 0         |      bucket 1      |      bucket 2      |
+    shards     |   rank 0   |   rank 1    |  rank 0  |  rank 1 |  rank 0  |  rank 1 |
+
+The layout depends on shapes, `world_size` and `bucket_numel` alone, never on the policy: so an optimizer sees the same
+1-D views under every policy, and a fused kernel, whose last bits depend on where a tensor starts and ends, gives the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 16
+"""Elements to whose multiple every shard is padded: 64 bytes of fp32, a cache line and a vector register."""
+
+SOLO_NUMEL = 1 << 20
+"""A parameter of at least this many elements, evenly divisible, has buckets of its own: its gradient is then sent
+straight from the tensor that autograd made, without a copy into a buffer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one range of the flat buffer. Offsets are in elements."""
+
+    index: int
+    """Which parameter of the unit."""
+    parameter_start: int
+    """Where the piece begins in the flattened parameter."""
+    start: int
+    """Where the piece begins in the range that was asked about."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A segment of the unit's flat buffer that is communicated at once."""
+
+    start: int
+    numel: int
+    world_size: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of the bucket that belong to no parameter. Only its end can be one."""
+        used = max((piece.start + piece.numel for piece in self.pieces), default=0)
+        return ((used, self.numel),) if used < self.numel else ()
+
+    def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces of rank `rank`'s shard; `start` counts from the start of the shard."""
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        found = []
+        for piece in self.pieces:
+            start, stop = max(piece.start, low), min(piece.start + piece.numel, high)
+            if start < stop:
+                offset = piece.parameter_start + (start - piece.start)
+                found.append(Piece(piece.index, offset, start - low, stop - start))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """Where each parameter of a unit lies, and where the buckets are cut."""
+
+    numels: tuple[int, ...]
+    starts: tuple[int, ...]
+    buckets: tuple[BucketLayout, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1].stop if self.buckets else 0
+
+
+def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_numel: int = SOLO_NUMEL) -> UnitLayout:
+    """Place parameters of the given sizes and cut the buckets.
+
+    Args:
+        numels: elements of each parameter; 0 is allowed.
+        world_size: shards per bucket.
+        bucket_numel: the most elements a bucket may hold; a larger parameter spans several buckets.
+        solo_numel: see `SOLO_NUMEL`.
+    """
+    quantum = world_size * ALIGNMENT
+    limit = max(bucket_numel // quantum, 1) * quantum
+    # Solo parameters first: what is left then fills shared buckets without gaps between.
+    solo = [i for i, numel in enumerate(numels) if numel >= solo_numel and numel % quantum == 0]
+    shared = [i for i in range(len(numels)) if i not in set(solo)]
+    starts = [0] * len(numels)
+    buckets: list[BucketLayout] = []
+    cursor = 0  # where the open bucket starts
+    fill = 0  # elements in the open bucket
+    pieces: list[Piece] = []
+
+    def close() -> None:
+        nonlocal cursor, fill
+        if fill:
+            numel = -(-fill // quantum) * quantum
+            buckets.append(BucketLayout(cursor, numel, world_size, tuple(pieces)))
+            pieces.clear()
+            cursor, fill = cursor + numel, 0
+
+    for order, index in enumerate(solo + shared):
+        numel, done = numels[index], 0
+        if fill and (order < len(solo) or fill + numel > limit):
+            close()
+        elif order == len(solo):
+            close()
+        starts[index] = cursor + fill
+        while done < numel:
+            part = min(numel - done, limit - fill)
+            pieces.append(Piece(index, done, fill, part))
+            done, fill = done + part, fill + part
+            if done < numel:
+                close()
+    close()
+    return UnitLayout(tuple(numels), tuple(starts), tuple(buckets))

@@ -1,0 +1,203 @@
+"""Owns the order of things in a step: which unit is brought together when, which bucket is reduced when. Called by hooks.
+
+[Note: order]
+Collectives of one kind must start in the same order on every rank. All-gathers follow the order in which modules run,
+which is the same everywhere. Gradients become complete in an order that may differ (a rank that skips a parameter), so
+reductions follow one fixed order of buckets: a complete bucket waits for those before it, and what is incomplete when the
+backward ends is reduced then, with zeros for what is missing. The fixed order is the one in which rank 0 completed its
+buckets in the first backward.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from zeroshard.core.bucket import Bucket
+from zeroshard.core.collectives import Collectives
+from zeroshard.core.unit import Unit
+from zeroshard.errors import UsageError
+
+IN_FLIGHT = 2
+"""Reductions that may be under way at once: one travels while the next one is filled. Each holds pool buffers."""
+
+
+class Schedule:
+    """Drives the units of one model.
+
+    Args:
+        units: in the order of registration.
+        overlap: collectives run behind the computation. Off: each is waited for where it starts. Same bits.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], collectives: Collectives, *, overlap: bool, reshard_after_forward: bool
+    ) -> None:
+        self.units = list(units)
+        self.is_last_microbatch = True
+        self.gradients_taken = 0
+        self._collectives = collectives
+        self._overlap = overlap
+        self._gives_back_after_forward = reshard_after_forward
+        buckets = [bucket for unit in self.units if unit.trainable for bucket in unit.buckets]
+        self._order = buckets[::-1]  # a first guess, see [Note: order]
+        self._order_is_agreed = False
+        self._completed: list[Bucket] = []
+        self._next = 0
+        self._in_flight: deque[Bucket] = deque()
+        self._awaiting_step = False
+        self._stepped = False
+        self._backward_ended = False
+        # Units in the order in which their modules ran: in the last forward, and in this one.
+        self._recorded: list[Sequence[Unit]] = []
+        self._recording: list[Sequence[Unit]] = []
+
+    # ------------------------------------------------------------------ parameters
+
+    def begin_forward(self) -> None:
+        """The root's forward starts, outside of a backward."""
+        if self._recording:
+            self._recorded, self._recording = self._recording, []
+
+    def unshard(self, units: Sequence[Unit], *, backward: bool) -> None:
+        """The units of one module are about to be used: wait for them, with the next module's on their way."""
+        for unit in units:
+            unit.start_unshard()
+        if self._overlap:
+            for unit in self._next_after(units, backward):
+                unit.start_unshard()
+        for unit in units:
+            unit.unshard()
+        if not backward and units not in self._recording:
+            self._recording.append(units)
+
+    def _next_after(self, units: Sequence[Unit], backward: bool) -> Sequence[Unit]:
+        """Whose turn is next: the last forward told the forward's order, this one tells the backward's."""
+        order = self._recording[::-1] if backward else self._recorded
+        if units not in order:
+            return ()
+        position = order.index(units) + 1
+        return order[position] if position < len(order) else ()
+
+    def reshard_after_forward(self, units: Sequence[Unit], *, backward_follows: bool) -> None:
+        """These units were used by a forward. The last to run are kept: the backward begins with them."""
+        is_last = bool(self._recorded) and units is self._recorded[-1]
+        if not backward_follows or (self._gives_back_after_forward and not is_last):
+            for unit in units:
+                unit.reshard()
+
+    def settle(self) -> None:
+        """Wait for every parameter that is still arriving."""
+        for unit in self.units:
+            if not unit.sharded_at_rest:
+                unit.unshard()
+
+    # ------------------------------------------------------------------ gradients
+
+    def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
+        """Take a gradient; start to reduce what is complete and has its turn."""
+        if self._stepped:
+            raise UsageError(
+                "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot "
+                "be summed, since those of the first are already averaged over ranks. Call zero_grad() after each step."
+            )
+        unit.add_gradient(index, gradient)
+        self.gradients_taken += 1
+        self._awaiting_step = True
+        if not self._order_is_agreed:
+            self._completed += [b for b in unit.buckets if b.is_ready and b not in self._completed]
+        while self._next < len(self._order) and self._order[self._next].is_ready:
+            self._reduce(self._order[self._next])
+            self._next += 1
+
+    def end_backward(self) -> None:
+        """All of this microbatch's gradients are here: reduce the rest, in the fixed order."""
+        for bucket in self._order[self._next :]:
+            self._reduce(bucket)
+        for bucket in self._order:
+            if bucket.has_unreduced:  # a second gradient, after the bucket's turn
+                self._reduce(bucket)
+        self._next = 0
+        self._awaiting_step = self._backward_ended = True
+        for unit in self.units:
+            unit.end_microbatch()
+            unit.reshard()
+
+    def end_backward_once(self) -> None:
+        """As `end_backward`, where torch did not say that the backward ended: the loss touched no parameter here."""
+        if not self._backward_ended:
+            self.end_backward()
+        self._backward_ended = False
+
+    def abandon_backward(self) -> None:
+        """A backward broke off with an exception: what it left behind is forgotten, with the gradients of this step."""
+        while self._in_flight:
+            self._land()
+        for unit in self.units:
+            unit.abandon_backward()
+        self._next = 0
+        self._awaiting_step = False
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if not bucket.reduce_gradients(self.is_last_microbatch):
+            return
+        self._in_flight.append(bucket)
+        while len(self._in_flight) > (IN_FLIGHT if self._overlap else 0):
+            self._land()
+
+    def _land(self) -> None:
+        bucket = self._in_flight.popleft()
+        bucket.finish_reduction()
+        bucket.start_gradient_gather()
+        if not self._overlap:
+            bucket.wait_gradient_gather()
+
+    def finish_gradients(self) -> None:
+        """Block until every gradient that this rank updates with is the mean over ranks."""
+        if not self._awaiting_step and not self._stepped:
+            self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
+        while self._in_flight:
+            self._land()
+        unreduced = [bucket.label for bucket in self._order if bucket.holds_local_sum]
+        if unreduced:
+            raise UsageError(
+                "a step or a gradient norm was asked for, but the last backward was not declared the last microbatch: "
+                f"the gradients of {len(unreduced)} buckets (one is {unreduced[0]}) were summed on this rank and never "
+                "reduced. Run the last backward of a step outside of `accumulate()`."
+            )
+        for bucket in self._order:
+            bucket.wait_gradient_gather()
+        self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        if self._order_is_agreed:
+            return
+        rest = [bucket for bucket in self._order if bucket not in self._completed]
+        numbers = struct.pack(f"<{len(self._order)}I", *[bucket.number for bucket in self._completed + rest])
+        first = self._collectives.exchange(numbers, "the order of buckets")[0]
+        by_number = {bucket.number: bucket for bucket in self._order}
+        self._order = [by_number[number] for number in struct.unpack(f"<{len(self._order)}I", first)]
+        self._order_is_agreed, self._completed = True, []
+
+    # ------------------------------------------------------------------ step
+
+    def sync_parameters(self) -> None:
+        """The optimizer has stepped: bring the parameters up to date, in the order in which the forward will use them."""
+        for unit in dict.fromkeys([*chain.from_iterable(self._recording), *self.units]):
+            if unit.trainable:
+                unit.sync_parameters()
+        if not self._overlap:
+            self.settle()
+        self._awaiting_step, self._stepped = False, True
+
+    def forget_gradients(self) -> None:
+        """zero_grad(): a new step begins."""
+        while self._in_flight:
+            self._land()
+        for unit in self.units:
+            unit.forget_gradients()
+        self._awaiting_step = self._stepped = False

@@ -1,0 +1,248 @@
+"""Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets. Called by schedule.
+
+A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. What it looks at
+depends on the unit's state:
+
+    UNSHARDED   a view of the flat buffer
+    ARRIVING    sharded at rest: still the placeholder. Unsharded at rest: the view, but of a class that makes readers wait
+                until the all-gather of the updated values has landed, see `arriving_class`
+    SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right, it takes one
+                element, reading it gives NaN and never a stale number, most in-place writes raise
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.bucket import Bucket, Context
+from zeroshard.core.flat_buffer import FlatBuffer
+from zeroshard.core.layout import UnitLayout, lay_out
+from zeroshard.errors import UsageError
+from zeroshard.policy import DTypes
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A user's parameter with its true shape; `fqns` are all names under which the model knows it, first name first."""
+
+    fqns: tuple[str, ...]
+    parameter: nn.Parameter
+    shape: torch.Size
+
+    @property
+    def fqn(self) -> str:
+        return self.fqns[0]
+
+
+class State(enum.Enum):
+    """See the module's docstring."""
+
+    SHARDED = "sharded"
+    ARRIVING = "arriving"
+    UNSHARDED = "unsharded"
+
+
+def arriving_class(arrive: Callable[[], None]) -> type[nn.Parameter]:
+    """What a unit's parameters are for the moment between the optimizer's step and the end of the all-gather after it.
+
+    The values arrive while Python goes on. Every torch operation that touches such a parameter, through whatever
+    reference, comes here first: it waits, `arrive` makes the parameters ordinary again, and the operation runs.
+    """
+
+    class ArrivingParameter(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            arrive()
+            return func(*args, **(kwargs or {}))
+
+    return ArrivingParameter
+
+
+class Unit:
+    """See the module's docstring.
+
+    Args:
+        label: for errors and tables.
+        modules: those whose forward uses the parameters.
+        named: the parameters; all of one dtype, on one device, and all trainable or all frozen.
+    """
+
+    def __init__(
+        self, label: str, modules: Sequence[nn.Module], named: Sequence[NamedParameter], trainable: bool,
+        dtypes: DTypes, bucket_numel: int, first_bucket: int, context: Context,
+    ) -> None:  # fmt: skip
+        self.label, self.modules, self.named, self.trainable = label, tuple(modules), tuple(named), trainable
+        self.sharded_at_rest = context.policy.parameters.sharded
+        world_size = context.collectives.world_size
+        self.layout: UnitLayout = lay_out([entry.shape.numel() for entry in named], world_size, bucket_numel)
+        whole = self._collect(dtypes.master, context)
+        self.flat = FlatBuffer(self.layout.numel, dtypes.param, whole.device)
+        self.buckets = [
+            Bucket(
+                first_bucket + i, f"{label} [bucket {first_bucket + i}]", layout,
+                self.flat.rows(layout.start, layout.numel, world_size), whole[layout.start : layout.stop],
+                dtypes, trainable, context,
+            )
+            for i, layout in enumerate(self.layout.buckets)
+        ]  # fmt: skip
+        self._views = [
+            self.flat.view(start, entry.shape) for start, entry in zip(self.layout.starts, named, strict=True)
+        ]
+        self._homes = [
+            [(bucket, piece) for bucket in self.buckets for piece in bucket.layout.pieces if piece.index == index]
+            for index in range(len(named))
+        ]
+        placeholders = whole.new_full((max(len(named), 1),), float("nan")) if dtypes.param.is_floating_point else None
+        self._placeholder = None if placeholders is None else placeholders.to(dtypes.param)
+        self._arriving_class = arriving_class(self.unshard)
+        self._versions: list[int] = []
+        self._received: set[int] = set()
+        self.used: set[int] = set()
+        """Parameters that received a gradient on this rank since the last `forget_gradients`."""
+        self.state = State.UNSHARDED
+        self._look_at_views()
+        self.reshard()
+
+    def _collect(self, dtype: torch.dtype, context: Context) -> Tensor:
+        """The unit's parameters, as rank 0 has them, one after another. One unit whole is what start-up costs."""
+        device = self.named[0].parameter.device
+        whole = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+        for start, entry in zip(self.layout.starts, self.named, strict=True):
+            whole[start : start + entry.shape.numel()].copy_(entry.parameter.detach().reshape(-1))
+        context.collectives.broadcast(whole)
+        return whole
+
+    # ------------------------------------------------------------------ parameters
+
+    def start_unshard(self) -> None:
+        """Start to bring the parameters together, if they are not."""
+        if self.state is State.SHARDED:
+            self.flat.allocate()
+            for bucket in self.buckets:
+                bucket.unshard()
+            self.state = State.ARRIVING
+
+    def unshard(self) -> None:
+        """The parameters are about to be used: when this returns they are whole and current."""
+        if self.state is State.UNSHARDED:
+            return
+        self.start_unshard()
+        for bucket in self.buckets:
+            bucket.wait_unsharded()
+        self.state = State.UNSHARDED
+        if self.sharded_at_rest:
+            self._refuse_written_placeholders()
+            self._look_at_views()
+        else:
+            self._set_arriving(False)
+
+    def reshard(self) -> None:
+        """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
+        if not self.sharded_at_rest or self.state is State.SHARDED:
+            return
+        for bucket in self.buckets:
+            bucket.wait_unsharded()  # a transfer in flight still writes to the storage
+        self._look_at_placeholders()
+        self.flat.free()
+        self.state = State.SHARDED
+
+    def sync_parameters(self) -> None:
+        """The optimizer has stepped: what this unit shows from now on is the updated values."""
+        self.reshard()
+        for bucket in self.buckets:
+            bucket.sync_parameters()
+        if not self.sharded_at_rest and any(bucket.is_gathering for bucket in self.buckets):
+            self.state = State.ARRIVING
+            self._set_arriving(True)
+            if any(type(entry.parameter) is not self._arriving_class for entry in self.named):
+                self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
+
+    def release(self) -> None:
+        """Give every parameter back to the user, whole and in a storage of its own."""
+        self.unshard()
+        for entry in self.named:
+            entry.parameter.data = entry.parameter.data.clone()
+
+    def _set_arriving(self, arriving: bool) -> None:
+        before, after = (nn.Parameter, self._arriving_class) if arriving else (self._arriving_class, nn.Parameter)
+        for entry in self.named:
+            if type(entry.parameter) is before:
+                entry.parameter.__class__ = after
+
+    def _look_at_views(self) -> None:
+        for entry, view in zip(self.named, self._views, strict=True):
+            entry.parameter.data = view
+
+    def _look_at_placeholders(self) -> None:
+        if self._placeholder is None:
+            raise UsageError(f"{self.label} holds integer parameters, which cannot be sharded; register them as buffers.")
+        for index, entry in enumerate(self.named):
+            entry.parameter.data = self._placeholder[index].expand(entry.shape)
+        self._versions = [entry.parameter._version for entry in self.named]
+
+    def _refuse_written_placeholders(self) -> None:
+        """A write to a sharded parameter went nowhere: say so before its effect is missed.
+
+        The version counter sees in-place operations on the parameter at no cost; what goes around it, through `.data`,
+        is seen where reading a number does not make the host wait for the device.
+        """
+        assert self._placeholder is not None
+        written = [
+            entry.fqn
+            for entry, version in zip(self.named, self._versions, strict=True)
+            if entry.parameter._version != version
+        ]
+        if not written and self._placeholder.device.type == "cpu" and not self._placeholder.isnan().all():
+            written = [e.fqn for e, value in zip(self.named, self._placeholder.tolist(), strict=True) if value == value]
+        if written:
+            self._placeholder.fill_(float("nan"))
+            raise UsageError(
+                f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. "
+                "Set values before zeroshard takes the model."
+            )
+
+    # ------------------------------------------------------------------ gradients
+
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
+        """Hand this rank's gradient of parameter `index` to the buckets it lies in."""
+        flat = gradient.reshape(-1)
+        for bucket, piece in self._homes[index]:
+            bucket.add_gradient(piece, flat)
+        self._received.add(index)
+        self.used.add(index)
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """Every parameter has its gradient of this microbatch: nothing in the backward reads the unit any more."""
+        return self.trainable and len(self._received) == len(self.named)
+
+    @property
+    def is_frozen(self) -> bool:
+        """No parameter takes a gradient. (One that the optimizer does not update may still take one.)"""
+        return not any(entry.parameter.requires_grad for entry in self.named)
+
+    def end_microbatch(self) -> None:
+        """The backward is over."""
+        self._received.clear()
+
+    def abandon_backward(self) -> None:
+        """A backward broke off: forget what arrived of it, and the step it belongs to."""
+        for bucket in self.buckets if self.trainable else ():
+            bucket.abandon_microbatch()
+        self.forget_gradients()
+        self.reshard()
+
+    def forget_gradients(self) -> None:
+        """A new step begins."""
+        self.used.clear()
+        self._received.clear()
+        for bucket in self.buckets if self.trainable else ():
+            bucket.forget_gradients()

@@ -1,0 +1,21 @@
+"""Owns the exceptions that zeroshard raises; every message says what was expected, what came, and what to do."""
+
+
+class ZeroshardError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(ZeroshardError, ValueError):
+    """A configuration that cannot be honoured. The message names the key path."""
+
+
+class PolicyError(ZeroshardError, ValueError):
+    """A combination of residencies that has no meaning."""
+
+
+class UsageError(ZeroshardError, RuntimeError):
+    """A call that is out of order, or a model or optimizer that cannot be sharded."""
+
+
+class CollectiveError(ZeroshardError, RuntimeError):
+    """Ranks diverged, timed out or died inside a collective. The message names the ranks and what each was doing."""

@@ -1,0 +1,69 @@
+"""Owns the count of bytes that live on this rank, by model state, and what the ZeRO formulas say. Called by shard, engine, cli."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.core.buffer_pool import BufferPool
+from zeroshard.core.unit import Unit
+from zeroshard.policy import DTypes, Policy
+
+STATES_PER_PARAMETER = {
+    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "RMSprop": 1, "Adagrad": 1,
+    "SGD": 1,
+}  # fmt: skip
+"""Tensors of optimizer state for each parameter element (SGD: with momentum)."""
+
+
+def memory_report(units: Sequence[Unit], optimizer: torch.optim.Optimizer, pool: BufferPool) -> dict[str, int]:
+    """Bytes of live storage on this rank, each storage counted once.
+
+    Returns:
+        parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too).
+        gradients: those kept between microbatches and steps.
+        optimizer: the optimizer's state, and master weights where they are tensors of their own.
+        buffers: scratch for communication.
+    """
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    seen: set[int] = set()
+
+    def nbytes(tensors: Iterable[Tensor]) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            # A freed storage has no address; Python's identity of the wrapper is not stable.
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return {
+        "parameters": nbytes(tensor for bucket in buckets for tensor in bucket.tensors("parameters")),
+        "gradients": nbytes(tensor for bucket in buckets for tensor in bucket.tensors("gradients")),
+        "optimizer": nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states]),
+        "buffers": pool.nbytes,
+    }
+
+
+def formula(policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2) -> dict[str, float]:
+    """Bytes per rank at rest, as in the ZeRO paper (arXiv:1910.02054, figure 1 and section 5).
+
+    Args:
+        numel: trainable parameters, all ranks' together.
+        states: fp32 tensors of optimizer state for each parameter: 2 for Adam.
+    """
+
+    def share(sharded: bool) -> float:
+        return numel / world_size if sharded else numel
+
+    # In fp32 the master weights are the parameters themselves, and only in 16 bits tensors of their own.
+    master = 0 if dtypes.master == dtypes.param else dtypes.master.itemsize
+    return {
+        "parameters": dtypes.param.itemsize * share(policy.parameters.sharded),
+        "gradients": dtypes.accumulate.itemsize * share(policy.gradients.sharded),
+        "optimizer": (master + states * dtypes.master.itemsize) * share(policy.optimizer.sharded),
+    }

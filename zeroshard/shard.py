@@ -1,0 +1,245 @@
+"""Owns the plain-PyTorch road: `shard(model, optimizer, policy)`, then the user's own loop. Called by users and engine.
+
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(2))
+    for batch in data:
+        model(batch).backward()
+        sharded.clip_grad_norm_(1.0)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroshard.core.bucket import Context
+from zeroshard.core.bucketing import group_parameters
+from zeroshard.core.buffer_pool import BufferPool
+from zeroshard.core.collectives import Collectives, create_collectives
+from zeroshard.core.hooks import Hooks
+from zeroshard.core.schedule import Schedule
+from zeroshard.core.unit import State, Unit
+from zeroshard.errors import UsageError
+from zeroshard.observe.memory import formula, memory_report
+from zeroshard.optim.elementwise import refuse_unless_elementwise
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.policy import DTypes, Policy, Precision
+
+DEFAULT_BUCKET_NUMEL = 500_000_000
+"""As DeepSpeed's reduce_bucket_size: in practice, a bucket is a unit or a large parameter."""
+
+_unit_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# A phone book, not state: it lets `unsharded` find a parameter's unit without an attribute hung on the parameter.
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model whose model states are sharded. Made by `shard`.
+
+    Attributes:
+        model: the user's own model.
+        optimizer: what to call `step`, `zero_grad` and schedulers with.
+        policy: the residencies in force.
+    """
+
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    policy: Policy
+    _schedule: Schedule
+    _hooks: Hooks
+    _collectives: Collectives
+    _pool: BufferPool
+    _dtypes: DTypes
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+
+        Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ finds no gradient to
+        clip: gradients leave `parameter.grad` as soon as they are made.)
+        """
+        return self.optimizer.clip_grad_norm_(max_norm)
+
+    @contextmanager
+    def accumulate(self, active: bool = True) -> Iterator[None]:
+        """Backwards inside are not the last microbatch of their step: policies that may, sum them on this rank.
+
+        With `active` False it does nothing: `with sharded.accumulate(i < n - 1): loss.backward()`.
+        """
+        before = self._schedule.is_last_microbatch
+        self._schedule.is_last_microbatch = before and not active
+        try:
+            yield
+        finally:
+            self._schedule.is_last_microbatch = before
+
+    def finish_backward(self) -> None:
+        """Say that this microbatch's backward is over, also where the loss touched no parameter on this rank."""
+        self._schedule.end_backward_once()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch)."""
+        return memory_report(self._schedule.units, self.optimizer, self._pool)
+
+    def memory_formula(self, states: int = 2) -> dict[str, float]:
+        """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
+        numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
+        return formula(self.policy, self._dtypes, numel, self._collectives.world_size, states)
+
+    def comm_report(self) -> dict[str, int]:
+        """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
+        report = dict(self._collectives.sent)
+        self._collectives.sent.clear()
+        return report
+
+    def remove(self) -> None:
+        """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""
+        self._hooks.remove()
+        for unit in self._schedule.units:
+            unit.release()
+        self._collectives.close()
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    policy: Policy | None = None,
+    *,
+    precision: Precision | None = None,
+    bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+    overlap: bool = True,
+    elementwise: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Sharded:
+    """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are taken.
+
+    Args:
+        model: any module; it stays the user's, with its own ordinary parameters.
+        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or what makes one from them.
+            It is changed in place: its param groups hold views of shards from now on.
+        policy: where model states rest; default ZeRO-2.
+        precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
+        bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
+        overlap: run collectives behind the computation. The result is the same bit for bit.
+        elementwise: your word that an optimizer unknown to us updates each element from its own history alone.
+        group: the data-parallel process group; default: all ranks, or this process alone where torch.distributed is not
+            initialised.
+
+    Raises:
+        UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
+    """
+    policy, precision = policy or Policy.stage(2), precision or Precision()
+    parameters = list(model.parameters())
+    if not parameters:
+        raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
+    taken = [name for name, p in model.named_parameters() if p in _unit_of]
+    if taken:
+        raise UsageError(f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameter for parameter in parameters if parameter.requires_grad)
+    _check_optimizer(model, optimizer, elementwise)
+
+    device = parameters[0].device
+    collectives = create_collectives(group, device)
+    _refuse_different_models(model, collectives)
+    for buffer in model.buffers():
+        collectives.broadcast(buffer)
+        if precision.param_dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(precision.param_dtype)
+    pool = BufferPool(device)
+    context = Context(policy, collectives, pool)
+    optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    units: list[Unit] = []
+    for group_ in group_parameters(model, optimized):
+        first_bucket = sum(len(unit.buckets) for unit in units)
+        dtypes = precision.resolve(group_.dtype)
+        unit = Unit(group_.label, [group_.module], group_.named, group_.trainable, dtypes, bucket_numel, first_bucket, context)
+        for entry in group_.named:
+            _unit_of[entry.parameter] = weakref.ref(unit)
+        units.append(unit)
+    schedule = Schedule(units, collectives, overlap=overlap, reshard_after_forward=policy.reshard_after_forward)
+    return Sharded(
+        model,
+        ShardedOptimizer(optimizer, schedule, collectives),
+        policy,
+        schedule,
+        Hooks(model, schedule),
+        collectives,
+        pool,
+        precision.resolve(parameters[0].dtype),
+    )
+
+
+@contextmanager
+def unsharded(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the parameters of a module, or those given, are whole and current, under every policy. For reading.
+
+    Where parameters are sharded at rest this is a collective: every rank must enter it.
+    """
+    if isinstance(target, nn.Module):
+        wanted: Iterable[Tensor] = target.parameters()
+    else:
+        wanted = [target] if isinstance(target, Tensor) else target
+    references = {id(ref): ref for ref in (_unit_of.get(parameter) for parameter in wanted) if ref is not None}
+    units = [unit for unit in (ref() for ref in references.values()) if unit is not None]
+    at_rest = [unit for unit in units if unit.state is State.SHARDED]
+    for unit in at_rest:
+        unit.start_unshard()
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in at_rest:
+            unit.reshard()
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
+    refuse_unless_elementwise(optimizer, elementwise)
+    if optimizer.state:
+        raise UsageError(
+            f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. "
+            "Shard before the first step, and load a checkpoint after."
+        )
+    known = {id(p) for p in model.parameters()}
+    groups = [p for g in optimizer.param_groups for p in g["params"]]
+    strangers = sum(id(p) not in known for p in groups)
+    if strangers:
+        raise UsageError(
+            f"{strangers} of the optimizer's {len(groups)} tensors are not parameters of the model: make the optimizer "
+            "from model.parameters() of the same model, after it was moved and wrapped."
+        )
+    if not any(p.requires_grad for p in groups):
+        raise UsageError("none of the optimizer's parameters requires a gradient: there is nothing to train.")
+
+
+def _refuse_different_models(model: nn.Module, collectives: Collectives) -> None:
+    """Ranks that build different models would exchange buffers of different sizes: find the first difference."""
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
+    lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    digest, digests = hashlib.sha256(), []
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+        digests.append(digest.digest())
+    everyone = collectives.exchange(digests[-1] + len(lines).to_bytes(8, "little"), "the shapes of the model")
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        # Bisect to the first line that differs; all ranks walk the same path, since all see the same answers.
+        low, high = 0, min(int.from_bytes(data[-8:], "little") for data in everyone)
+        while low < high:
+            middle = (low + high) // 2
+            same = collectives.exchange(digests[middle], "the shapes of the model")
+            low, high = (middle + 1, high) if all(other == same[0] for other in same) else (low, middle)
+        mine = lines[low] if low < len(lines) else "nothing more"
+        raise UsageError(
+            f"the ranks built different models: ranks {different} differ from rank 0, first at parameter or buffer "
+            f"{low + 1}, where rank {collectives.rank} has: {mine}. Build the same model on every rank."
+        )

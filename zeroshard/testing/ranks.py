@@ -1,0 +1,155 @@
+"""Owns `run_ranks`: a function run in several real processes joined by a gloo process group. Called by tests and users.
+
+Ranks are forked, so they start in a tenth of a second and take any closure. A rank that hangs fails the run with the stack
+of every rank; one that raises fails it with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.errors import ZeroshardError
+
+_POLL_SECONDS = 0.01
+_GRACE_SECONDS = 10.0
+
+
+class RankError(ZeroshardError):
+    """A rank raised, died or hung. The message holds every rank's traceback or stack."""
+
+
+@dataclass
+class _Rank:
+    rank: int
+    pid: int
+    folder: Path
+    status: int | None = None
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status is not None
+
+    def read(self, name: str) -> str:
+        path = self.folder / f"{name}.{self.rank}"
+        return path.read_text() if path.exists() else ""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    collective_timeout: float = 60.0,
+    initialise: bool = True,
+) -> list[Any]:
+    """Run `function(rank, *args)` in `world_size` forked processes and return what each returned, in rank order.
+
+    Args:
+        function: any callable; its result is sent back with torch.save (weights_only: tensors and plain containers).
+        timeout: seconds after which ranks that still run are hung: every rank's stack is printed and the run fails.
+        collective_timeout: the process group's timeout in seconds.
+        initialise: join the ranks in a gloo process group on the loopback.
+
+    Raises:
+        RankError: with every failed rank's traceback.
+    """
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="ranks") as name:
+        folder = Path(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ranks = []
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                _child(function, args, rank, world_size, port if initialise else None, folder, collective_timeout)
+            ranks.append(_Rank(rank, pid, folder))
+        hung = _wait(ranks, timeout)
+        reports = [_describe(rank, rank in hung) for rank in ranks if rank in hung or rank.status]
+        if reports:
+            raise RankError(f"{len(reports)} of {world_size} ranks failed\n" + "\n".join(reports))
+        return [torch.load(folder / f"result.{rank}", weights_only=True) for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int | None, folder: Path,
+    collective_timeout: float,
+) -> None:  # fmt: skip
+    """Runs in the fork and never returns."""
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        with open(folder / f"stack.{rank}", "w") as stack:
+            faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            if port is not None:
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                timeout = timedelta(seconds=collective_timeout)
+                method = f"tcp://127.0.0.1:{port}"
+                dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=timeout)
+            result = function(rank, *args)
+            buffer = io.BytesIO()
+            torch.save(result, buffer)
+            (folder / f"result.{rank}").write_bytes(buffer.getvalue())
+            if port is not None and dist.is_initialized():
+                dist.barrier()  # nobody closes connections that others still use
+            code = 0
+    except BaseException:
+        (folder / f"error.{rank}").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
+    """Wait until all have ended; returns those that had to be killed, with their stacks on disk."""
+    deadline = time.monotonic() + timeout
+    while not all([rank.poll() for rank in ranks]):
+        if any(rank.status for rank in ranks):  # one failed: the others learn of it from their connections, or never
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    hung = [rank for rank in ranks if not rank.poll()]
+    for rank in hung:
+        os.kill(rank.pid, signal.SIGUSR1)
+    if hung:
+        time.sleep(0.5)
+    for rank in hung:
+        os.kill(rank.pid, signal.SIGKILL)
+        os.waitpid(rank.pid, 0)
+    return hung
+
+
+def _describe(rank: _Rank, hung: bool) -> str:
+    if hung:
+        return f"--- rank {rank.rank} hung; its stack:\n{rank.read('stack')}"
+    error = rank.read("error") or f"ended with exit status {rank.status} and no traceback"
+    return f"--- rank {rank.rank} failed:\n{error}"

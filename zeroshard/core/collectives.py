@@ -217,11 +217,10 @@ class PointToPoint(_Grouped):
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _transfer(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, label: str) -> _Transfer:
+        # The group's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
         try:
-            works = [
-                dist.irecv(tensor, self._ranks[peer], group=self._group, tag=tag) for peer, tensor in receive.items()
-            ]
-            works += [dist.isend(tensor, self._ranks[peer], group=self._group, tag=tag) for peer, tensor in send.items()]
+            works = [self._group.recv([tensor], peer, tag) for peer, tensor in receive.items()]
+            works += [self._group.send([tensor], peer, tag) for peer, tensor in send.items()]
         except RuntimeError as error:
             raise CollectiveError(self._report(label, error)) from error
         return _Transfer(self, works, label)

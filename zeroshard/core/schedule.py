@@ -22,7 +22,7 @@ from zeroshard.core.collectives import Collectives
 from zeroshard.core.unit import Unit
 from zeroshard.errors import UsageError
 
-IN_FLIGHT = 2
+IN_FLIGHT = 4
 """Reductions that may be under way at once: one travels while the next one is filled. Each holds pool buffers."""
 
 
@@ -81,7 +81,9 @@ class Schedule:
         if units not in order:
             return ()
         position = order.index(units) + 1
-        return order[position] if position < len(order) else ()
+        # Units that the forward keeps may as well come all at once.
+        stop = position + 1 if backward or self._gives_back_after_forward else len(order)
+        return [unit for later in order[position:stop] for unit in later]
 
     def reshard_after_forward(self, units: Sequence[Unit], *, backward_follows: bool) -> None:
         """These units were used by a forward. The last to run are kept: the backward begins with them."""

@@ -1,0 +1,105 @@
+"""Owns the rivals: each entry turns a model into (forward, step) under one system. Called by benchmarks/step.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+
+LEARNING_RATE = 1e-4
+TrainStep = Callable[[Tensor], Tensor]
+
+
+def _loop(forward: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> TrainStep:
+    def step(tokens: Tensor) -> Tensor:
+        loss = forward(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def ddp(model: nn.Module) -> TrainStep:
+    """torch's DistributedDataParallel."""
+    return _loop(nn.parallel.DistributedDataParallel(model), _adamw(model))
+
+
+def ddp_zero_redundancy(model: nn.Module) -> TrainStep:
+    """The same with torch's ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    return _loop(nn.parallel.DistributedDataParallel(model), optimizer)
+
+
+def fsdp2(reshard: bool, model: nn.Module) -> TrainStep:
+    """torch's fully_shard, over each block and the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    blocks = model.get_submodule("blocks")
+    for block in blocks.children():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return _loop(model, _adamw(model))
+
+
+def zeroshard_stage(stage: int, reshard: bool, model: nn.Module) -> TrainStep:
+    """zeroshard's plain road."""
+    policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
+    sharded = zeroshard.shard(model, _adamw(model), policy)
+    return _loop(model, sharded.optimizer)
+
+
+def deepspeed(stage: int, model: nn.Module) -> TrainStep:
+    """DeepSpeed, with torch's fused AdamW in place of its own (which needs a compiler for minutes at first use)."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed as peer
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = peer.initialize(model=model, optimizer=_adamw(model), config=config, dist_init_required=False)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], TrainStep]] = {
+    "DDP, fused AdamW": ddp,
+    "DDP + torch ZeroRedundancyOptimizer": ddp_zero_redundancy,
+    "FSDP2, keeps units": partial(fsdp2, False),
+    "FSDP2, gives units back": partial(fsdp2, True),
+    "zeroshard stage 0": partial(zeroshard_stage, 0, True),
+    "zeroshard stage 1": partial(zeroshard_stage, 1, True),
+    "zeroshard stage 2": partial(zeroshard_stage, 2, True),
+    "zeroshard stage 3, keeps units": partial(zeroshard_stage, 3, False),
+    "zeroshard stage 3": partial(zeroshard_stage, 3, True),
+}
+if importlib.util.find_spec("deepspeed"):
+    SYSTEMS |= {f"DeepSpeed stage {stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}
+
+BASELINE = "DDP, fused AdamW"

@@ -115,12 +115,17 @@ def main(
             status.update(f"peak memory: {name}")
             peaks[name] = _peak(name, ranks, batch)
     numel = sum(p.numel() for p in GPT(CONFIG).parameters())
-    table = Table(title=f"GPT of {numel / 1e6:.1f} M parameters, fp32, {ranks} ranks, {batch} x {CONFIG.context} tokens each")
+    table = Table(
+        title=f"GPT of {numel / 1e6:.1f} M parameters, fp32, {ranks} ranks, {batch} x {CONFIG.context} tokens each"
+    )
     for column in ("system", "step / DDP", "median step", "sent per rank", "peak over start", "last loss"):
         table.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
     medians = {name: statistics.median(t for run in runs[name] for t in run["times"]) for name in systems}
     for name in systems:
-        per_round = [statistics.median(a["times"]) / statistics.median(b["times"]) for a, b in zip(runs[name], runs[BASELINE], strict=True)]
+        per_round = [
+            statistics.median(a["times"]) / statistics.median(b["times"])
+            for a, b in zip(runs[name], runs[BASELINE], strict=True)
+        ]
         table.add_row(
             name,
             f"{statistics.median(per_round):.2f} ({min(per_round):.2f} to {max(per_round):.2f})",

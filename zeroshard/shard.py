@@ -1,11 +1,11 @@
 """Owns the plain-PyTorch road: `shard(model, optimizer, policy)`, then the user's own loop. Called by users and engine.
 
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(2))
-    for batch in data:
-        model(batch).backward()
-        sharded.clip_grad_norm_(1.0)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
+sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(2))
+for batch in data:
+    model(batch).backward()
+    sharded.clip_grad_norm_(1.0)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def shard(
         raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
     taken = [name for name, p in model.named_parameters() if p in _unit_of]
     if taken:
-        raise UsageError(f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned.")
+        raise UsageError(
+            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameter for parameter in parameters if parameter.requires_grad)
     _check_optimizer(model, optimizer, elementwise)
@@ -161,7 +163,9 @@ def shard(
     for group_ in group_parameters(model, optimized):
         first_bucket = sum(len(unit.buckets) for unit in units)
         dtypes = precision.resolve(group_.dtype)
-        unit = Unit(group_.label, [group_.module], group_.named, group_.trainable, dtypes, bucket_numel, first_bucket, context)
+        unit = Unit(
+            group_.label, [group_.module], group_.named, group_.trainable, dtypes, bucket_numel, first_bucket, context
+        )
         for entry in group_.named:
             _unit_of[entry.parameter] = weakref.ref(unit)
         units.append(unit)
@@ -223,7 +227,9 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, element
 
 def _refuse_different_models(model: nn.Module, collectives: Collectives) -> None:
     """Ranks that build different models would exchange buffers of different sizes: find the first difference."""
-    lines = [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
+    lines = [
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in model.named_parameters()
+    ]
     lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     digest, digests = hashlib.sha256(), []
     for line in lines:

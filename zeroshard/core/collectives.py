@@ -144,7 +144,9 @@ class _Grouped(Collectives):
 
     def _new_group(self) -> dist.ProcessGroup:
         """A group of our own: our tags and our order of collectives never meet the user's."""
-        group = dist.new_group(self._ranks, timeout=self._timeout, use_local_synchronization=self._is_subgroup)
+        group: dist.ProcessGroup | None = dist.new_group(
+            self._ranks, timeout=self._timeout, use_local_synchronization=self._is_subgroup
+        )
         assert group is not None
         return group
 

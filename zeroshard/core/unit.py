@@ -183,7 +183,9 @@ class Unit:
 
     def _look_at_placeholders(self) -> None:
         if self._placeholder is None:
-            raise UsageError(f"{self.label} holds integer parameters, which cannot be sharded; register them as buffers.")
+            raise UsageError(
+                f"{self.label} holds integer parameters, which cannot be sharded; register them as buffers."
+            )
         for index, entry in enumerate(self.named):
             entry.parameter.data = self._placeholder[index].expand(entry.shape)
         self._versions = [entry.parameter._version for entry in self.named]

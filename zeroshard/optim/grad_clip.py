@@ -22,7 +22,8 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     dtype = torch.promote_types(flat.dtype, torch.float32)
     rows = torch.linalg.vector_norm(flat[:whole_rows].view(-1, ROW_NUMEL), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(flat[whole_rows:], dtype=dtype)
-    return rows.double().square().sum() + rest.double().square()
+    total: Tensor = rows.double().square().sum() + rest.double().square()
+    return total
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:

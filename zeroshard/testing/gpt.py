@@ -93,4 +93,5 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss: Tensor = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return loss

@@ -105,7 +105,7 @@ def _child(
     code = 1
     try:
         torch.set_num_threads(1)
-        with open(folder / f"stack.{rank}", "w") as stack:
+        with (folder / f"stack.{rank}").open("w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             if port is not None:
@@ -131,7 +131,7 @@ def _child(
 def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
     """Wait until all have ended; returns those that had to be killed, with their stacks on disk."""
     deadline = time.monotonic() + timeout
-    while not all([rank.poll() for rank in ranks]):
+    while [rank for rank in ranks if not rank.poll()]:
         if any(rank.status for rank in ranks):  # one failed: the others learn of it from their connections, or never
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if time.monotonic() > deadline:

@@ -113,6 +113,8 @@ class Hooks:
 
     def _pre_backward(self, module: nn.Module, gradient: Tensor) -> None:
         self._begin_backward()
+        for unit in self._units[module]:
+            unit.expect_gradients()
         self._schedule.unshard(self._units[module], backward=True)
 
     def _post_accumulate(self, unit: Unit, index: int, parameter: Tensor) -> None:

@@ -116,9 +116,7 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
 
     for order, index in enumerate(solo + shared):
         numel, done = numels[index], 0
-        if fill and (order < len(solo) or fill + numel > limit):
-            close()
-        elif order == len(solo):
+        if (fill and (order < len(solo) or fill + numel > limit)) or order == len(solo):
             close()
         starts[index] = cursor + fill
         while done < numel:

@@ -126,7 +126,7 @@ class Schedule:
         self._next = 0
         self._awaiting_step = self._backward_ended = True
         for unit in self.units:
-            unit.end_microbatch()
+            unit.expect_gradients()
             unit.reshard()
 
     def end_backward_once(self) -> None:

@@ -231,8 +231,8 @@ class Unit:
         """No parameter takes a gradient. (One that the optimizer does not update may still take one.)"""
         return not any(entry.parameter.requires_grad for entry in self.named)
 
-    def end_microbatch(self) -> None:
-        """The backward is over."""
+    def expect_gradients(self) -> None:
+        """The backward of a call of the unit's module begins (one of several, where it was called so), or the whole is over."""
         self._received.clear()
 
     def abandon_backward(self) -> None:

@@ -1,0 +1,139 @@
+"""The promise: the policy never changes the result, to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
+
+from zeroshard import Policy, Precision
+from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train, train_ddp, train_reference
+
+BF16 = Precision(param_dtype=torch.bfloat16)
+POLICIES = [Policy.stage(0), Policy.stage(1), Policy.stage(2), Policy.stage(3), Policy.stage(3, reshard_after_forward=False)]
+SMALL_BUCKETS = 256
+"""Elements: the larger parameters of the test models span several buckets."""
+
+
+def every_policy(rank: int, work: Workload, precision: Precision | None) -> list[Run]:
+    """One run for each policy, overlapped and not, with small and large buckets in turn."""
+    runs = []
+    for number, (policy, overlap) in enumerate(itertools.product(POLICIES, (True, False))):
+        runs.append(train(rank, work, policy, precision=precision, overlap=overlap, bucket_numel=SMALL_BUCKETS))
+        assert ranks_agree(runs[-1]), f"ranks ended with different parameters under policy {number}"
+    return runs
+
+
+def check(rank: int, work: Workload, precision: Precision | None = None) -> None:
+    runs = every_policy(rank, work, precision)
+    assert all(torch.isfinite(run.losses).all() for run in runs)
+    sharded_from = 4  # the first run whose gradients are sharded
+    if work.microbatches == 1:
+        for run in runs[1:]:
+            assert run.equals(runs[0])
+        return
+    for run in runs[:sharded_from]:
+        assert run.equals(runs[0])
+    for run in runs[sharded_from:]:
+        assert run.equals(runs[sharded_from])
+    if precision is None:
+        for fqn, value in runs[0].parameters.items():
+            torch.testing.assert_close(runs[sharded_from].parameters[fqn], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stages_are_bit_equal(
+    ranks: int, optimizer: str, microbatches: int, max_norm: float | None, precision: Precision | None
+) -> None:
+    work = workload(
+        "tied", make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=20, microbatches=microbatches,
+        max_norm=max_norm,
+    )  # fmt: skip
+    run_ranks(check, ranks, work, precision)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("model", MODELS)
+def test_models_are_bit_equal(model: str, ranks: int, microbatches: int) -> None:
+    work = workload(model, param_groups=two_groups, steps=4, microbatches=microbatches, max_norm=1.0)
+    run_ranks(check, ranks, work)
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen base", "called twice", "checkpointed twice reentrant", "skipping"])
+def test_models_are_bit_equal_in_bf16(model: str) -> None:
+    run_ranks(check, 2, workload(model, steps=4, max_norm=1.0), BF16)
+
+
+def test_batch_norm_in_bf16() -> None:
+    run_ranks(check, 2, Workload(MODELS["batch norm"], bfloats, steps=4), BF16)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", ["tied", "frozen", "called twice", "checkpointed", "skipping"])
+def test_equals_a_plain_loop(model: str, ranks: int, microbatches: int, optimizer: str) -> None:
+    """The oracle knows nothing of shards: unsharded gradients with an optimizer that is not fused give its very bits."""
+    work = workload(
+        model, make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=20, microbatches=microbatches
+    )
+
+    def body(rank: int) -> None:
+        reference = train_reference(work, ranks, rank)
+        for policy in POLICIES:
+            run = train(rank, work, policy)
+            if microbatches == 1 or not policy.gradients.sharded:
+                assert run.equals(reference)
+            for fqn, value in run.parameters.items():
+                torch.testing.assert_close(value, reference.parameters[fqn], rtol=1e-4, atol=1e-6)
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_ddp(ranks: int, optimizer: str) -> None:
+    work = workload("tied", make_optimizer=OPTIMIZERS[optimizer], steps=20)
+
+    def body(rank: int) -> None:
+        ddp = train_ddp(rank, work)
+        for policy in POLICIES:
+            run = train(rank, work, policy)
+            if ranks == 2 and optimizer != "fused AdamW":
+                assert run.equals(ddp)
+            for fqn, value in run.parameters.items():
+                torch.testing.assert_close(value, ddp.parameters[fqn], rtol=1e-4, atol=1e-5)
+
+    run_ranks(body, ranks)
+
+
+def test_clipping_agrees_with_torch() -> None:
+    work = workload("untied", make_optimizer=OPTIMIZERS["SGD"], steps=10, max_norm=0.1)
+
+    def body(rank: int) -> None:
+        ddp, run = train_ddp(rank, work), train(rank, work, Policy.stage(2))
+        assert min(run.norms) > 0.1, "the test must clip"
+        for fqn, value in run.parameters.items():
+            torch.testing.assert_close(value, ddp.parameters[fqn], rtol=1e-4, atol=1e-6)
+
+    run_ranks(body, 2)
+
+
+def test_a_parameter_that_no_rank_used_is_left_alone() -> None:
+    """No decay, no momentum: as plain PyTorch leaves a parameter whose gradient is None."""
+    work = workload("skipping", make_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5), steps=5)
+
+    def body(rank: int) -> None:
+        before = {fqn: value.clone() for fqn, value in work.build()[0].named_parameters()}
+        for policy in POLICIES:
+            run = train(rank, work, policy)
+            assert torch.equal(run.parameters["never.weight"], before["never.weight"])
+            assert not torch.equal(run.parameters["embedding.weight"], before["embedding.weight"])
+
+    run_ranks(body, 2)

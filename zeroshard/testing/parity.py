@@ -1,0 +1,182 @@
+"""Owns the question whether a policy changes the result: one workload, trained the same way under any of them.
+
+Called by tests, by `zeroshard compare`, and by users with a model of their own:
+
+    workload = Workload(make_model=MyModel, make_batch=lambda rank, step: (inputs(rank, step),))
+    runs = run_ranks(lambda rank: [train(rank, workload, Policy.stage(s)).as_dict() for s in range(4)], 2)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeroshard.policy import Policy, Precision
+from zeroshard.shard import DEFAULT_BUCKET_NUMEL, Sharded, shard, unsharded
+
+
+def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The default optimizer of workloads: fused AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        make_model: builds the module; called under the same seed on every rank.
+        make_batch: the positional arguments of the module for one rank and one microbatch (counted over all steps).
+        make_optimizer: an optimizer over parameters or param groups.
+        param_groups: what of the model the optimizer gets; default: its parameters.
+        steps, microbatches: optimizer steps, and forwards in each.
+        max_norm: gradient clipping, or None.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int, int], tuple[Any, ...]]
+    make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = adamw
+    param_groups: Callable[[nn.Module], Iterable[Any]] = lambda model: model.parameters()
+    steps: int = 5
+    microbatches: int = 1
+    max_norm: float | None = None
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model and its optimizer, the same on every rank."""
+        torch.manual_seed(0)
+        model = self.make_model()
+        return model, self.make_optimizer(self.param_groups(model))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a training: this rank's losses, the whole parameters by fqn, and what it cost."""
+
+    losses: Tensor
+    parameters: dict[str, Tensor]
+    norms: list[float] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    formula: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors, as `run_ranks` sends back."""
+        return asdict(self)
+
+    def equals(self, other: Run) -> bool:
+        """Whether losses and parameters are the same to the last bit."""
+        return torch.equal(self.losses, other.losses) and all(
+            torch.equal(value, other.parameters[fqn]) for fqn, value in self.parameters.items()
+        )
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole parameters by fqn. A collective where they are sharded."""
+    with unsharded(model):
+        return {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
+
+
+def train(
+    rank: int,
+    workload: Workload,
+    policy: Policy,
+    *,
+    precision: Precision | None = None,
+    bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+    overlap: bool = True,
+    inspect: Callable[[Sharded], None] | None = None,
+) -> Run:
+    """Train the workload on the plain road under one policy. Every rank calls it.
+
+    Args:
+        inspect: called after each step with what `shard` returned.
+    """
+    model, optimizer = workload.build()
+    sharded = shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap)
+    sharded.comm_report()
+    losses, norms, times = [], [], []
+    for step in range(workload.steps):
+        start = time.perf_counter()
+        for microbatch in range(workload.microbatches):
+            is_last = microbatch == workload.microbatches - 1
+            loss = model(*workload.make_batch(rank, step * workload.microbatches + microbatch))
+            with sharded.accumulate(not is_last):
+                (loss / workload.microbatches).backward()
+            losses.append(loss.detach())
+        if workload.max_norm is not None:
+            norms.append(sharded.clip_grad_norm_(workload.max_norm))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+        if inspect is not None:
+            inspect(sharded)
+    sent, memory, formula = sharded.comm_report(), sharded.memory_report(), sharded.memory_formula()
+    run = Run(torch.stack(losses).float(), whole_parameters(model), norms, memory, formula, sent, times)
+    sharded.remove()
+    return run
+
+
+def train_ddp(rank: int, workload: Workload) -> Run:
+    """The same under torch's DistributedDataParallel."""
+    model, optimizer = workload.build()
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    losses = []
+    for step in range(workload.steps):
+        for microbatch in range(workload.microbatches):
+            ddp.require_backward_grad_sync = microbatch == workload.microbatches - 1
+            loss = ddp(*workload.make_batch(rank, step * workload.microbatches + microbatch))
+            (loss / workload.microbatches).backward()
+            losses.append(loss.detach())
+        if workload.max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), workload.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(torch.stack(losses).float(), whole_parameters(model))
+
+
+def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
+    """The oracle: a plain PyTorch loop in one process over every rank's batches.
+
+    The gradient of a step is the sum over ranks, in rank order, of each rank's sum over microbatches, divided by the number of
+    ranks. Under a policy with unsharded gradients, an optimizer that is not fused gives the same bits.
+    """
+    model, optimizer = workload.build()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = []
+    for step in range(workload.steps):
+        totals: list[Tensor | None] = [None] * len(parameters)
+        for other in range(world_size):
+            for microbatch in range(workload.microbatches):
+                loss = model(*workload.make_batch(other, step * workload.microbatches + microbatch))
+                (loss / workload.microbatches).backward()
+                if other == rank:
+                    losses.append(loss.detach())
+            for index, parameter in enumerate(parameters):
+                if parameter.grad is not None:
+                    total = totals[index]
+                    totals[index] = parameter.grad if total is None else total + parameter.grad
+                    parameter.grad = None
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = None if total is None else total / world_size
+        if workload.max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, workload.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(torch.stack(losses).float(), whole_parameters(model))
+
+
+def ranks_agree(run: Run) -> bool:
+    """Whether every rank ended with the same parameters as rank 0, to the last bit."""
+    for value in run.parameters.values():
+        first = value.clone()
+        dist.broadcast(first, src=0)
+        if not torch.equal(first, value):
+            return False
+    return True

@@ -12,22 +12,30 @@ from zeroshard import Policy, Precision
 from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train, train_ddp, train_reference
 
 BF16 = Precision(param_dtype=torch.bfloat16)
-POLICIES = [Policy.stage(0), Policy.stage(1), Policy.stage(2), Policy.stage(3), Policy.stage(3, reshard_after_forward=False)]
+POLICIES = [
+    Policy.stage(0),
+    Policy.stage(1),
+    Policy.stage(2),
+    Policy.stage(3),
+    Policy.stage(3, reshard_after_forward=False),
+]
 SMALL_BUCKETS = 256
 """Elements: the larger parameters of the test models span several buckets."""
+LARGE_BUCKETS = 10**6
+"""A bucket is a unit."""
 
 
-def every_policy(rank: int, work: Workload, precision: Precision | None) -> list[Run]:
-    """One run for each policy, overlapped and not, with small and large buckets in turn."""
+def every_policy(rank: int, work: Workload, precision: Precision | None, bucket_numel: int) -> list[Run]:
+    """One run for each policy, overlapped and not."""
     runs = []
     for number, (policy, overlap) in enumerate(itertools.product(POLICIES, (True, False))):
-        runs.append(train(rank, work, policy, precision=precision, overlap=overlap, bucket_numel=SMALL_BUCKETS))
+        runs.append(train(rank, work, policy, precision=precision, overlap=overlap, bucket_numel=bucket_numel))
         assert ranks_agree(runs[-1]), f"ranks ended with different parameters under policy {number}"
     return runs
 
 
-def check(rank: int, work: Workload, precision: Precision | None = None) -> None:
-    runs = every_policy(rank, work, precision)
+def check(rank: int, work: Workload, precision: Precision | None = None, bucket_numel: int = SMALL_BUCKETS) -> None:
+    runs = every_policy(rank, work, precision, bucket_numel)
     assert all(torch.isfinite(run.losses).all() for run in runs)
     sharded_from = 4  # the first run whose gradients are sharded
     if work.microbatches == 1:
@@ -55,7 +63,7 @@ def test_stages_are_bit_equal(
         "tied", make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=20, microbatches=microbatches,
         max_norm=max_norm,
     )  # fmt: skip
-    run_ranks(check, ranks, work, precision)
+    run_ranks(check, ranks, work, precision, LARGE_BUCKETS)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (2, 2), (4, 1)])

@@ -89,7 +89,7 @@ class OptimizerBlock(Block):
 class SchedulerBlock(Block):
     """`scheduler`: the learning rate over the steps."""
 
-    type: Annotated[str, works("WarmupLR, or any class of torch.optim.lr_scheduler.")]
+    type: Annotated[str, works("WarmupLR, WarmupDecayLR, or any class of torch.optim.lr_scheduler.")]
     params: Annotated[dict[str, Any], works("arguments of the scheduler.")] = {}
 
 

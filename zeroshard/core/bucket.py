@@ -201,6 +201,7 @@ class Bucket:
 
     def forget_gradients(self) -> None:
         """A new step begins."""
+        self.wait_gradient_gather()  # it would write into the next step's sums
         self._has_local_sum.clear()
         self._has_mean = False
 

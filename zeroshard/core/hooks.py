@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import enum
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,40 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
+class _Hook:
+    """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
+
+    def __init__(self, method: Callable[..., None], *args: Any) -> None:
+        self._method, self._args = method, args
+
+    def __call__(self, *args: Any) -> None:
+        self._method(*self._args, *args)
+
+    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
+        return _no_hook, ()
+
+
+class _WeakHook:
+    """The same as a parameter keeps it. Python's garbage collector does not see what a parameter's hooks refer to, so a
+    parameter must not own what owns it; modules keep `Hooks` alive."""
+
+    def __init__(self, method: Callable[..., None], *args: Any) -> None:
+        self._method, self._args = weakref.WeakMethod(method), args
+
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*self._args, *args)
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*_: Any) -> None:
+    return
+
+
 class Hooks:
     """Connects a model's modules and parameters to a schedule, until `remove`."""
 
@@ -50,17 +85,16 @@ class Hooks:
                 self._units.setdefault(module, []).append(unit)
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
         self._handles = [
-            model.register_forward_pre_hook(self._pre_root_forward),
-            model.register_state_dict_pre_hook(self._pre_state_dict),
+            model.register_forward_pre_hook(_Hook(self._pre_root_forward)),
+            model.register_state_dict_pre_hook(_Hook(self._pre_state_dict)),
         ]
         for module in self._units:
-            self._handles.append(module.register_forward_pre_hook(self._pre_forward, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(partial(self._post_forward, module is model)))
-        for unit in schedule.units:
-            if unit.trainable:
-                for index, entry in enumerate(unit.named):
-                    hook = partial(self._post_accumulate, unit, index)
-                    self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
+            self._handles.append(module.register_forward_pre_hook(_Hook(self._pre_forward), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(_Hook(self._post_forward, module is model)))
+        for number, unit in enumerate(schedule.units):
+            for index, entry in enumerate(unit.named if unit.trainable else ()):
+                hook = _WeakHook(self._post_accumulate, number, index)
+                self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -117,8 +151,9 @@ class Hooks:
             unit.expect_gradients()
         self._schedule.unshard(self._units[module], backward=True)
 
-    def _post_accumulate(self, unit: Unit, index: int, parameter: Tensor) -> None:
+    def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
+        unit = self._schedule.units[number]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         self._schedule.add_gradient(unit, index, gradient)

@@ -12,6 +12,7 @@ depends on the unit's state:
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ def arriving_class(arrive: Callable[[], None]) -> type[nn.Parameter]:
         ) -> Any:
             arrive()
             return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            arrive()  # before torch looks at the class that the copy is to have
+            return copy.deepcopy(self, memo)
 
     return ArrivingParameter
 

@@ -82,7 +82,25 @@ class WarmupLR:
         self.step(state["last_batch_iteration"])
 
 
-SCHEDULES = {"WarmupLR": WarmupLR}
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then down to 0 at `total_num_steps` T: gamma = max(0, (T - i) / max(1, T - N)) for i >= N."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total_num_steps: int, **warmup: Any) -> None:
+        if not isinstance(total_num_steps, int) or total_num_steps <= 0:
+            raise ConfigError(
+                f"scheduler.params.total_num_steps: a positive integer was expected, not {total_num_steps!r}."
+            )
+        self._total = total_num_steps
+        super().__init__(optimizer, **warmup)
+
+    def _gamma(self) -> float:
+        i = self.last_batch_iteration
+        if i < self._steps:
+            return super()._gamma()
+        return max(0.0, (self._total - i) / max(1, self._total - self._steps))
+
+
+SCHEDULES: dict[str, type[WarmupLR]] = {"WarmupLR": WarmupLR, "WarmupDecayLR": WarmupDecayLR}
 
 
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:

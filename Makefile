@@ -1,0 +1,37 @@
+# Each target sets up what it needs in a .venv of the project's own, and is quick when repeated.
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+TEXT ?=
+CONFIG ?= examples/zero2.json
+BIN = .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test bench lint compare clean
+
+train: .venv/ready
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/step.py
+
+compare: .venv/ready
+	$(BIN)/zeroshard compare --plot docs/compare.png
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv

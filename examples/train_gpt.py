@@ -1,0 +1,154 @@
+"""Train a byte-level GPT on text, under any ZeRO stage, from a DeepSpeed config.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
+    python examples/train_gpt.py --config examples/zero2.json          # one rank
+
+The text is the Python standard library's own source, unless --text names a file or a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import json5
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+import zeroshard
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+LENGTH = 128  # tokens of one training sequence
+
+
+def read_text(path: Path) -> Tensor:
+    """All bytes of a file, or of the text files of a folder, as a tensor of uint8."""
+    files = (
+        [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
+    )
+    files = [p for p in files if "site-packages" not in p.parts and "test" not in p.parts]
+    data = bytearray(b"\n".join(p.read_bytes() for p in files))
+    if len(data) < 100 * LENGTH:
+        raise SystemExit(f"{path}: {len(data)} bytes of text found, at least {100 * LENGTH} are needed.")
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def batches(text: Tensor, batch: int, seed: int, device: torch.device) -> Iterator[Tensor]:
+    """Random windows of the text: int64 of shape [batch, LENGTH + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(0, len(text) - LENGTH - 1, (batch,), generator=generator)
+        yield torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()]).long().to(device)
+
+
+@torch.no_grad()
+def evaluate(engine: zeroshard.Engine, windows: Iterator[Tensor], count: int) -> float:
+    """Bits per byte over `count` batches of every rank."""
+    losses = [engine(tokens[:, :-1], tokens[:, 1:]) for tokens, _ in zip(windows, range(count), strict=False)]
+    total = torch.stack(losses).mean()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return float(total) / math.log(2)
+
+
+@torch.no_grad()
+def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: float = 0.6) -> str:
+    """Continue a prompt. Every rank runs it: under stage 3 each forward brings the parameters together."""
+    tokens = torch.tensor([list(prompt.encode())], device=engine.device)
+    generator = torch.Generator(engine.device).manual_seed(1)
+    for _ in range(length):
+        logits = engine(tokens[:, -LENGTH:])[0, -1].float() / temperature
+        choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, choice[None]], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def report(engine: zeroshard.Engine, rank: int, world_size: int, console: Console) -> None:
+    """A table per rank: bytes that live now, beside the formulas, and the peak of the process."""
+    mine = {**engine.memory_report(), "peak of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    everyone = [mine] * world_size
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, mine)
+    if rank != 0:
+        return
+    formula = engine.memory_formula()
+    table = Table(title=f"Memory at rest under ZeRO-{engine.zero_optimization_stage()}, MiB")
+    table.add_column("")
+    for other in range(world_size):
+        table.add_column(f"rank {other}", justify="right")
+    table.add_column("formula", justify="right")
+    for kind in mine:
+        cells = [f"{figures[kind] / 2**20:.2f}" for figures in everyone]
+        table.add_row(kind, *cells, f"{formula[kind] / 2**20:.2f}" if kind in formula else "")
+    console.print(table)
+
+
+def main() -> None:
+    """Train, validate, sample, and show where the memory is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
+    parser.add_argument("--stage", type=int, choices=range(4), help="takes the place of the config's stage")
+    parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
+    parser.add_argument("--steps", type=int, default=650)
+    parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
+    options = parser.parse_args()
+
+    config = json5.loads(Path(options.config).read_text())
+    if options.stage is not None:
+        config.setdefault("zero_optimization", {})["stage"] = options.stage
+    torch.manual_seed(0)
+    engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    console = Console(quiet=rank != 0)
+
+    text = read_text(options.text)
+    training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
+    batch = engine.train_micro_batch_size_per_gpu()
+    data = batches(training, batch, seed=rank, device=engine.device)
+    numel = sum(p.numel() for p in engine.module.parameters())
+    console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {world_size} ranks")
+
+    columns = (BarColumn(), TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn())
+    loss = torch.zeros(())
+    with Progress(*columns, console=console, disable=rank != 0) as progress:
+        task = progress.add_task("", total=options.steps)
+        for step in range(options.steps):
+            start = time.perf_counter()
+            for _ in range(engine.gradient_accumulation_steps()):
+                tokens = next(data)
+                loss = engine(tokens[:, :-1], tokens[:, 1:])
+                engine.backward(loss)
+                engine.step()
+            speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
+            norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
+            figures = f"loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}  {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, description=figures)
+            if step % 50 == 0 or step == options.steps - 1:
+                progress.console.print(f"step {step:4d}  {figures}")
+
+    engine.eval()
+    bits = evaluate(engine, batches(validation, batch, seed=1000 + rank, device=engine.device), count=8)
+    console.print(f"validation: {bits:.3f} bits per byte (8.000 before training)")
+    console.rule("a sample")
+    console.print(sample(engine, "def read(self, ", options.sample), markup=False, highlight=False)
+    console.rule()
+    report(engine, rank, world_size, console)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

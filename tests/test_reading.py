@@ -1,0 +1,122 @@
+"""Whoever reads a parameter sees the current value, or is told."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from models import Stack, tokens
+from torch import nn
+
+import zeroshard
+from zeroshard import Policy
+
+
+def step(model: nn.Module, sharded: zeroshard.Sharded, rank: int, number: int) -> None:
+    model(*tokens(rank, number)).backward()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+
+
+READERS = {
+    "attribute": lambda model, held: model.head.weight.detach().clone(),
+    "held reference": lambda model, held: held.detach().clone(),
+    "state_dict": lambda model, held: model.state_dict()["head.weight"].clone(),
+    "norm": lambda model, held: torch.linalg.vector_norm(held.detach()),
+    "data": lambda model, held: held.data.clone(),
+    "numpy": lambda model, held: torch.from_numpy(held.detach().numpy().copy()),
+    "deepcopy": lambda model, held: copy.deepcopy(model).head.weight.detach(),
+    "vector": lambda model, held: nn.utils.parameters_to_vector(model.parameters()).detach(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_reader_right_after_the_step_sees_the_new_value(stage: int, reader: str) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        held = model.head.weight
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
+        for number in range(3):
+            step(model, sharded, rank, number)
+            seen = READERS[reader](model, held)
+            with zeroshard.unsharded(model):
+                assert type(held) is nn.Parameter
+                assert torch.equal(seen, READERS[reader](model, held))
+        torch.save(model.state_dict(), io.BytesIO())
+
+    zeroshard.testing.run_ranks(body, 2)
+
+
+def test_a_sharded_parameter_has_its_shape_and_never_a_stale_number() -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        shapes = {fqn: p.shape for fqn, p in model.named_parameters()}
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+        step(model, sharded, rank, 0)
+        assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
+        assert all(type(p) is nn.Parameter and (p.numel() == 0 or p.isnan().all()) for p in model.parameters())
+        with pytest.raises(RuntimeError), torch.no_grad():
+            model.head.weight.add_(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.state_dict()
+        assert "unsharded" in str(caught[0].message)
+        with zeroshard.unsharded(model.blocks[0]):
+            assert torch.isfinite(model.blocks[0].up.weight).all()
+            assert model.blocks[1].up.weight.isnan().all()
+        assert model.blocks[0].up.weight.isnan().all()
+
+    zeroshard.testing.run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_write_to_a_sharded_parameter_is_refused_by_name(through_data: bool) -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+        with torch.no_grad():
+            weight = model.blocks[1].up.weight
+            (weight.data if through_data else weight).fill_(1.0)
+        with pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight"):
+            model(*tokens(rank, 0))
+
+    zeroshard.testing.run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
+    """Inference, a forward that breaks off, and a backward that breaks off leave the next step as it would have been."""
+
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = Stack()
+            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
+            for number in range(3):
+                if disturbed:
+                    with torch.no_grad():
+                        model(*tokens(rank, 50))
+                    handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        model(*tokens(rank, 51))
+                    handle.remove()
+                    loss = model(*tokens(rank, 52))
+                    hook = model.blocks[0].norm.weight.register_hook(lambda _: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward()
+                    hook.remove()
+                    for parameter in model.parameters():
+                        parameter.grad = None
+                    sharded.optimizer.zero_grad()
+                step(model, sharded, rank, number)
+            with zeroshard.unsharded(model):
+                return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+        assert torch.equal(run(False), run(True))
+
+    zeroshard.testing.run_ranks(body, 2)

@@ -54,7 +54,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        y: Tensor = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + y
 
 
 class GPT(nn.Module):

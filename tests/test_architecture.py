@@ -1,0 +1,54 @@
+"""Imports go downwards only, and the public names are documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+
+PACKAGE = Path(zeroshard.__file__).parent
+LEVELS = [
+    {"errors"},
+    {"policy", "core.layout"},
+    {"core.flat_buffer", "core.buffer_pool", "core.collectives", "config.schema"},
+    {"core.bucket", "config.batch_size"},
+    {"core.unit", "config.load"},
+    {"core.bucketing", "core.schedule"},
+    {"core.hooks", "observe.memory", "optim.grad_clip", "optim.elementwise", "optim.from_config", "optim.lr_schedules"},
+    {"optim.sharded_optimizer"},
+    {"shard"},
+    {"engine"},
+]
+
+
+def imports(module: str) -> set[str]:
+    tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.removeprefix("zeroshard.") for name in names if name.startswith("zeroshard.")}
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_imports_go_downwards(level: int) -> None:
+    below = set().union(*LEVELS[:level])
+    for module in LEVELS[level]:
+        assert imports(module) <= below, f"{module} imports {imports(module) - below}"
+
+
+def test_config_imports_none_of_the_run_time() -> None:
+    for module in ("config.schema", "config.batch_size", "config.load"):
+        assert not any(name.startswith(("core", "optim", "shard", "engine")) for name in imports(module))
+
+
+def test_only_collectives_talks_to_other_ranks() -> None:
+    for path in (PACKAGE / "core").glob("*.py"):
+        if path.stem != "collectives":
+            assert "torch.distributed" not in path.read_text().replace("the only user of torch.distributed", ""), path
+
+
+def test_public_names_are_documented() -> None:
+    for name in zeroshard.__all__:
+        assert inspect.getdoc(getattr(zeroshard, name)), name

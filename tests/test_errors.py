@@ -1,0 +1,226 @@
+"""Bad input gets a sentence that names the thing and the remedy; ranks that diverge get an error, never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from models import Stack, tokens, workload
+from torch import nn
+
+import zeroshard
+from zeroshard import CollectiveError, ConfigError, Policy, PolicyError, Residency, UsageError
+from zeroshard.config.load import load_config
+from zeroshard.testing import RankError, run_ranks, train
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
+    """Under stage 3 both ranks learn who waited for what; under 1 and 2 a skipped block counts as zeros."""
+
+    def body(rank: int) -> str:
+        model = Stack()
+        sharded = zeroshard.shard(model, sgd(model), Policy.stage(stage))
+        start = time.monotonic()
+        try:
+            for number in range(3):
+                if rank == 1 and number == 1:
+                    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+                model(*tokens(rank, number)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+        except CollectiveError as error:
+            assert time.monotonic() - start < 20
+            return str(error)
+        return "fine"
+
+    messages = run_ranks(body, 2, timeout=60, collective_timeout=3)
+    if stage < 3:
+        assert messages == ["fine", "fine"]
+        return
+    for message in messages:
+        assert "rank 0 waited for" in message
+        assert "rank 1 waited for" in message
+        assert "blocks" in message
+
+
+def test_a_rank_that_stays_behind_is_named() -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        sharded = zeroshard.shard(model, sgd(model))
+        if rank == 1:
+            time.sleep(9)  # in the user's own code, longer than the timeout
+            return
+        model(*tokens(rank, 0)).backward()
+        sharded.optimizer.step()
+
+    with pytest.raises(RankError, match="rank 1 was not waiting for any rank"):
+        run_ranks(body, 2, timeout=60, collective_timeout=2)
+
+
+def test_a_killed_rank_is_an_error_at_once() -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        sharded = zeroshard.shard(model, sgd(model))
+        for number in range(3):
+            if rank == 1 and number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(*tokens(rank, number)).backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="CollectiveError"):
+        run_ranks(body, 2, collective_timeout=60)
+    assert time.monotonic() - start < 30
+
+
+def test_a_hung_rank_fails_with_every_stack() -> None:
+    def sleeper(rank: int) -> None:
+        time.sleep(100)
+
+    with pytest.raises(RankError, match="in sleeper"):
+        run_ranks(sleeper, 2, timeout=2, initialise=False)
+
+
+def test_different_models_are_refused() -> None:
+    def body(rank: int) -> str:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4 + rank))
+        with pytest.raises(UsageError) as caught:
+            zeroshard.shard(model, sgd(model))
+        return str(caught.value)
+
+    for message in run_ranks(body, 2):
+        assert "the ranks built different models" in message
+        assert "1.weight" in message
+
+
+def refusal(call: object) -> str:
+    with pytest.raises(zeroshard.ZeroshardError) as caught:
+        call()  # type: ignore[operator]
+    return str(caught.value)
+
+
+def test_models_and_optimizers_that_cannot_be_sharded() -> None:
+    model = Stack()
+    assert "no parameters" in refusal(lambda: zeroshard.shard(nn.ReLU(), sgd(model)))
+    assert "not parameters of the model" in refusal(lambda: zeroshard.shard(model, sgd(Stack())))
+    assert "whole parameters" in refusal(lambda: zeroshard.shard(model, torch.optim.LBFGS(model.parameters())))
+
+    class Own(torch.optim.Optimizer):
+        pass
+
+    assert "elementwise=True" in refusal(lambda: zeroshard.shard(model, Own(model.parameters(), {})))
+    with torch.device("meta"):
+        meta = Stack()
+    assert "meta device" in refusal(lambda: zeroshard.shard(meta, sgd(meta)))
+    frozen = Stack().requires_grad_(False)
+    assert "nothing to train" in refusal(lambda: zeroshard.shard(frozen, sgd(frozen)))
+    stepped = torch.optim.AdamW(model.parameters())
+    model(*tokens(0, 0)).backward()
+    stepped.step()
+    assert "stepped already" in refusal(lambda: zeroshard.shard(model, stepped))
+    assert "already has a gradient" in refusal(lambda: zeroshard.shard(model, sgd(model)))
+    model.zero_grad()
+    sharded = zeroshard.shard(model, sgd(model))
+    assert "sharded already" in refusal(lambda: zeroshard.shard(model, sgd(model)))
+    assert "layout of shards is fixed" in refusal(lambda: sharded.optimizer.add_param_group({"params": []}))
+    assert "no closure" in refusal(lambda: sharded.optimizer.step(lambda: 1.0))
+
+
+def test_policies_without_meaning() -> None:
+    on, off = Residency(True), Residency(False)
+    assert "Shard the gradients too" in refusal(lambda: Policy(on, off, off))
+    assert "Shard the optimizer too" in refusal(lambda: Policy(off, on, off))
+    assert "0, 1, 2 or 3" in refusal(lambda: Policy.stage(4))
+    assert "not available yet" in refusal(lambda: Policy(off, off, Residency(True, zeroshard.Place.CPU)))
+    assert issubclass(PolicyError, ValueError)
+
+
+def test_call_order_of_the_plain_road() -> None:
+    model = Stack()
+    sharded = zeroshard.shard(model, sgd(model), Policy.stage(1))
+    with sharded.accumulate():
+        model(*tokens(0, 0)).backward()
+    assert "not declared the last microbatch" in refusal(sharded.optimizer.step)
+    model(*tokens(0, 1)).backward()
+    sharded.optimizer.step()
+    assert "zero_grad" in refusal(lambda: model(*tokens(0, 2)).backward())
+
+
+def test_call_order_of_the_engine() -> None:
+    model = Stack()
+    engine, *_ = zeroshard.initialize(model=model, config=SGD)
+    assert "call engine.backward(loss) first" in refusal(engine.step)
+    assert "scalar loss" in refusal(lambda: engine.backward(torch.zeros(3)))
+    with torch.no_grad():
+        loss = engine(*tokens(0, 0))
+    assert "no_grad" in refusal(lambda: engine.backward(loss))
+    engine.backward(engine(*tokens(0, 0)))
+    assert "twice for one microbatch" in refusal(lambda: engine.backward(engine(*tokens(0, 1))))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer.device"),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "7 != 2 * 1 * 2"),
+        ({"gradient_clipping": "much"}, "gradient_clipping"),
+        ("/nowhere/config.json", "no config file"),
+        (3, "a path or a mapping"),
+    ],
+)
+def test_configs_that_cannot_be_honoured(config: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, world_size=2)  # type: ignore[arg-type]
+    assert expected in str(caught.value)
+
+
+def test_optimizer_and_scheduler_blocks_that_cannot_be_made() -> None:
+    def made(**blocks: object) -> str:
+        return refusal(lambda: zeroshard.initialize(model=Stack(), config={**SGD, **blocks}))
+
+    assert "no 'Adan'" in made(optimizer={"type": "Adan"})
+    assert "optimizer.params.betta" in made(optimizer={"type": "Adam", "params": {"betta": 1}})
+    assert "scheduler.type" in made(scheduler={"type": "Warmdown"})
+    assert "warmup_num_steps" in made(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}})
+    assert "there is no optimizer" in refusal(lambda: zeroshard.initialize(model=Stack(), config={}))
+    assert "needs a config" in refusal(lambda: zeroshard.initialize(model=Stack()))
+    assert "torch.nn.Module" in refusal(lambda: zeroshard.initialize(model=3, config=SGD))
+
+
+def test_a_collective_that_comes_late_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Races are provoked: every launch and every wait is delayed at random, on each rank differently."""
+    import random
+
+    from zeroshard.core import collectives
+
+    def body(rank: int) -> None:
+        work = workload("untied", steps=5)
+        calm = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+        noise = random.Random(rank)
+        original = collectives._Transfer.wait
+
+        def late(self: collectives._Transfer) -> None:
+            time.sleep(noise.random() * 0.004)
+            original(self)
+
+        collectives._Transfer.wait = late  # type: ignore[method-assign]
+        for stage in range(4):
+            assert train(rank, work, Policy.stage(stage)).equals(calm[stage])
+
+    run_ranks(body, 2)

@@ -60,6 +60,7 @@ class Schedule:
 
     def begin_forward(self) -> None:
         """The root's forward starts, outside of a backward."""
+        self._backward_ended = False
         if self._recording:
             self._recorded, self._recording = self._recording, []
 

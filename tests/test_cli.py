@@ -1,0 +1,66 @@
+"""The command-line program, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+BIN = Path(sys.executable).parent
+FACTORY = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1))
+    def forward(self, x):
+        return self.net(x).square().mean()
+def make():
+    return Model(), lambda rank, step: (torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + rank)),)
+"""
+
+
+def zeroshard(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [str(BIN / "zeroshard"), *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_estimate_gives_the_figures_of_the_paper() -> None:
+    output = zeroshard("estimate", "--parameters", "7.5e9", "--ranks", "64").stdout
+    for figure in ("120.0", "31.4", "16.6", "1.9", "3.8 x", "7.2 x", "64.0 x"):
+        assert figure in output
+
+
+def test_estimate_counts_a_model_file(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    save_file({"a": torch.zeros(1000, 1000)}, tmp_path / "m.safetensors")
+    assert "4.01e-07 B parameters" in zeroshard("estimate", "--model", f"{tmp_path / 'model.py'}:make").stdout
+    assert "0.001 B parameters" in zeroshard("estimate", "--model", str(tmp_path / "m.safetensors")).stdout
+
+
+def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    plot = tmp_path / "plot.svg"
+    result = zeroshard("compare", "--model", f"{tmp_path / 'model.py'}:make", "--steps", "3", "--plot", str(plot))
+    assert result.returncode == 0, result.stderr
+    row = next(line for line in result.stdout.splitlines() if "bit-equal" in line)
+    assert row.count("yes") == 4
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_an_error_is_a_sentence() -> None:
+    for arguments, expected in (
+        (("estimate",), "either --parameters N or --model FILE"),
+        (("compare", "--model", "nowhere.py:make"), "no file at nowhere.py"),
+        (("compare", "--model", "zeroshard.cli:nothing"), "has no function 'nothing'"),
+    ):
+        result = zeroshard(*arguments)
+        assert result.returncode == 2
+        assert expected in result.stderr
+        assert "Traceback" not in result.stderr

@@ -104,23 +104,30 @@ class FrozenCheckpointed(FrozenBase):
         return x
 
 
+class Gated(Residual):
+    """Its side path is taken or not."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, open_: bool = False) -> Tensor:
+        x = super().forward(x)
+        return x + self.side(x) if open_ else x
+
+
 class Skipping(Stack):
-    """Block 1 is used by ranks whose first token is even; block 2 by none in every other step (by the second token)."""
+    """Side paths that a rank takes or not, by its tokens, so by some ranks, all, or none; `never` is used by none."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(3))
         self.never = nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])
-        x = self.blocks[0](x)
-        if int(tokens[0, 0]) % 2 == 0:
-            x = x + self.blocks[1].scale * F.gelu(x)
-        if int(tokens[0, 1]) % 2 == 0:
-            x = x * self.blocks[2].scale
+        for block, token in zip(self.blocks, tokens[0], strict=False):
+            x = block(x, open_=int(token) % 2 == 0)
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 

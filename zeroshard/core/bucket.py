@@ -71,6 +71,7 @@ class Bucket:
         self._shards = self._make_shards()
         # Within one microbatch:
         self._missing = self._everything = frozenset(piece.index for piece in layout.pieces)
+        self._is_closed = False
         self._unreduced: Tensor | None = None
         self._borrowed: list[Tensor] = []
         self._reduction: PendingReduction | None = None
@@ -112,8 +113,12 @@ class Bucket:
 
     @property
     def is_ready(self) -> bool:
-        """Every parameter of the bucket has its gradient of this microbatch."""
-        return not self._missing
+        """Every parameter of the bucket has its gradient of this microbatch, or will have none."""
+        return not self._missing or self._is_closed
+
+    def close(self) -> None:
+        """No further gradient is expected in this microbatch: what is missing counts as zeros."""
+        self._is_closed = True
 
     def add_gradient(self, piece: Piece, gradient: Tensor) -> None:
         """Take this rank's gradient of one parameter, flattened, in this microbatch."""
@@ -151,6 +156,7 @@ class Bucket:
 
         Returns whether one was started: unsharded gradients wait for the last microbatch.
         """
+        self._is_closed = False
         if self._sums_before_reducing:
             self._missing = self._everything
             if not is_last_microbatch:
@@ -196,7 +202,7 @@ class Bucket:
 
     def abandon_microbatch(self) -> None:
         """A backward broke off: forget what arrived of it."""
-        self._missing, self._unreduced = self._everything, None
+        self._missing, self._unreduced, self._is_closed = self._everything, None, False
         self._return_scratch()
 
     def forget_gradients(self) -> None:

@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,13 @@ def _ignore(*_: Any) -> None:
     return
 
 
+@dataclass
+class _Call:
+    """One call of a module in a forward; `counted` until its backward begins (a recomputation is never counted)."""
+
+    counted: bool
+
+
 class Hooks:
     """Connects a model's modules and parameters to a schedule, until `remove`."""
 
@@ -80,6 +88,10 @@ class Hooks:
         self._units: dict[nn.Module, list[Unit]] = {}
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
         self._open_calls: Counter[nn.Module] = Counter()
+        self._root = model
+        # Calls whose backward is still to come, and modules whose backward has begun, in this order.
+        self._calls_to_come: Counter[nn.Module] = Counter()
+        self._in_progress: dict[nn.Module, None] = {}
         for unit in schedule.units:
             for module in unit.modules:
                 self._units.setdefault(module, []).append(unit)
@@ -124,8 +136,11 @@ class Hooks:
         if _in_backward() and not torch.is_grad_enabled():
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
-        for tensor in outputs:
-            tensor.register_hook(partial(self._pre_backward, module))
+        if outputs:
+            call = _Call(counted=not _in_backward())
+            self._calls_to_come[module] += call.counted
+            for tensor in outputs:
+                tensor.register_hook(partial(self._pre_backward, module, call))
         if not _in_backward() and not (is_root and outputs):
             self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
 
@@ -145,11 +160,25 @@ class Hooks:
             # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def _pre_backward(self, module: nn.Module, gradient: Tensor) -> None:
+    def _pre_backward(self, module: nn.Module, call: _Call, gradient: Tensor) -> None:
         self._begin_backward()
+        if call.counted:
+            self._calls_to_come[module] -= 1
+            call.counted = False
+        self._close_others(module)
+        if module is not self._root:
+            self._in_progress[module] = None
         for unit in self._units[module]:
             unit.expect_gradients()
         self._schedule.unshard(self._units[module], backward=True)
+
+    def _close_others(self, module: nn.Module) -> None:
+        """A module's backward begins: autograd runs later modules first, so those that began before it are over."""
+        over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
+        for other in over:
+            del self._in_progress[other]
+            for unit in self._units[other]:
+                self._schedule.close(unit)
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
@@ -178,6 +207,8 @@ class Hooks:
     def _end_phase(self) -> None:
         self._phase = Phase.IDLE_OR_FORWARD
         self._open_calls.clear()
+        self._calls_to_come.clear()
+        self._in_progress.clear()
 
 
 def _in_backward() -> bool:

@@ -6,6 +6,9 @@ which is the same everywhere. Gradients become complete in an order that may dif
 reductions follow one fixed order of buckets: a complete bucket waits for those before it, and what is incomplete when the
 backward ends is reduced then, with zeros for what is missing. The fixed order is the one in which rank 0 completed its
 buckets in the first backward.
+
+Under sharded parameters a rank waits for all-gathers inside its backward. A rank must not wait there while another waits for one
+of its reductions, so a unit whose backward is over is closed, with zeros for what is missing, before the next unit is waited for.
 """
 
 from __future__ import annotations
@@ -111,6 +114,19 @@ class Schedule:
         unit.add_gradient(index, gradient)
         self.gradients_taken += 1
         self._awaiting_step = True
+        self._reduce_ready(unit)
+
+    def close(self, unit: Unit) -> None:
+        """The unit's backward is over on every rank that has come this far: what it did not give counts as zeros."""
+        closed = (
+            [bucket for bucket in unit.buckets if bucket not in self._order[: self._next]] if unit.trainable else []
+        )
+        for bucket in closed:
+            bucket.close()
+        if closed:
+            self._reduce_ready(unit)
+
+    def _reduce_ready(self, unit: Unit) -> None:
         if not self._order_is_agreed:
             self._completed += [b for b in unit.buckets if b.is_ready and b not in self._completed]
         while self._next < len(self._order) and self._order[self._next].is_ready:

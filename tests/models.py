@@ -137,7 +137,11 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(5, 19), nn.BatchNorm1d(19), nn.ReLU(), nn.Sequential(nn.Linear(19, 3), nn.Tanh()), nn.Linear(3, 1)
+            nn.Linear(5, 19, bias=False),
+            nn.BatchNorm1d(19),
+            nn.ReLU(),
+            nn.Sequential(nn.Linear(19, 3), nn.Tanh()),
+            nn.Linear(3, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:

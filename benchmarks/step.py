@@ -90,7 +90,7 @@ def _peak(system: str, ranks: int, batch: int) -> int:
 
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
-    batch: Annotated[int, typer.Option(help="Sequences of 128 tokens per rank.")] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences of 128 tokens per rank.")] = 1,
     rounds: Annotated[int, typer.Option(help="How often each system has its turn.")] = 3,
     steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 6,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, in runs of their own.")] = True,

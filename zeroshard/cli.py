@@ -144,7 +144,7 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
     formulas = [sum(result["formula"].values()) / MIB for result in results]
     memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="ZeRO formula", zorder=3)
     memory.set_title(f"model states per rank at rest, MiB ({ranks} ranks)")
-    memory.legend(frameon=False, fontsize=8)
+    memory.legend(frameon=False, fontsize=8, markerscale=0.4)
     steps = len(results[0]["times"])
     sent.bar(labels, [_sent(result, steps) for result in results], color="#9d755d", width=0.6)
     sent.set_title("sent per rank and step, MiB")

@@ -105,6 +105,8 @@ class Sharded:
         self._hooks.remove()
         for unit in self._schedule.units:
             unit.release()
+            for entry in unit.named:
+                _unit_of.pop(entry.parameter, None)
         self._collectives.close()
 
 
@@ -152,23 +154,10 @@ def shard(
     device = parameters[0].device
     collectives = create_collectives(group, device)
     _refuse_different_models(model, collectives)
-    for buffer in model.buffers():
-        collectives.broadcast(buffer)
-        if precision.param_dtype is not None and buffer.is_floating_point():
-            buffer.data = buffer.data.to(precision.param_dtype)
+    _take_buffers(model, collectives, precision)
     pool = BufferPool(device)
-    context = Context(policy, collectives, pool)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    units: list[Unit] = []
-    for group_ in group_parameters(model, optimized):
-        first_bucket = sum(len(unit.buckets) for unit in units)
-        dtypes = precision.resolve(group_.dtype)
-        unit = Unit(
-            group_.label, [group_.module], group_.named, group_.trainable, dtypes, bucket_numel, first_bucket, context
-        )
-        for entry in group_.named:
-            _unit_of[entry.parameter] = weakref.ref(unit)
-        units.append(unit)
+    units = _make_units(model, optimized, precision, bucket_numel, Context(policy, collectives, pool))
     schedule = Schedule(units, collectives, overlap=overlap, reshard_after_forward=policy.reshard_after_forward)
     return Sharded(
         model,
@@ -180,6 +169,30 @@ def shard(
         pool,
         precision.resolve(parameters[0].dtype),
     )
+
+
+def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
+    """Buffers stay whole on every rank: rank 0's values, in the dtype of the forward."""
+    for buffer in model.buffers():
+        collectives.broadcast(buffer)
+        if precision.param_dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(precision.param_dtype)
+
+
+def _make_units(
+    model: nn.Module, optimized: set[int], precision: Precision, bucket_numel: int, context: Context
+) -> list[Unit]:
+    units: list[Unit] = []
+    for group in group_parameters(model, optimized):
+        first_bucket = sum(len(unit.buckets) for unit in units)
+        dtypes = precision.resolve(group.dtype)
+        unit = Unit(
+            group.label, [group.module], group.named, group.trainable, dtypes, bucket_numel, first_bucket, context
+        )
+        for entry in group.named:
+            _unit_of[entry.parameter] = weakref.ref(unit)
+        units.append(unit)
+    return units
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_models_and_optimizers_that_cannot_be_sharded() -> None:
     model = Stack()
     assert "no parameters" in refusal(lambda: zeroshard.shard(nn.ReLU(), sgd(model)))
     assert "not parameters of the model" in refusal(lambda: zeroshard.shard(model, sgd(Stack())))
-    assert "whole parameters" in refusal(lambda: zeroshard.shard(model, torch.optim.LBFGS(model.parameters())))
+    assert "looks at all parameters" in refusal(lambda: zeroshard.shard(model, torch.optim.LBFGS(model.parameters())))
 
     class Own(torch.optim.Optimizer):
         pass
@@ -142,7 +142,7 @@ def test_policies_without_meaning() -> None:
     assert "Shard the gradients too" in refusal(lambda: Policy(on, off, off))
     assert "Shard the optimizer too" in refusal(lambda: Policy(off, on, off))
     assert "0, 1, 2 or 3" in refusal(lambda: Policy.stage(4))
-    assert "not available yet" in refusal(lambda: Policy(off, off, Residency(True, zeroshard.Place.CPU)))
+    assert "not available yet" in refusal(lambda: Policy(off, off, Residency(True, zeroshard.Place.DISK)))
     assert issubclass(PolicyError, ValueError)
 
 
@@ -175,9 +175,19 @@ def test_call_order_of_the_engine() -> None:
         ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer.device"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+        ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+        ({"bf16": {"enabled": 3}}, "bf16.enabled"),
+        ({"flops_profiler": {"enabled": True}}, "torch.utils.flop_counter"),
+        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "auto={'lr': ...}"),
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}, "train_micro_batch_size_per_gpu"),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "7 != 2 * 1 * 2"),
         ({"gradient_clipping": "much"}, "gradient_clipping"),
         ("/nowhere/config.json", "no config file"),

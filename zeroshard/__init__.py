@@ -1,7 +1,11 @@
 """ZeRO for PyTorch: sharded optimizer states, gradients and parameters, on stock torch."""
 
-from zeroshard.engine import Engine, initialize
-from zeroshard.errors import CollectiveError, ConfigError, PolicyError, UsageError, ZeroshardError
+from zeroshard.engine import Engine, StepReport
+from zeroshard.errors import CollectiveError, ConfigError, LossScaleError, PolicyError, UsageError, ZeroshardError
+from zeroshard.initialize import initialize
+from zeroshard.optim.lion import Lion
+from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
+from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.policy import Place, Policy, Precision, Residency
 from zeroshard.shard import Sharded, shard, unsharded
 
@@ -10,13 +14,19 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "DynamicLossScaler",
     "Engine",
+    "Lion",
+    "LossScaleError",
+    "MuonWithAdamW",
     "Place",
     "Policy",
     "PolicyError",
     "Precision",
     "Residency",
     "Sharded",
+    "StaticLossScaler",
+    "StepReport",
     "UsageError",
     "ZeroshardError",
     "initialize",

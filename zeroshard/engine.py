@@ -1,25 +1,50 @@
-"""Owns `initialize(config) -> Engine`: the road with a JSON config, in the shape that DeepSpeed users know.
+"""Owns `Engine`: the road with a JSON config, in the shape that DeepSpeed users know. Made by `initialize`.
 
-The engine is a thin layer over `shard`: it reads the config, counts microbatches, and calls the plain road.
+The engine is a thin layer over `shard`: it counts microbatches, scales the loss, and calls the plain road.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from zeroshard.config.load import Config, load_config
+from zeroshard.config.load import Config
 from zeroshard.errors import UsageError
-from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.lr_schedules import create_scheduler
+from zeroshard.observe.log import Log, StepFigures
+from zeroshard.observe.timers import Timers
+from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
+from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-from zeroshard.shard import Sharded, shard
+from zeroshard.shard import Sharded
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What `engine.step()` did.
+
+    Attributes:
+        applied: whether the parameters were updated.
+        reason: why not, or None.
+        not_finite: fqns of the parameters whose gradient has an infinite or NaN element.
+        grad_norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step.
+        loss_scale: the scale that the gradients were made with.
+    """
+
+    applied: bool
+    reason: str | None = None
+    not_finite: tuple[str, ...] = ()
+    grad_norm: float | None = None
+    loss_scale: float = 1.0
 
 
 class Engine:
@@ -28,7 +53,8 @@ class Engine:
     Attributes:
         module: the user's own model.
         optimizer, lr_scheduler: what the config or the caller named.
-        global_steps, micro_steps, global_samples, skipped_steps: counters since the start.
+        loss_scaler: knows the present loss scale (1 but under fp16).
+        global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in all.
     """
 
     def __init__(self, sharded: Sharded, config: Config, lr_scheduler: Any, device: torch.device) -> None:
@@ -37,23 +63,40 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.config = config
         self.device = device
+        self.loss_scaler = _loss_scaler(config)
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._sharded = sharded
-        self._grad_norm: float | None = None
+        self._last = StepReport(applied=False)
         self._backward_done = False
+        self._losses: list[Tensor] = []
+        self._last_call: tuple[Any, Any] | None = None
+        self._log = Log(config.schema, dist.get_rank() if dist.is_initialized() else 0)
+        self._timers = Timers(device, enabled=config.schema.wall_clock_breakdown)
+        if config.schema.wall_clock_breakdown:
+            sharded.measure_waits(self._timers.measure)
+        self._told_at = (time.perf_counter(), 0)
 
     # ------------------------------------------------------------------ one microbatch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        return self.module(*args, **kwargs)
+        if self.config.schema.fp16.auto_cast and self.config.schema.fp16.enabled:
+            args, kwargs = tree_map(_to_half, (args, kwargs))
+        if self.config.scales_loss and torch.is_grad_enabled():
+            self._last_call = (args, kwargs)  # for underflow_report
+        with self._timers.measure("forward"), self._autocast():
+            return self.module(*args, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.config.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute this microbatch's gradients. Returns the loss divided by the accumulation steps.
 
         Args:
-            loss: a scalar that depends on the model.
+            loss: a scalar that depends on the model; under fp16 it is multiplied by the loss scale here.
             scale_wrt_gas: divide by gradient_accumulation_steps, so that a step takes the mean over microbatches.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -63,8 +106,10 @@ class Engine:
             raise UsageError(
                 "engine.backward was called twice for one microbatch: call engine.step() after each backward."
             )
-        scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        with self._sharded.accumulate(not self.is_gradient_accumulation_boundary()):
+        mean = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        # In fp32: a loss in half precision times 65536 is infinite.
+        scaled = mean.float() * self.loss_scaler.scale if self.config.scales_loss else mean
+        with self._timers.measure("backward"), self._sharded.accumulate(not self.is_gradient_accumulation_boundary()):
             if scaled.requires_grad:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             elif torch.is_grad_enabled() and self.optimizer.views:
@@ -73,23 +118,75 @@ class Engine:
                 )
             self._sharded.finish_backward()
         self._backward_done = True
-        return scaled.detach()
+        self._losses.append(loss.detach())
+        return mean.detach()
 
-    def step(self) -> None:
-        """End the microbatch; at the last one of a step, clip, update the parameters and move the schedule."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
+        """End the microbatch; at the last one of a step, clip, update the parameters and move the schedule.
+
+        A step whose gradients are not finite is not applied: parameters, optimizer and schedule stay as they are.
+
+        Args:
+            lr_kwargs: arguments of the scheduler's step, such as a metric.
+
+        Raises:
+            LossScaleError: fp16 gradients overflow at the smallest loss scale.
+        """
         if not self._backward_done:
             raise UsageError("engine.step() was called without a backward: call engine.backward(loss) first.")
         self._backward_done = False
-        if self.is_gradient_accumulation_boundary():
-            clipping = self.config.gradient_clipping
-            self._grad_norm = self._sharded.clip_grad_norm_(clipping) if clipping else self.optimizer.grad_norm()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            self.global_steps += 1
-            self.global_samples += self.train_batch_size()
+        ends_step = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        if not ends_step:
+            count = self.gradient_accumulation_steps()
+            return StepReport(False, f"microbatch {self.micro_steps % count} of {count}: gradients are accumulated")
+        with self._timers.measure("step"):
+            self._last = self._take_step(lr_kwargs or {})
+        self._tell(self._last)
+        self.loss_scaler.update(bool(self._last.not_finite))
+        return self._last
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> StepReport:
+        scale = self.loss_scaler.scale
+        not_finite: tuple[str, ...] = ()
+        reason = None
+        norm = self._sharded.clip_grad_norm_(self.config.schema.gradient_clipping or None, scale)
+        if not math.isfinite(norm):
+            not_finite = self.optimizer.not_finite()
+            reason = f"the gradients of {len(not_finite)} parameters are not finite, first {', '.join(not_finite[:3])}"
+        applied = reason is None or not self.config.skips_steps_that_are_not_finite
+        if applied:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.skipped_steps += not applied
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        return StepReport(applied, None if applied else reason, not_finite, norm, scale)
+
+    def _tell(self, report: StepReport) -> None:
+        losses, self._losses = self._losses, []
+        if not self._log.wants(self.global_steps):
+            return
+        mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
+        (then, samples), now = self._told_at, time.perf_counter()
+        steps = max(1, (self.global_samples - samples) // self.train_batch_size())
+        figures = StepFigures(
+            step=self.global_steps,
+            samples=self.global_samples,
+            loss=float(self._sharded.sum_over_ranks(mine)) / self.config.batch.world_size,
+            lr=self.get_lr()[0],
+            loss_scale=report.loss_scale,
+            grad_norm=report.grad_norm or 0.0,
+            applied=report.applied,
+            samples_per_second=(self.global_samples - samples) / (now - then),
+            seconds={part: seconds / steps for part, seconds in self._timers.take().items()},
+            sent=self.comm_report() if self.config.schema.comms_logger.enabled else {},
+            memory=self.memory_report(),
+        )
+        self._told_at = (now, self.global_samples)
+        self._log.tell(figures)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present microbatch is the last of its step."""
@@ -99,7 +196,11 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """The global L2 norm of the last step's gradients before clipping; None before the first step."""
-        return self._grad_norm
+        return self._last.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step updated the parameters."""
+        return self._last.applied
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
@@ -133,6 +234,43 @@ class Engine:
         """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
         return self._sharded.comm_report()
 
+    def underflow_report(
+        self, compute_loss: Callable[[], Tensor] | None = None, scales: Sequence[float] = SCALES
+    ) -> UnderflowReport:
+        """What share of each parameter's gradient elements vanishes in fp16, at the present loss scale and at others.
+
+        The loss is computed and differentiated again at each scale; nothing of the training is touched. Every rank must
+        call it. `report.table()` is for rich's console, `report.plot(path)` draws it.
+
+        Args:
+            compute_loss: makes the loss of some batch; by default the last call of the engine is run again, which must
+                then return the loss.
+            scales: loss scales to compare with the present one.
+        """
+        if not self.config.scales_loss:
+            raise UsageError("underflow_report looks at fp16 gradients: enable fp16 in the config.")
+        compute = compute_loss or self._replay
+        counts = [GradientCount(scale) for scale in sorted({*scales, self.loss_scaler.scale})]
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        for count in counts:
+            # The same dropout at each scale, and none of it missing from the training after.
+            with torch.random.fork_rng(), self._sharded.probe(count.add), torch.enable_grad():
+                loss = compute()
+                (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        return summarise(counts, self.loss_scaler.scale, self._sharded.sum_over_ranks)
+
+    def _replay(self) -> Tensor:
+        if self._last_call is None:
+            raise UsageError("underflow_report runs the last microbatch again, and none was run: give it compute_loss.")
+        args, kwargs = self._last_call
+        with self._autocast():
+            loss = self.module(*args, **kwargs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError("the model does not return its loss: give underflow_report a function that computes it.")
+        return loss
+
     def train(self, mode: bool = True) -> Engine:
         """As `module.train`."""
         self.module.train(mode)
@@ -144,109 +282,24 @@ class Engine:
 
     def destroy(self) -> None:
         """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
+        self._log.close()
         self._sharded.remove()
 
 
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    dist_init_required: bool | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Engine, ShardedOptimizer, DataLoader[Any] | None, Any]:
-    """Make an engine from a DeepSpeed config. Every rank must call it.
-
-    Args:
-        args: an argparse namespace; its `deepspeed_config` is the config where `config` is not given.
-        model: the module to train; it is moved to this rank's accelerator.
-        optimizer: a torch optimizer, or what makes one from parameters; takes the place of the config's block.
-        model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
-        training_data: a dataset; a loader over this rank's part of it is returned.
-        lr_scheduler: a scheduler, or what makes one from an optimizer; takes the place of the config's block.
-        collate_fn: for the loader.
-        config: a path, a dict or any Mapping.
-        dist_init_required: initialise torch.distributed; default: where the launcher's environment asks for it.
-        group: the data-parallel process group; default: all ranks.
-
-    Returns:
-        (engine, optimizer, loader or None, scheduler or None)
-
-    Raises:
-        ConfigError, UsageError: say what was expected, what came, and what to do.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}.")
-    config = config if config is not None else getattr(args, "deepspeed_config", None)
-    if config is None:
-        raise UsageError("initialize needs a config: config=PATH, a dict, or args.deepspeed_config.")
-    device = _device()
-    _join_ranks(dist_init_required, device)
-    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-    resolved = load_config(config, world_size)
-    model.to(device)
-    sharded = shard(
-        model,
-        _choose_optimizer(resolved, model, optimizer, model_parameters),
-        resolved.policy,
-        precision=resolved.precision,
-        bucket_numel=resolved.bucket_numel,
-        overlap=resolved.overlap,
-        group=group,
+def _loss_scaler(config: Config) -> LossScaler:
+    block = config.schema.fp16
+    if not config.scales_loss:
+        return StaticLossScaler()
+    if block.loss_scale:
+        return StaticLossScaler(block.loss_scale)
+    return DynamicLossScaler(
+        2.0**block.initial_scale_power,
+        block.loss_scale_window,
+        block.hysteresis,
+        block.consecutive_hysteresis,
+        block.min_loss_scale,
     )
-    if lr_scheduler is None:
-        block = resolved.schema.scheduler
-        lr_scheduler = create_scheduler(block, sharded.optimizer) if block is not None else None
-    elif not hasattr(lr_scheduler, "step"):
-        lr_scheduler = lr_scheduler(sharded.optimizer)
-    loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
-    return Engine(sharded, resolved, lr_scheduler, device), sharded.optimizer, loader, lr_scheduler
 
 
-def _device() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def _join_ranks(required: bool | None, device: torch.device) -> None:
-    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if not dist.is_initialized() and (launched if required is None else required):
-        dist.init_process_group(dist.get_default_backend_for_device(device))
-
-
-def _choose_optimizer(
-    config: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
-) -> torch.optim.Optimizer:
-    parameters = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if optimizer is not None:
-        made = optimizer(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch optimizer.")
-        return made
-    if config.schema.optimizer is None:
-        raise UsageError("there is no optimizer: give initialize one, or the config an `optimizer` block.")
-    return create_optimizer(config.schema.optimizer, parameters)
-
-
-def _loader(
-    data: Dataset[Any], config: Config, collate_fn: Callable[..., Any] | None, group: dist.ProcessGroup | None
-) -> DataLoader[Any]:
-    world_size, rank = config.batch.world_size, dist.get_rank(group) if dist.is_initialized() else 0
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, world_size, rank, drop_last=config.schema.dataloader_drop_last
-    )
-    return DataLoader(
-        data, config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=config.schema.dataloader_drop_last
-    )
+def _to_half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value

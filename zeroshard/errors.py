@@ -19,3 +19,7 @@ class UsageError(ZeroshardError, RuntimeError):
 
 class CollectiveError(ZeroshardError, RuntimeError):
     """Ranks diverged, timed out or died inside a collective. The message names the ranks and what each was doing."""
+
+
+class LossScaleError(ZeroshardError, FloatingPointError):
+    """Gradients overflow at the smallest loss scale: fp16 training cannot go on."""

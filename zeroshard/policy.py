@@ -69,10 +69,16 @@ class Policy:
             )
         for state in ("parameters", "gradients", "optimizer"):
             place = getattr(self, state).place
-            if place is not Place.ACCELERATOR:
+            if place is Place.DISK:
+                raise PolicyError(f"{state} at rest on disk are not available yet: use Place.ACCELERATOR or Place.CPU.")
+
+    def refuse_unless_it_rests_on(self, device: torch.device) -> None:
+        """Raise `PolicyError` where a state would have to be copied between the CPU and `device`, which is not there yet."""
+        for state in ("parameters", "gradients", "optimizer"):
+            if getattr(self, state).place is Place.CPU and device.type != "cpu":
                 raise PolicyError(
-                    f"{state} at rest on {place.value} is not available yet: use Place.ACCELERATOR "
-                    "(on a machine without an accelerator that is its CPU memory)."
+                    f"{state} at rest in CPU memory while the model computes on {device} are not available yet: use "
+                    "Place.ACCELERATOR (in a config, leave out offload_param and offload_optimizer)."
                 )
 
     @classmethod
@@ -98,12 +104,17 @@ class Precision:
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches; None is
             `master_dtype`, since sums over microbatches in 16 bits lose digits.
         master_dtype: dtype of the weights that the optimizer updates.
+        buffer_dtype: dtype of the model's floating-point buffers; None is the parameters'.
+        predivide_factor: gradients are divided by it before they travel, and the sum over ranks by world_size / it: a
+            backend that sums in 16 bits then overflows later. (Sums over gloo are in fp32 in any case.)
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
     master_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
+    predivide_factor: float = 1.0
 
     def resolve(self, own_dtype: torch.dtype) -> DTypes:
         """The concrete dtypes for a parameter whose own dtype is `own_dtype`."""

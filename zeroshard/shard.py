@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ from zeroshard.core.schedule import Schedule
 from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
 from zeroshard.observe.memory import formula, memory_report
-from zeroshard.optim.elementwise import refuse_unless_elementwise
+from zeroshard.optim.elementwise import needs_whole_parameters
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.policy import DTypes, Policy, Precision
 
@@ -60,13 +60,18 @@ class Sharded:
     _pool: BufferPool
     _dtypes: DTypes
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
         Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ finds no gradient to
         clip: gradients leave `parameter.grad` as soon as they are made.)
+
+        Args:
+            max_norm: None leaves the norm as it is.
+            loss_scale: what the loss was multiplied by before the backward, see `DynamicLossScaler`; the gradients are
+                divided by it first. A norm that is not finite leaves them as they are: do not step then.
         """
-        return self.optimizer.clip_grad_norm_(max_norm)
+        return self.optimizer.clip_grad_norm_(max_norm, loss_scale)
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -80,6 +85,26 @@ class Sharded:
             yield
         finally:
             self._schedule.is_last_microbatch = before
+
+    @contextmanager
+    def probe(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Backwards inside belong to no step: `take(fqn, gradient)` gets this rank's gradients, and nothing is reduced.
+
+        Under sharded parameters every rank must do the same inside.
+        """
+        with self._hooks.probe(lambda unit, index, gradient: take(unit.named[index].fqn, gradient)):
+            yield
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with the same shape and dtype."""
+        own = values.contiguous()
+        messages = self._collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
+        parts = [torch.frombuffer(bytearray(message), dtype=own.dtype) for message in messages]
+        return torch.stack(parts).sum(0).view(own.shape)
+
+    def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Put every wait for other ranks inside `measure("reduce" | "gather" | "exchange")`."""
+        self._collectives.measure = measure
 
     def finish_backward(self) -> None:
         """Say that this microbatch's backward is over, also where the loss touched no parameter on this rank."""
@@ -131,7 +156,8 @@ def shard(
         precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
         bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
         overlap: run collectives behind the computation. The result is the same bit for bit.
-        elementwise: your word that an optimizer unknown to us updates each element from its own history alone.
+        elementwise: your word on an optimizer unknown to us: True, it updates each element from that element's own
+            history alone, so parameters may be cut; False, it looks at whole parameters, so each lies whole on one rank.
         group: the data-parallel process group; default: all ranks, or this process alone where torch.distributed is not
             initialised.
 
@@ -149,19 +175,22 @@ def shard(
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameter for parameter in parameters if parameter.requires_grad)
-    _check_optimizer(model, optimizer, elementwise)
+    _check_optimizer(model, optimizer)
+    whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
-    collectives = create_collectives(group, device)
+    policy.refuse_unless_it_rests_on(device)
+    collectives = create_collectives(group, device, precision.predivide_factor)
     _refuse_different_models(model, collectives)
     _take_buffers(model, collectives, precision)
     pool = BufferPool(device)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    units = _make_units(model, optimized, precision, bucket_numel, Context(policy, collectives, pool))
+    context = Context(policy, collectives, pool, bucket_numel, whole_parameters=whole)
+    units = _make_units(model, optimized, precision, context)
     schedule = Schedule(units, collectives, overlap=overlap, reshard_after_forward=policy.reshard_after_forward)
     return Sharded(
         model,
-        ShardedOptimizer(optimizer, schedule, collectives),
+        ShardedOptimizer(optimizer, schedule, collectives, whole_parameters=whole),
         policy,
         schedule,
         Hooks(model, schedule),
@@ -175,20 +204,17 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
     """Buffers stay whole on every rank: rank 0's values, in the dtype of the forward."""
     for buffer in model.buffers():
         collectives.broadcast(buffer)
-        if precision.param_dtype is not None and buffer.is_floating_point():
-            buffer.data = buffer.data.to(precision.param_dtype)
+        dtype = precision.buffer_dtype or precision.param_dtype
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
-def _make_units(
-    model: nn.Module, optimized: set[int], precision: Precision, bucket_numel: int, context: Context
-) -> list[Unit]:
+def _make_units(model: nn.Module, optimized: set[int], precision: Precision, context: Context) -> list[Unit]:
     units: list[Unit] = []
     for group in group_parameters(model, optimized):
         first_bucket = sum(len(unit.buckets) for unit in units)
         dtypes = precision.resolve(group.dtype)
-        unit = Unit(
-            group.label, [group.module], group.named, group.trainable, dtypes, bucket_numel, first_bucket, context
-        )
+        unit = Unit(group.label, [group.module], group.named, group.trainable, dtypes, first_bucket, context)
         for entry in group.named:
             _unit_of[entry.parameter] = weakref.ref(unit)
         units.append(unit)
@@ -219,8 +245,7 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[None]:
             unit.reshard()
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
-    refuse_unless_elementwise(optimizer, elementwise)
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         raise UsageError(
             f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroshard.config.schema import AUTO, Schema
+from zeroshard.config.schema import Schema
 from zeroshard.errors import ConfigError
 
 
@@ -24,12 +24,8 @@ def resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
     Raises:
         ConfigError: with the equation and the numbers, where they do not agree.
     """
-
-    def given(value: int | str | None) -> int | None:
-        return None if value is None or value == AUTO else int(value)
-
-    train, micro = given(schema.train_batch_size), given(schema.train_micro_batch_size_per_gpu)
-    accumulation = given(schema.gradient_accumulation_steps)
+    train, micro = schema.train_batch_size, schema.train_micro_batch_size_per_gpu
+    accumulation = schema.gradient_accumulation_steps
     told = (train, micro, accumulation)
     if train is not None:
         if micro is None and accumulation is None:

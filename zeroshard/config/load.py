@@ -5,19 +5,23 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import json5
 import torch
 from pydantic import BaseModel, ValidationError
+from torch import nn
 
+from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
-from zeroshard.config.schema import AUTO, Effect, Kind, Schema
+from zeroshard.config.fields import Effect, Kind, is_off
+from zeroshard.config.schema import Schema
 from zeroshard.errors import ConfigError
-from zeroshard.policy import Policy, Precision
+from zeroshard.policy import Place, Policy, Precision, Residency
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
@@ -26,75 +30,162 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One key of a resolved config."""
+
+    path: str
+    value: Any
+    origin: str
+    """The file, a default, "auto", or computed (batch sizes)."""
+    effect: Effect
+
+
+@dataclass(frozen=True)
 class Config:
     """A config with every question answered."""
 
     schema: Schema
     batch: BatchSize
+    auto: frozenset[str] = frozenset()
+    """Paths of the keys that were "auto"."""
 
     @property
     def stage(self) -> int:
         """The preset of the policy."""
         return int(self.schema.zero_optimization.stage)
 
-    @property
+    @cached_property
     def policy(self) -> Policy:
         """Where model states rest."""
-        return Policy.stage(self.stage)
+        zero, preset = self.schema.zero_optimization, Policy.stage(self.stage)
+        parameters, optimizer = zero.offload_param, zero.offload_optimizer
 
-    @property
+        def at(residency: Residency, on_cpu: bool) -> Residency:
+            return replace(residency, place=Place.CPU) if on_cpu else residency
+
+        return replace(
+            preset,
+            parameters=at(
+                preset.parameters, zero.cpu_offload_param or (parameters is not None and parameters.device == "cpu")
+            ),
+            optimizer=at(preset.optimizer, zero.cpu_offload or (optimizer is not None and optimizer.device == "cpu")),
+        )
+
+    @cached_property
     def precision(self) -> Precision:
         """The dtypes of the run. With one microbatch a step there is nothing to sum, so gradients keep their dtype."""
-        wire = self.schema.communication_data_type
-        reduce = _DTYPES[wire] if wire else None
-        if self.schema.bf16.enabled is not True:
-            return Precision(reduce_dtype=reduce)
-        accumulate = (reduce or torch.bfloat16) if self.batch.accumulation == 1 else torch.float32
-        return Precision(torch.bfloat16, reduce_dtype=reduce, accumulate_dtype=accumulate)
+        schema, types = self.schema, self.schema.data_types
+        wire = _dtype(schema.communication_data_type)
+        param = _dtype(types.param_dtype)
+        if param is None and (schema.fp16.enabled or schema.bf16.enabled):
+            param = torch.float16 if schema.fp16.enabled else torch.bfloat16
+        accumulate = _dtype(types.grad_accum_dtype)
+        if accumulate is None and param is not None and self.batch.accumulation == 1:
+            accumulate = wire or param
+        world_size = self.batch.world_size
+        return Precision(
+            param,
+            reduce_dtype=wire,
+            accumulate_dtype=accumulate,
+            buffer_dtype=_dtype(types.buffer_dtype),
+            predivide_factor=world_size if schema.prescale_gradients else schema.gradient_predivide_factor,
+        )
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that torch.autocast runs in, or None."""
+        block = self.schema.torch_autocast
+        return _DTYPES[block.dtype] if block.enabled else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16."""
+        return self.precision.param_dtype is torch.float16 or self.autocast_dtype is torch.float16
+
+    @property
+    def skips_steps_that_are_not_finite(self) -> bool:
+        """Always, but under bf16 where the config says that it may go on."""
+        return not self.schema.bf16.enabled or self.schema.bf16.check_grad_overflow
 
     @property
     def bucket_numel(self) -> int:
         """Elements of the largest bucket."""
         zero = self.schema.zero_optimization
-        sizes = (zero.reduce_bucket_size, zero.allgather_bucket_size)
-        return min(500_000_000 if size == AUTO else int(size) for size in sizes)
+        return min(zero.reduce_bucket_size, zero.allgather_bucket_size)
 
     @property
     def overlap(self) -> bool:
         """Whether collectives run behind the computation."""
         return self.schema.zero_optimization.overlap_comm is not False
 
-    @property
-    def gradient_clipping(self) -> float:
-        """The largest norm, or 0."""
-        clipping = self.schema.gradient_clipping
-        return 1.0 if clipping == AUTO else float(clipping)
+    def entries(self) -> Iterator[Entry]:
+        """Every key, in the order of the schema, with what it came to."""
+        batch = {
+            "train_batch_size": self.batch.train,
+            "train_micro_batch_size_per_gpu": self.batch.micro,
+            "gradient_accumulation_steps": self.batch.accumulation,
+        }
+        for path, value, is_set, effect in _walk(self.schema):
+            arguments = value if path in ("optimizer.params", "scheduler.params") else {}
+            for key, argument in arguments.items():
+                yield Entry(f"{path}.{key}", argument, self._origin(f"{path}.{key}", "file"), effect)
+            if path in batch and value is None:
+                yield Entry(path, batch[path], self._origin(path, "computed"), effect)
+            elif not arguments:
+                yield Entry(path, value, self._origin(path, "file" if is_set else "default"), effect)
+
+    def _origin(self, path: str, otherwise: str) -> str:
+        return '"auto"' if path in self.auto else otherwise
 
 
-def load_config(config: str | os.PathLike[str] | Mapping[str, Any], world_size: int) -> Config:
+def load_config(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    world_size: int,
+    model: nn.Module | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> Config:
     """Read and resolve a DeepSpeed config.
 
     Args:
         config: a path to JSON (comments and trailing commas are fine), a dict, or any Mapping.
         world_size: data-parallel ranks, for the batch sizes.
+        model: tells its hidden size and dtype to keys that are "auto".
+        auto: values for keys that are "auto", by key path or by its last part.
 
     Raises:
         ConfigError: names the key path, what was expected and what came.
     """
-    raw = _read(config)
+    raw, paths = resolve_auto(_read(config), Facts.of(model, auto), KEYS)
     try:
         schema = Schema.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     for key in schema.model_extra or {}:
         warnings.warn(f"unknown key at the top level of the config: {key!r}{_nearest(key, Schema)}", stacklevel=3)
-    _refuse(schema, "")
-    return Config(schema, resolve_batch_size(schema, world_size))
+    for path, value, _, effect in _walk(schema):
+        if effect.kind is Kind.REFUSED and not is_off(value):
+            raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
+    _refuse_conflicts(schema)
+    return Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return _DTYPES[name] if name else None
+
+
+def _canonical(path: str) -> str:
+    return path.replace("bfloat16.", "bf16.", 1) if path.startswith("bfloat16.") else path
+
+
+def _refuse_conflicts(schema: Schema) -> None:
+    on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(schema, name).enabled]
+    if len(on) > 1:
+        raise ConfigError(f"{' and '.join(on)} are both enabled: a model trains in one precision. Enable one of them.")
 
 
 def _read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Mapping):
-        return {key: _plain(value) for key, value in config.items()}
+        return _plain(config)
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"a config is a path or a mapping, not {type(config).__name__}.")
     path = Path(config)
@@ -109,11 +200,12 @@ def _read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _plain(value: Any) -> Any:
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings of other libraries (OmegaConf) as dicts, all the way down."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+    strangers = [key for key in config if not isinstance(key, str)]
+    if strangers:
+        raise ConfigError(f"the keys of a config are strings, not {strangers[0]!r} ({type(strangers[0]).__name__}).")
+    return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in config.items()}
 
 
 def _explain(error: ValidationError) -> str:
@@ -123,18 +215,15 @@ def _explain(error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             lines.append(f"{path}: unknown key{_nearest(str(problem['loc'][-1]), _block_at(problem['loc'][:-1]))}")
         else:
-            lines.append(f"{path}: {problem['msg']} (it is {problem['input']!r})")
+            lines.append(f"{path}: {problem['msg']} (it is {problem['input']!r:.80})")
     return "the config cannot be used:\n  " + "\n  ".join(dict.fromkeys(lines))
 
 
 def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
     block: type[BaseModel] = Schema
     for part in path:
-        field = block.model_fields.get(str(part))
-        options = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
-        block = next(
-            (option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), block
-        )
+        key = "bf16" if part == "bfloat16" else str(part)
+        block = block_of(block, key) or block
     return block
 
 
@@ -143,20 +232,38 @@ def _nearest(key: str, block: type[BaseModel]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
+def block_of(block: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The block that a key of another block holds, or None where it holds a plain value."""
+    field = block.model_fields.get(key)
+    options = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+
+
 def effect_of(block: type[BaseModel], key: str) -> Effect:
     """What a key does here."""
     return next(item for item in block.model_fields[key].metadata if isinstance(item, Effect))
 
 
-def _refuse(block: BaseModel, prefix: str) -> None:
-    """Raise for the first key that is set to something this program does not do."""
-    for key, field in type(block).model_fields.items():
-        value = getattr(block, key)
+def _paths(block: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for key in block.model_fields:
+        inner = block_of(block, key)
+        if inner is None:
+            yield f"{prefix}{key}"
+        else:
+            yield from _paths(inner, f"{prefix}{key}.")
+            if key == "bf16":
+                yield from _paths(inner, "bfloat16.")
+
+
+def _walk(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool, Effect]]:
+    """(path, value, whether it was set, effect) of every key below."""
+    for key in type(block).model_fields:
+        value, path = getattr(block, key), f"{prefix}{key}"
         if isinstance(value, BaseModel):
-            _refuse(value, f"{prefix}{key}.")
-            continue
-        effect = effect_of(type(block), key)
-        if effect.kind is Kind.REFUSED and value != AUTO and value != field.get_default():
-            raise ConfigError(
-                f"{prefix}{key} = {value!r} is not offered: {effect.text} Leave it out to train without it."
-            )
+            yield from _walk(value, f"{path}.")
+        else:
+            yield path, value, key in block.model_fields_set, effect_of(type(block), key)
+
+
+KEYS: dict[str, None] = dict.fromkeys(_paths(Schema))
+"""The path of every key of the schema."""

@@ -1,74 +1,28 @@
 """Owns the keys of a DeepSpeed JSON config: their types, defaults, and what each does here. Called by config.load.
 
-Every key carries an `Effect`: it works, or has no meaning here (accepted, and the resolved config says so), or would
-change what the user gets and is not offered (refused when set to anything but its default). Nothing is accepted and ignored in silence.
+docs/config/ is written from this file by `zeroshard config document`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-AUTO = "auto"
+from zeroshard.config.fields import (
+    Block,
+    Count,
+    DType,
+    NonNegative,
+    Positive,
+    PositiveNumber,
+    no_meaning,
+    refused,
+    works,
+)
+from zeroshard.config.zero_block import AioBlock, ZeroBlock
 
-
-class Kind(StrEnum):
-    """What a key does in zeroshard."""
-
-    WORKS = "works"
-    NO_MEANING = "has no meaning here"
-    REFUSED = "not offered"
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a key does in zeroshard, in a sentence."""
-
-    kind: Kind
-    text: str
-
-
-def works(text: str) -> Effect:
-    """A key that does its job."""
-    return Effect(Kind.WORKS, text)
-
-
-def no_meaning(text: str) -> Effect:
-    """A key that is accepted with any value, since nothing here depends on it."""
-    return Effect(Kind.NO_MEANING, text)
-
-
-def refused(text: str) -> Effect:
-    """A key that is accepted only with its default."""
-    return Effect(Kind.REFUSED, text)
-
-
-def _number_from_text(value: Any) -> Any:
-    """JSON has no integer 5e8, and people quote it: "5e8" is 500000000."""
-    if isinstance(value, str) and value != AUTO:
-        try:
-            number = float(value)
-        except ValueError:
-            return value
-        return int(number) if number.is_integer() else number
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_number_from_text), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_number_from_text), Field(gt=0)]
-Number = Annotated[float, BeforeValidator(_number_from_text)]
-NonNegative = Annotated[float, BeforeValidator(_number_from_text), Field(ge=0)]
-Auto = Literal["auto"]
-DType = Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"]
-
-
-class Block(BaseModel):
-    """A JSON object with known keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_CHECKPOINTS = "checkpoints are not offered yet."
 
 
 class OptimizerBlock(Block):
@@ -77,11 +31,13 @@ class OptimizerBlock(Block):
     type: Annotated[
         str,
         works(
-            "Adam (AdamW mathematics unless adam_w_mode is false), AdamW, SGD, Adagrad, or any class of torch.optim."
+            "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (matrices inside the "
+            "blocks; AdamW for the rest), or any class of torch.optim. One that looks at whole parameters gets them whole."
         ),
     ]
     params: Annotated[
-        dict[str, Any], works("arguments of the optimizer; Adam and AdamW are fused unless `fused` is false.")
+        dict[str, Any],
+        works("arguments of the optimizer; Adam, AdamW, SGD and Adagrad are fused unless `fused` is false."),
     ] = {}
     legacy_fusion: Annotated[bool, no_meaning("a switch of DeepSpeed's own kernels.")] = False
 
@@ -89,127 +45,143 @@ class OptimizerBlock(Block):
 class SchedulerBlock(Block):
     """`scheduler`: the learning rate over the steps."""
 
-    type: Annotated[str, works("WarmupLR, WarmupDecayLR, or any class of torch.optim.lr_scheduler.")]
+    type: Annotated[
+        str,
+        works(
+            "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. It moves "
+            "after every step that was applied."
+        ),
+    ]
     params: Annotated[dict[str, Any], works("arguments of the scheduler.")] = {}
 
 
 class BF16Block(Block):
-    """`bf16`: parameters and gradients in bfloat16, master weights in fp32."""
+    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. The old name `bfloat16` is read too."""
 
-    enabled: Annotated[bool | Auto, works('train in bfloat16; "auto" is off unless told otherwise.')] = False
-    check_grad_overflow: Annotated[bool, no_meaning("bfloat16 has the range of fp32.")] = True
+    enabled: Annotated[bool, works('train in bfloat16; "auto" takes the dtype that the model has.')] = False
+    check_grad_overflow: Annotated[bool, works("a step whose gradients are not finite is skipped.")] = True
     immediate_grad_update: Annotated[bool, no_meaning("gradients are taken as they are made.")] = False
     bf16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32.")] = False
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are fp32.")] = False
 
 
 class FP16Block(Block):
-    """`fp16`: not offered yet; a block that is not enabled is accepted."""
+    """`fp16`: parameters and gradients in half precision, master weights in fp32, and a loss scale."""
 
-    enabled: Annotated[bool | Auto, refused("fp16 with loss scaling; use bf16 or fp32.")] = False
-    auto_cast: Annotated[bool, no_meaning("without fp16.")] = False
-    loss_scale: Annotated[NonNegative, no_meaning("without fp16.")] = 0
-    initial_scale_power: Annotated[Count, no_meaning("without fp16.")] = 16
-    loss_scale_window: Annotated[Positive, no_meaning("without fp16.")] = 1000
-    hysteresis: Annotated[Positive, no_meaning("without fp16.")] = 2
-    consecutive_hysteresis: Annotated[bool, no_meaning("without fp16.")] = False
-    min_loss_scale: Annotated[NonNegative, no_meaning("without fp16.")] = 1
+    enabled: Annotated[bool, works('train in fp16; "auto" takes the dtype that the model has.')] = False
+    auto_cast: Annotated[bool, works("cast floating-point inputs of the model to fp16.")] = False
+    loss_scale: Annotated[NonNegative, works("a fixed loss scale; 0 is a dynamic one.")] = 0
+    initial_scale_power: Annotated[
+        Annotated[Count, Field(le=127)], works("a dynamic scale starts at 2 to this power.")
+    ] = 16
+    loss_scale_window: Annotated[Positive, works("clean steps after which a dynamic scale doubles.")] = 1000
+    hysteresis: Annotated[
+        Positive, works("overflows that are borne before the scale halves: all but the last of them leave it.")
+    ] = 2
+    consecutive_hysteresis: Annotated[
+        bool, works("one clean step makes good for overflows that were borne, not only a clean window.")
+    ] = False
+    min_loss_scale: Annotated[
+        PositiveNumber, works("the scale never goes below it; an overflow there is an error.")
+    ] = 1
     fp16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32.")] = False
 
 
-class OffloadBlock(Block):
-    """`offload_optimizer`, `offload_param`: only `"device": "none"` so far."""
+class AutocastBlock(Block):
+    """`torch_autocast`: parameters stay in fp32, and torch.autocast picks the dtype of each operation."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], refused("model states rest on the accelerator.")] = "none"
-    nvme_path: Annotated[str | None, no_meaning("without offload.")] = None
-    buffer_count: Annotated[Count, no_meaning("without offload.")] = 5
-    buffer_size: Annotated[Count, no_meaning("without offload.")] = 100_000_000
-    max_in_cpu: Annotated[Count, no_meaning("without offload.")] = 1_000_000_000
-    pin_memory: Annotated[bool, no_meaning("without offload.")] = True
-    pipeline_read: Annotated[bool, no_meaning("without offload.")] = False
-    pipeline_write: Annotated[bool, no_meaning("without offload.")] = False
-    fast_init: Annotated[bool, no_meaning("without offload.")] = False
-    ratio: Annotated[NonNegative, no_meaning("without offload.")] = 1.0
-
-
-class ZeroBlock(Block):
-    """`zero_optimization`: what is sharded, and how it travels."""
-
-    stage: Annotated[
-        Annotated[int, Field(ge=0, le=3)] | bool,
-        works(
-            "the preset of the policy: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded. "
-            "true means 1, as in old configs."
-        ),
-    ] = 0
-    reduce_bucket_size: Annotated[
-        Positive | Auto, works("elements, the most that is reduced at once; bounds the transient buffers.")
-    ] = 500_000_000
-    allgather_bucket_size: Annotated[
-        Positive | Auto, works("elements, the most that is gathered at once; the smaller of the two cuts the buckets.")
-    ] = 500_000_000
-    overlap_comm: Annotated[
-        bool | Auto | None, works("collectives run behind the computation. Left out: yes. The bits are the same.")
+    enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
+    dtype: Annotated[
+        Literal["bfloat16", "bf16", "float16", "fp16"],
+        works("autocast's dtype; with fp16 the loss is scaled as the fp16 block says."),
+    ] = "bfloat16"
+    lower_precision_safe_modules: Annotated[
+        list[str] | None, no_meaning("torch.autocast decides by operation; parameters travel as they are kept.")
     ] = None
-    reduce_scatter: Annotated[
-        bool, no_meaning("gradients are always reduce-scattered; an all-reduce would move the same bytes.")
-    ] = True
-    contiguous_gradients: Annotated[
-        bool, no_meaning("gradients are packed as they are made, or sent from where they lie.")
-    ] = True
-    allgather_partitions: Annotated[bool, no_meaning("parameters are always brought together by all-gathers.")] = True
-    use_multi_rank_bucket_allreduce: Annotated[bool, no_meaning("a bucket is cut evenly over all ranks.")] = True
-    round_robin_gradients: Annotated[bool, no_meaning("shards are even, so there is no order to balance.")] = False
-    legacy_stage1: Annotated[bool, no_meaning("there is one code path.")] = False
-    elastic_checkpoint: Annotated[bool, no_meaning("a choice of checkpoint format in DeepSpeed.")] = False
-    load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32.")] = True
-    parameter_alignment: Annotated[Any, no_meaning("shards are aligned to 64 bytes.")] = False
-    ignore_unused_parameters: Annotated[
-        bool, no_meaning("an unused parameter counts as zeros, or is left alone if no rank used it.")
-    ] = True
-    compute_grad_norm: Annotated[bool, no_meaning("the norm costs one small message that is sent anyway.")] = True
-    override_module_apply: Annotated[bool, no_meaning("nothing of torch is patched.")] = True
-    memory_efficient_linear: Annotated[bool, no_meaning("nothing of torch is patched.")] = True
-    pipeline_loading_checkpoint: Annotated[bool, no_meaning("a choice of DeepSpeed's checkpoint reader.")] = False
-    log_trace_cache_warnings: Annotated[bool, no_meaning("an order that changes costs speed only.")] = False
-    enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
-    save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon is refused.")] = False
-    sub_group_size: Annotated[
-        Positive | Auto, no_meaning("without offload the optimizer steps over everything in one call.")
-    ] = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[
-        Count | Auto, no_meaning("the next unit is prefetched, whatever its size.")
-    ] = 50_000_000
-    stage3_param_persistence_threshold: Annotated[
-        Count | Auto, no_meaning("what belongs to no block stays unsharded from forward to backward.")
-    ] = 100_000
-    stage3_model_persistence_threshold: Annotated[
-        Count | Auto, no_meaning("as stage3_param_persistence_threshold.")
-    ] = 2**63 - 1
-    stage3_max_live_parameters: Annotated[
-        Count, no_meaning("at most the root, the unit in use and the next one are unsharded.")
-    ] = 1_000_000_000
-    stage3_max_reuse_distance: Annotated[Count, no_meaning("only the forward's last unit is kept.")] = 1_000_000_000
-    stage3_module_granularity_threshold: Annotated[Count, no_meaning("units are whole blocks.")] = 0
-    stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool | Auto, no_meaning("read parameters inside zeroshard.unsharded.")
+
+
+class DataTypesBlock(Block):
+    """`data_types`: dtypes that differ from the model's."""
+
+    grad_accum_dtype: Annotated[
+        DType | None,
+        works(
+            "dtype in which gradients are kept and summed over microbatches. Left out: fp32; with one microbatch, the model's."
+        ),
+    ] = None
+    param_dtype: Annotated[DType | None, works("dtype of the forward, in place of what fp16 and bf16 say.")] = None
+    buffer_dtype: Annotated[DType | None, works("dtype of floating-point buffers. Left out: the parameters'.")] = None
+    keep_in_fp32_modules: Annotated[
+        list[str] | None,
+        refused("a unit has one dtype; keep such a module out of the model's half precision yourself."),
+    ] = None
+
+
+class MonitorBlock(Block):
+    """`tensorboard`, `csv_monitor`: files of what `engine.step()` sees, written by rank 0."""
+
+    enabled: Annotated[bool, works("write Train/Samples/train_loss, lr, loss_scale and grad_norm at each step.")] = (
+        False
+    )
+    output_path: Annotated[str, works("the folder; left out, the present one.")] = ""
+    job_name: Annotated[str, works("the folder below it.")] = "DeepSpeedJobName"
+
+
+class WandbBlock(Block):
+    """`wandb`: the same to Weights & Biases."""
+
+    enabled: Annotated[bool, works("log to wandb, which is imported only then.")] = False
+    group: Annotated[str | None, works("as wandb.init.")] = None
+    team: Annotated[str | None, works("wandb.init's entity.")] = None
+    project: Annotated[str | None, works("as wandb.init.")] = "deepspeed"
+
+
+class CometBlock(Block):
+    """`comet`: the same to Comet."""
+
+    enabled: Annotated[bool, works("log to comet_ml, which is imported only then.")] = False
+    samples_log_interval: Annotated[Positive, works("samples between two points.")] = 100
+    project: Annotated[str | None, works("as comet_ml.start.")] = None
+    workspace: Annotated[str | None, works("as comet_ml.start.")] = None
+    api_key: Annotated[str | None, works("as comet_ml.start.")] = None
+    experiment_name: Annotated[str | None, works("the experiment's name.")] = None
+    experiment_key: Annotated[str | None, works("as comet_ml.start.")] = None
+    online: Annotated[bool | None, works("as comet_ml.start.")] = None
+    mode: Annotated[str | None, works("as comet_ml.start.")] = None
+
+
+class CommsLoggerBlock(Block):
+    """`comms_logger`: what travels between ranks."""
+
+    enabled: Annotated[
+        bool, works("the line of steps_per_print also says the bytes sent since the last, by collective.")
     ] = False
-    stage3_gather_fp16_weights_on_model_save: Annotated[
-        bool | Auto, no_meaning("the old name of stage3_gather_16bit_weights_on_model_save.")
-    ] = False
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
-    stage3_allgather_sequential: Annotated[bool, no_meaning("a choice of schedule in DeepSpeed.")] = False
-    leaf_module: Annotated[Any, no_meaning("a unit is always unsharded whole.")] = None
-    offload_param: Annotated[OffloadBlock | None, works("where sharded parameters rest.")] = None
-    offload_optimizer: Annotated[OffloadBlock | None, works("where optimizer states rest.")] = None
-    cpu_offload: Annotated[bool, refused("the old name of offload_optimizer.")] = False
-    cpu_offload_param: Annotated[bool, refused("the old name of offload_param.")] = False
-    cpu_offload_use_pin_memory: Annotated[bool, no_meaning("without offload.")] = False
-    zero_hpz_partition_size: Annotated[Positive, refused("secondary shards (ZeRO++ hpZ).")] = 1
-    zero_quantized_weights: Annotated[bool, refused("quantised all-gathers (ZeRO++ qwZ) change the result.")] = False
-    zero_quantized_nontrainable_weights: Annotated[bool, refused("quantised all-gathers change the result.")] = False
-    zero_quantized_gradients: Annotated[bool, refused("quantised reductions (ZeRO++ qgZ) change the result.")] = False
-    zenflow: Annotated[Any, refused("ZenFlow changes the result.")] = None
+    verbose: Annotated[bool, no_meaning("bytes are counted by collective.")] = False
+    prof_all: Annotated[bool, no_meaning("all collectives are counted.")] = True
+    prof_ops: Annotated[list[Any], no_meaning("all collectives are counted.")] = []
+    debug: Annotated[bool, no_meaning("bytes are counted by collective.")] = False
+
+
+class ActivationCheckpointingBlock(Block):
+    """`activation_checkpointing`: use torch.utils.checkpoint in the model; the block's switches are not offered yet."""
+
+    partition_activations: Annotated[bool, refused("sharded saved inputs.")] = False
+    cpu_checkpointing: Annotated[bool, refused("saved inputs in CPU memory.")] = False
+    contiguous_memory_optimization: Annotated[bool, refused("saved inputs in one buffer.")] = False
+    number_checkpoints: Annotated[Count | None, no_meaning("only counts with contiguous_memory_optimization.")] = None
+    synchronize_checkpoint_boundary: Annotated[bool, refused("a synchronisation at each checkpoint.")] = False
+    profile: Annotated[bool, refused("time per checkpoint; use torch.profiler.")] = False
+
+
+class CheckpointBlock(Block):
+    """`checkpoint`: how checkpoints are written and read."""
+
+    tag_validation: Annotated[Any, no_meaning(_CHECKPOINTS)] = "Warn"
+    load_universal: Annotated[bool, no_meaning(_CHECKPOINTS)] = False
+    use_node_local_storage: Annotated[bool, no_meaning(_CHECKPOINTS)] = False
+    parallel_write: Annotated[Any, no_meaning(_CHECKPOINTS)] = None
+    checkpoint_serialization: Annotated[bool, no_meaning(_CHECKPOINTS)] = True
+    writer: Annotated[Any, no_meaning(_CHECKPOINTS)] = None
 
 
 class Schema(BaseModel):
@@ -218,33 +190,98 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     train_batch_size: Annotated[
-        Positive | Auto | None, works("samples of one optimizer step, over all ranks and microbatches.")
+        Positive | None, works("samples of one optimizer step, over all ranks and microbatches.")
     ] = None
-    train_micro_batch_size_per_gpu: Annotated[Positive | Auto | None, works("samples of one forward on one rank.")] = (
-        None
-    )
-    gradient_accumulation_steps: Annotated[Positive | Auto | None, works("microbatches per optimizer step.")] = None
+    train_micro_batch_size_per_gpu: Annotated[
+        Positive | None,
+        works("samples of one forward on one rank. With no batch size at all, a microbatch counts as one sample."),
+    ] = None
+    gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
+    managed_gradient_accumulation: Annotated[
+        Literal[True], works("the engine counts microbatches; for your own count use zeroshard.shard and `accumulate`.")
+    ] = True
     gradient_clipping: Annotated[
-        NonNegative | Auto,
+        NonNegative,
         works("the largest global L2 norm of the gradients; 0 is off. Left out it is 1.0, as in DeepSpeed 0.19."),
     ] = 1.0
     zero_optimization: Annotated[ZeroBlock, works("what is sharded.")] = ZeroBlock()
     optimizer: Annotated[OptimizerBlock | None, works("made here, unless `initialize` is given one.")] = None
     scheduler: Annotated[SchedulerBlock | None, works("made here, unless `initialize` is given one.")] = None
-    bf16: Annotated[BF16Block, works("bfloat16 training.")] = BF16Block()
+    min_lr: Annotated[NonNegative, works("a floor under the rates of every scheduler.")] = 0.0
+    bf16: Annotated[
+        BF16Block,
+        Field(validation_alias=AliasChoices("bf16", "bfloat16")),
+        works("bfloat16 training."),
+    ] = BF16Block()
     fp16: Annotated[FP16Block, works("fp16 training.")] = FP16Block()
-    steps_per_print: Annotated[Any, no_meaning("print what `engine.step()` reports.")] = None
-    wall_clock_breakdown: Annotated[bool, no_meaning("use torch.profiler.")] = False
+    torch_autocast: Annotated[AutocastBlock, works("mixed precision by torch.autocast.")] = AutocastBlock()
+    data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
+    communication_data_type: Annotated[
+        DType | None, works("dtype in which gradients travel; left out: the parameters'.")
+    ] = None
+    seq_parallel_communication_data_type: Annotated[Any, no_meaning("there is no sequence parallelism.")] = "fp32"
+    gradient_predivide_factor: Annotated[
+        PositiveNumber, works("gradients are divided by it before they are summed over ranks, and by ranks / it after.")
+    ] = 1.0
+    prescale_gradients: Annotated[
+        bool, works("gradients are divided by the number of ranks before they are summed, not after.")
+    ] = False
+    gradient_allreduce_op: Annotated[
+        Literal["mean"], works("gradients are averaged over ranks; a sum is not offered.")
+    ] = "mean"
+    sparse_gradients: Annotated[bool, refused("gradients are dense.")] = False
+    steps_per_print: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=True)] | None,
+        works("rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory every so many steps."),
+    ] = None
+    wall_clock_breakdown: Annotated[
+        bool, works("the milliseconds of forward, backward, step, and of waiting for reductions and gathers, per step.")
+    ] = False
+    memory_breakdown: Annotated[bool, works("the bytes of each model state in that line.")] = False
+    dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
+    tensorboard: Annotated[MonitorBlock, works("needs the tensorboard package.")] = MonitorBlock()
+    csv_monitor: Annotated[MonitorBlock, works("one CSV file for each figure.")] = MonitorBlock()
+    wandb: Annotated[WandbBlock, works("needs the wandb package.")] = WandbBlock()
+    comet: Annotated[CometBlock, works("needs the comet_ml package.")] = CometBlock()
+    comms_logger: Annotated[CommsLoggerBlock, works("what travels between ranks.")] = CommsLoggerBlock()
+    activation_checkpointing: Annotated[ActivationCheckpointingBlock, works("nothing but its defaults.")] = (
+        ActivationCheckpointingBlock()
+    )
+    aio: Annotated[AioBlock, no_meaning("nothing is offloaded to disk.")] = AioBlock()
+    checkpoint: Annotated[CheckpointBlock, no_meaning(_CHECKPOINTS)] = CheckpointBlock()
+    dataloader_drop_last: Annotated[bool, works("drop the last incomplete batch of training_data.")] = False
     zero_allow_untested_optimizer: Annotated[
         bool, no_meaning("an optimizer is refused where it would be wrong, not where it is unknown to DeepSpeed.")
     ] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
-    communication_data_type: Annotated[
-        DType | None, works("dtype in which gradients travel; left out: the parameters'.")
+    disable_allgather: Annotated[bool, no_meaning("parameters are always brought together by all-gathers.")] = False
+    disable_python_gc: Annotated[bool, refused("turn the collector off in your script, with gc.disable().")] = False
+    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed warns where it is no multiple of 8.")] = None
+    log_level: Annotated[Any, no_meaning("nothing is logged but what the config asks for.")] = None
+    timers: Annotated[dict[str, Any] | None, no_meaning("speed is in the line of steps_per_print.")] = None
+    pipeline: Annotated[dict[str, Any] | None, no_meaning("there is no pipeline parallelism.")] = None
+    use_data_before_expert_parallelism: Annotated[bool, no_meaning("there is no expert parallelism.")] = False
+    flops_profiler: Annotated[dict[str, Any] | None, refused("use torch.utils.flop_counter.FlopCounterMode.")] = None
+    autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard estimate`.")] = None
+    compile: Annotated[dict[str, Any] | None, refused("DeepCompile; use torch.compile on the blocks.")] = None
+    tensor_parallel: Annotated[dict[str, Any] | None, refused("there is no tensor parallelism.")] = None
+    expert_parallel: Annotated[dict[str, Any] | None, refused("there is no expert parallelism.")] = None
+    sequence_parallel_size: Annotated[Literal[1], works("there is no sequence parallelism.")] = 1
+    data_parallel_size: Annotated[Positive | None, no_meaning("the process group says it.")] = None
+    hybrid_engine: Annotated[dict[str, Any] | None, refused("use the model inside `zeroshard.unsharded`.")] = None
+    data_efficiency: Annotated[
+        dict[str, Any] | None, refused("curriculum and random token dropping change the data.")
     ] = None
-    gradient_predivide_factor: Annotated[Number, refused("gradients are summed, then divided.")] = 1.0
-    prescale_gradients: Annotated[bool, refused("gradients are summed, then divided.")] = False
-    dataloader_drop_last: Annotated[bool, works("drop the last incomplete batch of training_data.")] = False
-    activation_checkpointing: Annotated[
-        dict[str, Any] | None, no_meaning("use torch.utils.checkpoint in the model.")
-    ] = None
+    curriculum_learning: Annotated[dict[str, Any] | None, refused("it changes the data.")] = None
+    progressive_layer_drop: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
+    eigenvalue: Annotated[dict[str, Any] | None, refused("it belongs to DeepSpeed's compression.")] = None
+    quantize_training: Annotated[dict[str, Any] | None, refused("quantised training changes the result.")] = None
+    weight_quantization: Annotated[dict[str, Any] | None, refused("quantised weights change the result.")] = None
+    compression_training: Annotated[dict[str, Any] | None, refused("compression changes the result.")] = None
+    sparse_attention: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
+    elasticity: Annotated[dict[str, Any] | None, refused("batch sizes follow from the config and the ranks alone.")] = (
+        None
+    )
+    amp: Annotated[dict[str, Any] | None, refused("Apex; use fp16, bf16 or torch_autocast.")] = None
+    datastates_ckpt: Annotated[dict[str, Any] | None, refused(_CHECKPOINTS)] = None
+    nebula: Annotated[dict[str, Any] | None, refused(_CHECKPOINTS)] = None

@@ -41,6 +41,9 @@ class Context:
     policy: Policy
     collectives: Collectives
     pool: BufferPool
+    bucket_numel: int
+    whole_parameters: bool = False
+    """No parameter is cut: the optimizer looks at whole tensors."""
 
 
 class Bucket:
@@ -172,6 +175,9 @@ class Bucket:
                 self._zero(self._unreduced, self._missing)
             self._missing = self._everything
             rows = self._unreduced.view_as(self._rows)
+        if self._collectives.predivide_factor != 1.0:  # into scratch: the rows may be autograd's own tensor
+            divided = self._borrow(self.layout.numel).view_as(rows)
+            rows = torch.div(rows, self._collectives.predivide_factor, out=divided)
         workspace = self._borrow(self._collectives.workspace_numel(rows))
         self._reduction = self._collectives.reduce_scatter(
             rows, workspace, self.number, f"reduce-scatter of gradients of {self.label}"

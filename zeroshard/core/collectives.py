@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -53,9 +54,13 @@ class Collectives(ABC):
     rank: int
     world_size: int
 
-    def __init__(self) -> None:
+    def __init__(self, predivide_factor: float = 1.0) -> None:
         self.sent: Counter[str] = Counter()
         """Bytes that this rank handed to the network, by collective."""
+        self.predivide_factor = predivide_factor
+        """What the rows of a reduce-scatter were divided by beforehand; the mean divides by the rest of the world size."""
+        self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        """Wraps each wait for other ranks: "reduce", "gather" or "exchange". For clocks."""
 
     @abstractmethod
     def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
@@ -77,22 +82,28 @@ class Collectives(ABC):
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         """Every rank's `data` (the same length on all), in rank order."""
 
+    @property
+    def _divisor(self) -> float:
+        return self.world_size / self.predivide_factor
+
     def close(self) -> None:
         """Give back what the operating system lent: sockets, threads."""
 
 
-def create_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+def create_collectives(
+    group: dist.ProcessGroup | None, device: torch.device, predivide_factor: float = 1.0
+) -> Collectives:
     """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised)."""
     if not dist.is_available() or not dist.is_initialized():
-        return Alone()
+        return Alone(predivide_factor)
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
     if dist.get_world_size(parent) == 1:
-        return Alone()
+        return Alone(predivide_factor)
     config = dist.distributed_c10d.get_backend_config(parent)
     backends = dict(part.split(":") for part in config.split(",") if ":" in part)
     backend = backends.get(device.type, config)
-    return PointToPoint(parent, device) if backend == "gloo" else Native(parent, device)
+    return (PointToPoint if backend == "gloo" else Native)(parent, device, predivide_factor)
 
 
 class Alone(Collectives):
@@ -106,11 +117,11 @@ class Alone(Collectives):
             return
 
     class _Mean(PendingReduction):
-        def __init__(self, rows: Tensor) -> None:
-            self._rows = rows
+        def __init__(self, rows: Tensor, divisor: float) -> None:
+            self._rows, self._divisor = rows, divisor
 
         def finish(self, out: Tensor, *, accumulate: bool) -> None:
-            _mean_into(list(self._rows), out, accumulate)
+            _sum_into(list(self._rows), self._divisor, out, accumulate)
 
     def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
         return self._Nothing()
@@ -119,7 +130,7 @@ class Alone(Collectives):
         return 0
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        return self._Mean(rows)
+        return self._Mean(rows, self._divisor)
 
     def broadcast(self, tensor: Tensor) -> None:
         return
@@ -131,8 +142,8 @@ class Alone(Collectives):
 class _Grouped(Collectives):
     """What the two multi-rank classes share: a process group of our own, and the report when a wait fails."""
 
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
+        super().__init__(predivide_factor)
         self._device = device
         self._ranks = dist.get_process_group_ranks(parent)
         # The group's own timeout is the user's word on how long to wait; torch has no public reader of it.
@@ -204,8 +215,8 @@ class _Grouped(Collectives):
 class PointToPoint(_Grouped):
     """Pairwise transfers over gloo."""
 
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(parent, device)
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
+        super().__init__(parent, device, predivide_factor)
         self._sequence: Counter[int] = Counter()
 
     def _tag(self, bucket: int, kind: int) -> int:
@@ -218,21 +229,23 @@ class PointToPoint(_Grouped):
         # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def _transfer(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, label: str) -> _Transfer:
+    def _transfer(
+        self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str
+    ) -> _Transfer:
         # The group's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
         try:
             works = [self._group.recv([tensor], peer, tag) for peer, tensor in receive.items()]
             works += [self._group.send([tensor], peer, tag) for peer, tensor in send.items()]
         except RuntimeError as error:
             raise CollectiveError(self._report(label, error)) from error
-        return _Transfer(self, works, label)
+        return _Transfer(self, works, kind, label)
 
     def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
         peers = self._peers()
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)
         send = dict.fromkeys(peers, own)
-        return self._transfer(send, {peer: rows[peer] for peer in peers}, self._tag(bucket, 0), label)
+        return self._transfer(send, {peer: rows[peer] for peer in peers}, self._tag(bucket, 0), "gather", label)
 
     def workspace_numel(self, rows: Tensor) -> int:
         return (self.world_size - 1) * rows.shape[1]
@@ -242,42 +255,43 @@ class PointToPoint(_Grouped):
         received = dict(zip(peers, workspace.view(len(peers), rows.shape[1]), strict=True))
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(peers)
         send = {peer: rows[peer] for peer in peers}
-        transfer = self._transfer(send, received, self._tag(bucket, 1), label)
+        transfer = self._transfer(send, received, self._tag(bucket, 1), "reduce", label)
         contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
-        return _PairwiseMean(transfer, contributions)
+        return _PairwiseMean(transfer, contributions, self._divisor)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         peers = self._peers()
         received = {peer: torch.empty_like(own) for peer in peers}
         self.sent["exchange"] += own.nbytes * len(peers)
-        self._transfer(dict.fromkeys(peers, own), received, self._tag(0, 2), label).wait()
+        self._transfer(dict.fromkeys(peers, own), received, self._tag(0, 2), "exchange", label).wait()
         received[self.rank] = own
         return [received[rank].numpy().tobytes() for rank in range(self.world_size)]
 
 
 class _Transfer(Pending):
-    def __init__(self, collectives: _Grouped, works: Sequence[dist.Work | None], label: str) -> None:
-        self._collectives, self._works, self._label = collectives, works, label
+    def __init__(self, collectives: _Grouped, works: Sequence[dist.Work | None], kind: str, label: str) -> None:
+        self._collectives, self._works, self._kind, self._label = collectives, works, kind, label
 
     def wait(self) -> None:
         works, self._works = self._works, ()
-        for work in works:
-            if work is not None:
-                self._collectives._guarded(work.wait, self._label)
+        with self._collectives.measure(self._kind):
+            for work in works:
+                if work is not None:
+                    self._collectives._guarded(work.wait, self._label)
 
 
 class _PairwiseMean(PendingReduction):
-    def __init__(self, transfer: _Transfer, contributions: list[Tensor]) -> None:
-        self._transfer, self._contributions = transfer, contributions
+    def __init__(self, transfer: _Transfer, contributions: list[Tensor], divisor: float) -> None:
+        self._transfer, self._contributions, self._divisor = transfer, contributions, divisor
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._transfer.wait()
-        _mean_into(self._contributions, out, accumulate)
+        _sum_into(self._contributions, self._divisor, out, accumulate)
 
 
-def _mean_into(contributions: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
-    """out (+)= (c0 + c1 + ... ) / world_size, in this order, in fp32 at least. `out` may be one of the contributions."""
+def _sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
+    """out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
     dtype = torch.promote_types(contributions[0].dtype, torch.float32)
     for low in range(0, out.numel(), CHUNK_NUMEL):
         high = min(low + CHUNK_NUMEL, out.numel())
@@ -286,16 +300,16 @@ def _mean_into(contributions: Sequence[Tensor], out: Tensor, accumulate: bool) -
         for part in parts[2:]:
             total.add_(part)
         if accumulate:
-            out[low:high].add_(torch.div(total, len(parts)))
+            out[low:high].add_(torch.div(total, divisor))
         else:
-            torch.div(total, len(parts), out=out[low:high])
+            torch.div(total, divisor, out=out[low:high])
 
 
 class Native(_Grouped):
     """The backend's own collectives, reduce and gather on groups of their own so that neither waits for the other."""
 
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(parent, device)
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
+        super().__init__(parent, device, predivide_factor)
         self._gather_group = self._new_group()
         # torch 2.13 renamed them; 2.11 has the old names only.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -308,7 +322,7 @@ class Native(_Grouped):
     def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
         self.sent["all_gather"] += rows[self.rank].nbytes * (self.world_size - 1)
         work = self._all_gather(rows.view(-1), rows[self.rank], group=self._gather_group, async_op=True)
-        return _Transfer(self, [work], label)
+        return _Transfer(self, [work], "gather", label)
 
     def workspace_numel(self, rows: Tensor) -> int:
         return rows.shape[1]
@@ -316,23 +330,24 @@ class Native(_Grouped):
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
         work = self._reduce_scatter(workspace, rows.view(-1), group=self._group, async_op=True)
-        return _NativeMean(_Transfer(self, [work], label), workspace, self.world_size)
+        return _NativeMean(_Transfer(self, [work], "reduce", label), workspace, self._divisor)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         everyone = own.new_empty(self.world_size * own.numel())
         self.sent["exchange"] += own.nbytes * (self.world_size - 1)
-        _Transfer(self, [self._all_gather(everyone, own, group=self._group, async_op=True)], label).wait()
+        work = self._all_gather(everyone, own, group=self._group, async_op=True)
+        _Transfer(self, [work], "exchange", label).wait()
         return [row.numpy().tobytes() for row in everyone.view(self.world_size, -1).cpu()]
 
 
 class _NativeMean(PendingReduction):
-    def __init__(self, transfer: _Transfer, total: Tensor, world_size: int) -> None:
-        self._transfer, self._total, self._world_size = transfer, total, world_size
+    def __init__(self, transfer: _Transfer, total: Tensor, divisor: float) -> None:
+        self._transfer, self._total, self._divisor = transfer, total, divisor
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._transfer.wait()
         if accumulate:
-            out.add_(self._total.to(out.dtype).div_(self._world_size))
+            out.add_(self._total.to(out.dtype).div_(self._divisor))
         else:
-            out.copy_(self._total).div_(self._world_size)
+            out.copy_(self._total).div_(self._divisor)

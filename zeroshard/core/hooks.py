@@ -18,7 +18,8 @@ import enum
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.core.probe import Probe, Take
 from zeroshard.core.schedule import Schedule
 from zeroshard.core.unit import State, Unit
 
@@ -83,7 +85,7 @@ class Hooks:
     """Connects a model's modules and parameters to a schedule, until `remove`."""
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self._schedule: Schedule | Probe = schedule
         self._phase = Phase.IDLE_OR_FORWARD
         self._units: dict[nn.Module, list[Unit]] = {}
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
@@ -113,6 +115,17 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    @contextmanager
+    def probe(self, take: Take) -> Iterator[None]:
+        """Backwards inside belong to no step: `take` gets their gradients, and nothing is reduced."""
+        schedule = self._schedule
+        assert isinstance(schedule, Schedule)
+        self._schedule = Probe(schedule, take)
+        try:
+            yield
+        finally:
+            self._schedule = schedule
 
     # ------------------------------------------------------------------ forward
 

@@ -7,6 +7,8 @@ A unit's parameters lie one after another in one flat buffer. The buffer is cut 
     buckets    |         bucket 0         |      bucket 1      |      bucket 2      |
     shards     |   rank 0   |   rank 1    |  rank 0  |  rank 1 |  rank 0  |  rank 1 |
 
+An optimizer that looks at whole matrices (Muon) gets a layout that cuts no parameter, see `lay_out_whole`.
+
 The layout depends on shapes, `world_size` and `bucket_numel` alone, never on the policy: so an optimizer sees the same
 1-D views under every policy, and a fused kernel, whose last bits depend on where a tensor starts and ends, gives the
 same bits.
@@ -57,9 +59,15 @@ class BucketLayout:
 
     @property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """The ranges [start, stop) of the bucket that belong to no parameter. Only its end can be one."""
-        used = max((piece.start + piece.numel for piece in self.pieces), default=0)
-        return ((used, self.numel),) if used < self.numel else ()
+        """The ranges [start, stop) of the bucket that belong to no parameter."""
+        gaps, used = [], 0
+        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+            if used < piece.start:
+                gaps.append((used, piece.start))
+            used = piece.start + piece.numel
+        if used < self.numel:
+            gaps.append((used, self.numel))
+        return tuple(gaps)
 
     def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
         """The pieces of rank `rank`'s shard; `start` counts from the start of the shard."""
@@ -127,3 +135,23 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
                 close()
     close()
     return UnitLayout(tuple(numels), tuple(starts), tuple(buckets))
+
+
+def lay_out_whole(numels: Sequence[int], world_size: int) -> UnitLayout:
+    """Place parameters of the given sizes so that each lies whole in one shard. The unit is one bucket.
+
+    The largest that is left goes to the rank that holds least. Shards are of one size, so what the ranks cannot share
+    evenly is padding: a unit with a single large matrix takes `world_size` times its size.
+    """
+    loads = [0] * world_size
+    homes = {}
+    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        rank = loads.index(min(loads))
+        homes[index] = (rank, loads[rank])
+        loads[rank] += -(-numels[index] // ALIGNMENT) * ALIGNMENT
+    starts = [homes[index][0] * max(loads) + homes[index][1] for index in range(len(numels))]
+    pieces = sorted((start, index) for index, start in enumerate(starts) if numels[index])
+    bucket = BucketLayout(
+        0, max(loads) * world_size, world_size, tuple(Piece(index, 0, start, numels[index]) for start, index in pieces)
+    )
+    return UnitLayout(tuple(numels), tuple(starts), (bucket,) if bucket.numel else ())

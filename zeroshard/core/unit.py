@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.core.bucket import Bucket, Context
 from zeroshard.core.flat_buffer import FlatBuffer
-from zeroshard.core.layout import UnitLayout, lay_out
+from zeroshard.core.layout import UnitLayout, lay_out, lay_out_whole
 from zeroshard.errors import UsageError
 from zeroshard.policy import DTypes
 
@@ -82,12 +82,17 @@ class Unit:
 
     def __init__(
         self, label: str, modules: Sequence[nn.Module], named: Sequence[NamedParameter], trainable: bool,
-        dtypes: DTypes, bucket_numel: int, first_bucket: int, context: Context,
+        dtypes: DTypes, first_bucket: int, context: Context,
     ) -> None:  # fmt: skip
         self.label, self.modules, self.named, self.trainable = label, tuple(modules), tuple(named), trainable
         self.sharded_at_rest = context.policy.parameters.sharded
         world_size = context.collectives.world_size
-        self.layout: UnitLayout = lay_out([entry.shape.numel() for entry in named], world_size, bucket_numel)
+        numels = [entry.shape.numel() for entry in named]
+        self.layout: UnitLayout = (
+            lay_out_whole(numels, world_size)
+            if context.whole_parameters
+            else lay_out(numels, world_size, context.bucket_numel)
+        )
         whole = self._collect(dtypes.master, context)
         self.flat = FlatBuffer(self.layout.numel, dtypes.param, whole.device)
         self.buckets = [

@@ -6,30 +6,41 @@ import torch
 
 from zeroshard.errors import UsageError
 
-ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of torch.optim whose update of an element depends on that element's own history alone."""
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+"""Classes of torch.optim and of ours whose update of an element depends on that element's own history alone."""
+
+WHOLE = ("Adafactor", "Muon", "MuonWithAdamW")
+"""Classes of torch.optim and of ours whose update of an element depends on the parameter it lies in, and on no other."""
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether the optimizer may be given pieces of parameters; None where we do not know."""
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith("torch.optim"):
-            return cls.__name__ in ELEMENTWISE if cls is not torch.optim.Optimizer else None
-    return None
+def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool | None = None) -> bool:
+    """Whether each parameter must lie whole in one shard for this optimizer.
 
+    Args:
+        elementwise: the user's word, which goes before what we know.
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, declared: bool | None) -> None:
-    """Raise `UsageError` for an optimizer that would be silently wrong on pieces of parameters."""
-    known = is_elementwise(optimizer) if declared is None else declared
+    Raises:
+        UsageError: neither way is known to be right.
+    """
+    if elementwise is not None:
+        return not elementwise
     name = type(optimizer).__name__
-    if known is None:
-        raise UsageError(
-            f"zeroshard cuts parameters into shards and does not know whether {name} treats each element alone. If its "
-            "update of an element uses nothing but that element's own gradient and state, pass elementwise=True; else "
-            f"use one of {', '.join(ELEMENTWISE)}."
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith(("torch.optim", "zeroshard.optim")) and cls.__name__ in ELEMENTWISE + WHOLE:
+            return cls.__name__ in WHOLE
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        reason = (
+            "looks at all parameters at once" if isinstance(optimizer, torch.optim.LBFGS) else "takes sparse gradients"
         )
-    if not known:
         raise UsageError(
-            f"{name} looks at whole parameters, and zeroshard cuts them into shards: the result would be silently wrong. "
-            f"Use an elementwise optimizer: {', '.join(ELEMENTWISE)}."
+            f"{name} {reason}, and zeroshard shards dense parameters over ranks: the result would be wrong. Use one of "
+            f"{', '.join(ELEMENTWISE + WHOLE)}."
         )
+    raise UsageError(
+        f"zeroshard cuts parameters into shards and does not know whether {name} treats each element alone. If its update "
+        "of an element uses nothing but that element's own gradient and state, pass elementwise=True; if it uses the "
+        "parameter that the element lies in (its norm, its rows), pass elementwise=False, and no parameter is cut. Or use "
+        f"one of {', '.join(ELEMENTWISE + WHOLE)}."
+    )

@@ -1,12 +1,15 @@
 """Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's. Called by engine.
 
 A schedule counts optimizer steps from i = -1; its constructor sets the rate for i = -1, and the n-th `step()` that for i = n - 1.
+The formulas are DeepSpeed 0.19's, to the last step.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,59 +17,32 @@ import torch
 from zeroshard.config.schema import SchedulerBlock
 from zeroshard.errors import ConfigError
 
+PerGroup = float | Sequence[float]
+"""One number for all param groups, or one for each."""
 
-class WarmupLR:
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then constant.
 
-    With N = max(2, warmup_num_steps), for i < N: lr = min + (max - min) * gamma, where gamma = ln(i + 1) / ln(N) ("log") or
-    i / N ("linear"); gamma = 1 after. At i = -1 the rate is min, and at i = 0 gamma is 0: so the first two steps run at min.
+class LRSchedule(ABC):
+    """Sets the `lr` of every param group from the number of optimizer steps alone."""
 
-    Args:
-        optimizer: whose param groups' `lr` is set.
-        warmup_max_lr: None takes each group's own lr.
-        last_batch_iteration: i to start from.
-    """
+    last_batch_iteration: int
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = 0.001,
-        warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
-    ) -> None:  # fmt: skip
-        if not isinstance(warmup_num_steps, int) or warmup_num_steps <= 0:
-            raise ConfigError(
-                f"scheduler.params.warmup_num_steps: a positive integer was expected, not {warmup_num_steps!r}."
-            )
-        if warmup_type not in ("log", "linear"):
-            warnings.warn(f"unknown warmup_type {warmup_type!r}; using 'log'.", stacklevel=2)
-            warmup_type = "log"
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
-        self._min = warmup_min_lr
-        self._max = [group["lr"] if warmup_max_lr is None else warmup_max_lr for group in optimizer.param_groups]
-        self._steps, self._type = max(2, warmup_num_steps), warmup_type
-        self.last_batch_iteration = last_batch_iteration
-        self._apply()
+        self.step(last_batch_iteration)
 
-    def _gamma(self) -> float:
-        i = self.last_batch_iteration
-        if i < 0:
-            return 0.0
-        if i >= self._steps:
-            return 1.0
-        return math.log(i + 1) / math.log(self._steps) if self._type == "log" else i / self._steps
-
+    @abstractmethod
     def get_lr(self) -> list[float]:
         """The rate of each param group at the present step."""
-        gamma = self._gamma()
-        return [self._min + (largest - self._min) * gamma for largest in self._max]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """The rate of each param group as it is set now."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next step, or to the given one."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        """Go to the next step, or to the one that is given."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._apply()
 
     def _apply(self) -> None:
@@ -81,35 +57,278 @@ class WarmupLR:
         """Go to where `state` was taken."""
         self.step(state["last_batch_iteration"])
 
+    def _per_group(self, value: PerGroup, name: str, optimizer: torch.optim.Optimizer) -> list[float]:
+        count = len(optimizer.param_groups)
+        values = list(value) if isinstance(value, Sequence) else [value] * count
+        if len(values) != count:
+            raise ConfigError(f"scheduler.params.{name}: {len(values)} values for {count} param groups.")
+        return values
+
+
+class WarmupLR(LRSchedule):
+    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then constant.
+
+    With N = max(2, warmup_num_steps), for i < N: lr = min + (max - min) * gamma, where gamma = ln(i + 1) / ln(N) ("log") or
+    i / N ("linear"); gamma = 1 after. At i = -1 the rate is min, and at i = 0 gamma is 0: so the first two steps run at min.
+
+    Args:
+        optimizer: whose param groups' `lr` is set.
+        warmup_max_lr: None takes each group's own lr.
+        last_batch_iteration: i to start from.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, warmup_min_lr: PerGroup = 0.0, warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
+        largest = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
+        self._min = self._per_group(warmup_min_lr, "warmup_min_lr", optimizer)
+        self._max = self._per_group(largest, "warmup_max_lr", optimizer)
+        self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _gamma(self) -> float:
+        return self._warmup.gamma(self.last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each param group at the present step."""
+        gamma = self._gamma()
+        return [low + (high - low) * gamma for low, high in zip(self._min, self._max, strict=True)]
+
 
 class WarmupDecayLR(WarmupLR):
     """As `WarmupLR`, then down to 0 at `total_num_steps` T: gamma = max(0, (T - i) / max(1, T - N)) for i >= N."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, total_num_steps: int, **warmup: Any) -> None:
-        if not isinstance(total_num_steps, int) or total_num_steps <= 0:
-            raise ConfigError(
-                f"scheduler.params.total_num_steps: a positive integer was expected, not {total_num_steps!r}."
-            )
-        self._total = total_num_steps
-        super().__init__(optimizer, **warmup)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
+        self._total = _steps(total_num_steps, "total_num_steps")
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
+        )  # fmt: skip
+        self._warmup.warn_if_longer(self._total)
 
     def _gamma(self) -> float:
         i = self.last_batch_iteration
-        if i < self._steps:
+        if i < self._warmup.steps:
             return super()._gamma()
-        return max(0.0, (self._total - i) / max(1, self._total - self._steps))
+        return max(0.0, (self._total - i) / max(1, self._total - self._warmup.steps))
 
 
-SCHEDULES: dict[str, type[WarmupLR]] = {"WarmupLR": WarmupLR, "WarmupDecayLR": WarmupDecayLR}
+class WarmupCosineLR(LRSchedule):
+    """Each group's own lr times a ratio: warm-up from `warmup_min_ratio`, then a half cosine down to `cos_min_ratio`.
+
+    With m, c the two ratios: m + (1 - m) * gamma for i < N; then c + (1 - c) * (1 + cos(pi * p)) / 2 with
+    p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the ratio is 0.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log", last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
+        self._total = _steps(total_num_steps, "total_num_steps")
+        self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self._warmup.warn_if_longer(self._total)
+        self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
+        self._base = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each param group at the present step."""
+        return [rate * self._ratio() for rate in self._base]
+
+    def _ratio(self) -> float:
+        i, steps = self.last_batch_iteration, self._warmup.steps
+        if i < 0:
+            return 0.0
+        if i < steps:
+            return self._warmup_min + (1 - self._warmup_min) * self._warmup.gamma(i)
+        progress = min(1.0, (i - steps + 1) / max(1, self._total - steps))
+        return max(0.0, self._cos_min + (1 - self._cos_min) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+class LRRangeTest(LRSchedule):
+    """A growing rate, to find where training diverges (Smith, arXiv:1803.09820): lr = min * (1 + rate * (i + 1) / size).
+
+    Args:
+        lr_range_test_staircase: round (i + 1) / size down.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: PerGroup = 1e-3, lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
+        self._min = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr", optimizer)
+        self._size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
+        self._rate, self._staircase = lr_range_test_step_rate, lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each param group at the present step."""
+        interval = (self.last_batch_iteration + 1) / self._size
+        growth = 1 + self._rate * (math.floor(interval) if self._staircase else interval)
+        return [rate * growth for rate in self._min]
+
+
+class OneCycle(LRSchedule):
+    """Up from `cycle_min_lr` to `cycle_max_lr` and down again, Adam's first beta the other way round, then a decay.
+
+    Smith, arXiv:1803.09820. A cycle has `cycle_first_step_size + cycle_second_step_size` steps; after it, every
+    `decay_step_size` steps divide the rate by a further `1 + decay_lr_rate`.
+
+    Args:
+        cycle_first_stair_count, cycle_second_stair_count: steps of a staircase in each half; 0 is a ramp.
+        cycle_momentum: also move the first beta between `cycle_max_mom` and `cycle_min_mom`; the second is then 0.99.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, cycle_min_lr: PerGroup, cycle_max_lr: PerGroup, decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8, cycle_max_mom: PerGroup = 0.9, decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:  # fmt: skip
+        self._first = float(cycle_first_step_size)
+        self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
+        if self._first <= 0 or self._second < 0:
+            raise ConfigError(
+                "scheduler.params: cycle_first_step_size must be positive and cycle_second_step_size not negative, not "
+                f"{cycle_first_step_size!r} and {cycle_second_step_size!r}."
+            )
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self._stairs = (cycle_first_stair_count, second_stairs)
+        self._min = self._per_group(cycle_min_lr, "cycle_min_lr", optimizer)
+        self._max = self._per_group(cycle_max_lr, "cycle_max_lr", optimizer)
+        self._min_momentum = self._per_group(cycle_min_mom, "cycle_min_mom", optimizer)
+        self._max_momentum = self._per_group(cycle_max_mom, "cycle_max_mom", optimizer)
+        self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
+        self._moves_momentum = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self._moves_momentum:
+            warnings.warn(f"{type(optimizer).__name__} has no betas: cycle_momentum is off.", stacklevel=2)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each param group at the present step."""
+        if self.last_batch_iteration < self._first + self._second:
+            s = self._position()
+            return [low + (high - low) * s for low, high in zip(self._min, self._max, strict=True)]
+        return [rate / self._decay_factor(self._decay[1]) for rate in self._min]
+
+    def get_mom(self) -> list[tuple[float, float]]:
+        """The betas of each param group at the present step."""
+        if self.last_batch_iteration < 0:
+            firsts = self._min_momentum
+        elif self.last_batch_iteration < self._first + self._second:
+            s = self._position()
+            pairs = zip(self._min_momentum, self._max_momentum, strict=True)
+            firsts = [high - (high - low) * s for low, high in pairs]
+        else:
+            firsts = [high * self._decay_factor(self._decay[2]) for high in self._max_momentum]
+        return [(first, 0.99) for first in firsts]
+
+    def _position(self) -> float:
+        """Where in the cycle: 0 at its ends, 1 at its top."""
+        total, count = self._first + self._second, self.last_batch_iteration + 1
+        ratio = self._first / total
+        x = 1.0 + count / total - math.floor(1 + count / total)
+        rising = x <= ratio
+        stairs = self._stairs[0] if rising else self._stairs[1]
+        if stairs > 0:
+            # Whole steps, not x: a quotient a hair below a stair would fall a whole stair short.
+            offset = count % total
+            stair = offset * stairs / self._first if offset <= self._first else (total - offset) * stairs / self._second
+            return math.floor(stair) / stairs
+        return x / ratio if rising else (x - 1) / (ratio - 1)
+
+    def _decay_factor(self, rate: float) -> float:
+        size = self._decay[0]
+        return 1 + rate * (self.last_batch_iteration - self._first - self._second + 1) / size if size else 1.0
+
+    def _apply(self) -> None:
+        super()._apply()
+        if self._moves_momentum:
+            for group, betas in zip(self.optimizer.param_groups, self.get_mom(), strict=True):
+                group["betas"] = betas
+
+
+class Floor:
+    """Any scheduler, with rates that never go below `min_lr`."""
+
+    def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> None:
+        self.schedule, self.optimizer, self.min_lr = schedule, optimizer, min_lr
+        self._hold()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As the schedule's own; it finds the rates as it left them (some of torch's compute the next rate from the last)."""
+        for group, rate in zip(self.optimizer.param_groups, self._unfloored, strict=True):
+            group["lr"] = rate
+        self.schedule.step(*args, **kwargs)
+        self._hold()
+
+    def _hold(self) -> None:
+        self._unfloored = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = max(group["lr"], self.min_lr)
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of each param group as it is set now."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs."""
+        return {"schedule": self.schedule.state_dict(), "unfloored": self._unfloored}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state` was taken."""
+        self.schedule.load_state_dict(state["schedule"])
+        for group, rate in zip(self.optimizer.param_groups, state["unfloored"], strict=True):
+            group["lr"] = rate
+        self._hold()
+
+
+class _Warmup:
+    """The rising part that three schedules share."""
+
+    def __init__(self, num_steps: int, shape: str) -> None:
+        self.steps = max(2, _steps(num_steps, "warmup_num_steps"))
+        if shape not in ("log", "linear"):
+            warnings.warn(f"unknown warmup_type {shape!r}; using 'log'.", stacklevel=2)
+        self._linear = shape == "linear"
+
+    def gamma(self, i: int) -> float:
+        if i < 0:
+            return 0.0
+        if i >= self.steps:
+            return 1.0
+        return i / self.steps if self._linear else math.log(i + 1) / math.log(self.steps)
+
+    def warn_if_longer(self, total: int) -> None:
+        if total < self.steps:
+            warnings.warn(f"the warm-up ({self.steps} steps) is longer than total_num_steps ({total}).", stacklevel=3)
+
+
+def _steps(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"scheduler.params.{name}: a positive integer was expected, not {value!r}.")
+    return value
+
+
+SCHEDULES: dict[str, type[LRSchedule]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
 
 
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
     """Make the schedule that the block names."""
     cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
-    if cls is None:
+    if not isinstance(cls, type) or not hasattr(cls, "step"):
         raise ConfigError(f"scheduler.type: unknown {block.type!r}; known here: {', '.join(SCHEDULES)}, and any class of "
                           "torch.optim.lr_scheduler.")  # fmt: skip
     try:
         return cls(optimizer, **block.params)
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"scheduler.params: {block.type} refuses them: {error}") from error

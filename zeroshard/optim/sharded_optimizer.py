@@ -1,4 +1,4 @@
-"""Owns the step: an unmodified torch optimizer that is handed 1-D views of shards. Called by the user, or the engine.
+"""Owns the step: an unmodified torch optimizer that is handed views of shards. Called by the user, or the engine.
 
 Each parameter that has elements in a shard is one 1-D tensor there, in its own param group: so it keeps its own state, step
 count and hyperparameters, and one that no rank used in a step is left alone, as plain PyTorch leaves it.
@@ -8,35 +8,39 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroshard.core.bucket import Shard
 from zeroshard.core.collectives import Collectives
+from zeroshard.core.layout import Piece
 from zeroshard.core.schedule import Schedule
-from zeroshard.core.unit import NamedParameter, Unit
+from zeroshard.core.unit import NamedParameter
 from zeroshard.errors import UsageError
 from zeroshard.optim.grad_clip import clip_coefficient, scale_, sum_of_squares
 
 
 @dataclass(frozen=True)
 class ShardView:
-    """The part of one parameter in one shard: the tensor that the optimizer updates, and its gradient (both 1-D)."""
+    """The part of one parameter in one shard: the tensor that the optimizer updates.
+
+    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard.
+    """
 
     named: NamedParameter
-    unit: Unit
-    index: int
-    start: int
-    """Where it begins in the flattened parameter."""
+    flag: int
+    """Which of the flags of used parameters is this one's."""
     value: Tensor
-    gradient: Tensor
+    start: int
+    numel: int
 
-    def lend_gradient(self, used: bool) -> None:
-        """Let the optimizer see the gradient, in the dtype of what it updates, or none."""
-        self.value.grad = self.gradient.to(self.value.dtype) if used else None
+    def lend_gradient(self, flat: Tensor | None) -> None:
+        """Let the optimizer see its part of the shard's gradient, or none."""
+        self.value.grad = None if flat is None else flat[self.start : self.start + self.numel].view_as(self.value)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -45,24 +49,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         inner: the user's optimizer, over the parameters of the units. Its `param_groups` are given the shards' views
             instead, in the same groups; `step` is its own.
+        whole_parameters: the layout cuts no parameter, and `inner` is to see their true shapes.
 
     `param_groups` and `state` are the inner optimizer's own objects, so a change of `lr` by whatever scheduler takes effect.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, schedule: Schedule, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        schedule: Schedule,
+        collectives: Collectives,
+        *,
+        whole_parameters: bool = False,
+    ) -> None:
         self.inner = inner
         self._schedule, self._collectives = schedule, collectives
-        self._used: dict[tuple[Unit, int], bool] = {}
+        self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
+        self._narrow_coefficient = 1.0
+        """What gradients in a dtype narrower than the master weights' are still to be multiplied by, see `_scale`."""
         trainable = [unit for unit in schedule.units if unit.trainable]
         self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
-        self.views = [view for unit in trainable for view in _views(unit)]
-        # The gradients that this rank updates with, per rank that owns them, padding included (it is zero).
-        self._gradients: dict[int, list[Tensor]] = {}
-        for unit in trainable:
-            for bucket in unit.buckets:
-                for shard in bucket.optimizer_shards():
-                    self._gradients.setdefault(shard.rank, []).append(shard.gradient)
+        flag_of = {flag: number for number, flag in enumerate(self._flags)}
+        # What this rank updates. A shard's padding is zero.
+        self._shards = [
+            (shard, [_view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], whole_parameters)
+                     for piece in shard.pieces])
+            for unit in trainable for bucket in unit.buckets for shard in bucket.optimizer_shards()
+        ]  # fmt: skip
+        self.views = [view for _, views in self._shards for view in views]
         by_parameter: dict[int, list[Tensor]] = {}
         for view in self.views:
             by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
@@ -87,18 +102,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._used_at != self._schedule.gradients_taken:
             self._exchange(norm=False)
-        for view in self.views:
-            view.lend_gradient(self._used[view.unit, view.index])
+        for shard, views in self._shards:
+            flat = shard.gradient
+            if _is_narrow(shard):
+                flat = flat.to(shard.master.dtype)
+                scale_([flat], self._narrow_coefficient)
+            for view in views:
+                view.lend_gradient(flat if self._used[view.flag] else None)
         self._schedule.settle()
         result = self.inner.step()
         for view in self.views:
-            view.value.grad = None
+            view.lend_gradient(None)
         self._schedule.sync_parameters()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. Their buffers stay, to be overwritten."""
-        self._used_at = -1
+        self._used_at, self._narrow_coefficient = -1, 1.0
         self._schedule.forget_gradients()
 
     # ------------------------------------------------------------------ the norm
@@ -107,33 +127,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The L2 norm of the mean gradients of all parameters. Every rank must call it, after the last backward."""
         return self._exchange(norm=True)
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
-        Every rank must call it, after the last backward of the step.
+        Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
+
+        Args:
+            max_norm: None leaves the norm as it is.
+            loss_scale: what the loss was multiplied by before the backward; the gradients are divided by it first.
         """
-        norm = self.grad_norm()
+        norm = self.grad_norm() / loss_scale
         if math.isfinite(norm):
-            coefficient = clip_coefficient(norm, max_norm)
-            for gradients in self._gradients.values():
-                scale_(gradients, coefficient)
+            clip = 1.0 if max_norm is None else clip_coefficient(norm, max_norm)
+            self._scale(clip / loss_scale)
         return norm
+
+    def not_finite(self) -> tuple[str, ...]:
+        """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
+        self._schedule.finish_gradients()
+        own = bytearray(len(self._flags))
+        for shard, views in self._shards:
+            for view in views:
+                part = shard.gradient[view.start : view.start + view.numel]
+                own[view.flag] |= not bool(torch.isfinite(part).all())
+        messages = self._collectives.exchange(bytes(own), "the flags of gradients that are not finite")
+        anywhere = [any(flags) for flags in zip(*messages, strict=True)]
+        return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
+
+    def _scale(self, coefficient: float) -> None:
+        """Multiply the gradients: at once, or, where 16 bits would lose digits or underflow, when they are lent in fp32."""
+        scale_([shard.gradient for shard, _ in self._shards if not _is_narrow(shard)], coefficient)
+        self._narrow_coefficient *= coefficient
+
+    def _sum_of_squares(self, shard: Shard) -> Tensor:
+        squares = sum_of_squares(shard.gradient)
+        return squares * self._narrow_coefficient**2 if _is_narrow(shard) else squares
 
     def _exchange(self, norm: bool) -> float:
         """One small message: who used which parameter, and, where asked for, each rank's sum of squares."""
         self._schedule.finish_gradients()
-        sums = {
-            rank: float(torch.stack([sum_of_squares(g) for g in gradients]).sum()) if norm and gradients else 0.0
-            for rank, gradients in self._gradients.items()
-        }
+        squares: dict[int, list[Tensor]] = {}
+        for shard, _ in self._shards if norm else ():
+            squares.setdefault(shard.rank, []).append(self._sum_of_squares(shard))
+        sums = {rank: float(torch.stack(parts).sum()) for rank, parts in squares.items()}
         own_flags = bytes(index in unit.used for unit, index in self._flags)
         message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
         messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")
         everyone = [struct.unpack("<d", data[:8])[0] for data in messages]
         # An unsharded optimizer holds every rank's shard, bit for bit the same as its owner's.
         total = sum(sums.get(rank, everyone[rank]) for rank in range(self._collectives.world_size))
-        used_anywhere = (any(flags) for flags in zip(*(data[8:] for data in messages), strict=True))
-        self._used = dict(zip(self._flags, used_anywhere, strict=True))
+        self._used = tuple(any(flags) for flags in zip(*(data[8:] for data in messages), strict=True))
         self._used_at = self._schedule.gradients_taken
         return math.sqrt(total)
 
@@ -154,14 +197,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def _views(unit: Unit) -> Sequence[ShardView]:
-    return [
-        ShardView(
-            unit.named[piece.index], unit, piece.index, piece.parameter_start,
-            shard.master[piece.start : piece.start + piece.numel].detach(),
-            shard.gradient[piece.start : piece.start + piece.numel],
-        )
-        for bucket in unit.buckets
-        for shard in bucket.optimizer_shards()
-        for piece in shard.pieces
-    ]  # fmt: skip
+def _view(shard: Shard, piece: Piece, named: NamedParameter, flag: int, whole: bool) -> ShardView:
+    value = shard.master[piece.start : piece.start + piece.numel].detach()
+    return ShardView(named, flag, value.view(named.shape) if whole else value, piece.start, piece.numel)
+
+
+def _is_narrow(shard: Shard) -> bool:
+    """Whether the gradient has fewer digits than what it updates."""
+    return shard.gradient.dtype != shard.master.dtype

@@ -37,6 +37,7 @@ class Workload:
         param_groups: what of the model the optimizer gets; default: its parameters.
         steps, microbatches: optimizer steps, and forwards in each.
         max_norm: gradient clipping, or None.
+        loss_scale: what the loss is multiplied by for the backward, and the gradients divided by after: for fp16.
     """
 
     make_model: Callable[[], nn.Module]
@@ -46,6 +47,7 @@ class Workload:
     steps: int = 5
     microbatches: int = 1
     max_norm: float | None = None
+    loss_scale: float = 1.0
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model and its optimizer, the same on every rank."""
@@ -108,10 +110,10 @@ def train(
             is_last = microbatch == workload.microbatches - 1
             loss = model(*workload.make_batch(rank, step * workload.microbatches + microbatch))
             with sharded.accumulate(not is_last):
-                (loss / workload.microbatches).backward()
+                (loss * (workload.loss_scale / workload.microbatches)).backward()
             losses.append(loss.detach())
-        if workload.max_norm is not None:
-            norms.append(sharded.clip_grad_norm_(workload.max_norm))
+        if workload.max_norm is not None or workload.loss_scale != 1.0:
+            norms.append(sharded.clip_grad_norm_(workload.max_norm, workload.loss_scale))
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
         times.append(time.perf_counter() - start)

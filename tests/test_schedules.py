@@ -1,0 +1,98 @@
+"""Learning rates are DeepSpeed's own to the last step; torch's and the user's schedules work too; no rate goes below a floor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zeroshard import ConfigError
+from zeroshard.config.schema import SchedulerBlock
+from zeroshard.optim.lr_schedules import SCHEDULES, Floor, create_scheduler
+
+RECORDED = np.load(Path(__file__).parent / "recorded" / "schedules.npz")
+"""By tests/recorded/record.py, from DeepSpeed 0.19.8: for each step the lr and betas of two param groups."""
+GRID: list[tuple[str, dict[str, Any]]] = json.loads(str(RECORDED["grid"]))
+
+
+def two_groups() -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    return torch.optim.Adam([{"params": [parameters[0]], "lr": 0.01}, {"params": [parameters[1]], "lr": 0.02}])
+
+
+def figures(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [value for group in optimizer.param_groups for value in (group["lr"], *group["betas"])]
+
+
+@pytest.mark.filterwarnings("ignore:the warm-up")
+@pytest.mark.parametrize("number", range(len(GRID)))
+def test_rates_and_momenta_are_deepspeeds(number: int) -> None:
+    name, params = GRID[number]
+    optimizer = two_groups()
+    schedule = create_scheduler(SchedulerBlock(type=name, params=params), optimizer)
+    rows = [figures(optimizer)]
+    for _ in range(2000):
+        schedule.step()
+        rows.append(figures(optimizer))
+    np.testing.assert_allclose(np.array(rows), RECORDED[str(number)], rtol=0, atol=1e-12)
+
+
+def test_the_grid_covers_every_schedule() -> None:
+    assert {name for name, _ in GRID} == set(SCHEDULES)
+
+
+@pytest.mark.filterwarnings("ignore:the warm-up")
+@pytest.mark.parametrize("number", range(len(GRID)))
+def test_a_schedule_goes_on_where_its_state_was_taken(number: int) -> None:
+    name, params = GRID[number]
+    first, second = two_groups(), two_groups()
+    schedule = create_scheduler(SchedulerBlock(type=name, params=params), first)
+    for _ in range(130):
+        schedule.step()
+    other = create_scheduler(SchedulerBlock(type=name, params=params), second)
+    other.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert figures(second) == figures(first)
+    started = create_scheduler(SchedulerBlock(type=name, params={**params, "last_batch_iteration": 129}), two_groups())
+    assert started.get_last_lr() == schedule.get_last_lr() == other.get_last_lr()
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "ExponentialLR"])
+def test_a_floor_holds_under_torchs_own_schedules(name: str) -> None:
+    """Some of torch's compute the next rate from the last: they must find the rate that they left."""
+    params = {"T_max": 40} if name == "CosineAnnealingLR" else {"gamma": 0.9}
+    free, held = two_groups(), two_groups()
+    plain = create_scheduler(SchedulerBlock(type=name, params=params), free)
+    floored = Floor(create_scheduler(SchedulerBlock(type=name, params=params), held), held, 5e-3)
+    for step in range(80):
+        assert floored.get_last_lr() == [max(group["lr"], 5e-3) for group in free.param_groups]
+        if step == 30:
+            again = two_groups()
+            resumed = Floor(create_scheduler(SchedulerBlock(type=name, params=params), again), again, 5e-3)
+            resumed.load_state_dict(floored.state_dict())
+            held, floored = again, resumed
+        for optimizer, schedule in ((free, plain), (held, floored)):
+            optimizer.step()
+            schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("WarmupLr", {}, "unknown 'WarmupLr'"),
+        ("LambdaLr", {}, "unknown"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
+        ("WarmupLR", {"warmup_max_lr": [1, 2, 3]}, "3 values for 2 param groups"),
+        ("WarmupDecayLR", {}, "total_num_steps"),
+        ("WarmupCosineLR", {"total_num_steps": 1.5}, "total_num_steps"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "cycle_first_step_size"),
+        ("StepLR", {"gamma": 0.1}, "step_size"),
+    ],
+)
+def test_schedules_that_cannot_be_made(name: str, params: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        create_scheduler(SchedulerBlock(type=name, params=params), two_groups())

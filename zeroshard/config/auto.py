@@ -1,0 +1,206 @@
+"""Owns "auto": what stands in its place outside of any Trainer. Called by config.load, before the schema sees the config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.config.fields import AUTO
+from zeroshard.errors import ConfigError
+
+DEFAULT = object()
+"""Leave the key out: its default, or the arithmetic of batch sizes, gives the value."""
+UNKNOWN = object()
+"""Only the user can know."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What "auto" can be resolved from.
+
+    Attributes:
+        supplied: the user's `auto={...}`, by full key path, by last part, or, for `fp16.enabled` and the like, by block.
+        hidden_size: the model's, where it says one.
+        dtype: the dtype of the model's parameters.
+    """
+
+    supplied: Mapping[str, Any] = field(default_factory=dict)
+    hidden_size: int | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module | None, supplied: Mapping[str, Any] | None) -> Facts:
+        """What a model tells."""
+        first = next(model.parameters(), None) if model is not None else None
+        return cls(dict(supplied or {}), _hidden_size(getattr(model, "config", None)), getattr(first, "dtype", None))
+
+
+def _hidden_size(config: Any) -> int | None:
+    """As transformers finds it: `hidden_size`, the largest of `hidden_sizes`, or the text model's."""
+    for candidate in (config, getattr(config, "text_config", None)):
+        size = getattr(candidate, "hidden_size", None) or max(getattr(candidate, "hidden_sizes", None) or [0])
+        if isinstance(size, int) and size:
+            return size
+    return None
+
+
+Rule = Callable[[Facts, Mapping[str, Any]], Any]
+
+
+def _constant(value: Any) -> Rule:
+    return lambda _facts, _config: value
+
+
+def _of_hidden_size(size: Callable[[int], int]) -> Rule:
+    return lambda facts, _: size(facts.hidden_size) if facts.hidden_size else DEFAULT
+
+
+def _is_dtype(dtype: torch.dtype) -> Rule:
+    return lambda facts, _: facts.dtype is dtype
+
+
+def _micro_batch(_: Facts, config: Mapping[str, Any]) -> Any:
+    return DEFAULT if config.get("train_batch_size") is not None else UNKNOWN
+
+
+def _accumulation(_: Facts, config: Mapping[str, Any]) -> Any:
+    known = [config.get(key) is not None for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    return DEFAULT if all(known) else 1
+
+
+def _optimizer_lr(facts: Facts, config: Mapping[str, Any]) -> Any:
+    optimizer = config.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+    return params.get("lr", UNKNOWN) if isinstance(params, Mapping) else facts.supplied.get("lr", UNKNOWN)
+
+
+RULES: dict[str, Rule] = {
+    # In this order: what a rule looks at in the config is resolved before it.
+    "train_batch_size": _constant(DEFAULT),
+    "train_micro_batch_size_per_gpu": _micro_batch,
+    "gradient_accumulation_steps": _accumulation,
+    "gradient_clipping": _constant(1.0),
+    "optimizer.type": _constant(UNKNOWN),
+    "optimizer.params.lr": _constant(UNKNOWN),
+    "optimizer.params.betas": _constant((0.9, 0.999)),
+    "optimizer.params.eps": _constant(1e-8),
+    "optimizer.params.weight_decay": _constant(0.0),
+    "optimizer.params.momentum": _constant(0.0),
+    "optimizer.params.adam_w_mode": _constant(True),
+    "optimizer.params.torch_adam": _constant(False),
+    "scheduler.type": _constant(UNKNOWN),
+    "scheduler.params.warmup_min_lr": _constant(0.0),
+    "scheduler.params.warmup_max_lr": _optimizer_lr,
+    "scheduler.params.warmup_num_steps": _constant(1),
+    "scheduler.params.warmup_type": _constant("log"),
+    "scheduler.params.warmup_min_ratio": _constant(0.0),
+    "scheduler.params.cos_min_ratio": _constant(1e-4),
+    "scheduler.params.last_batch_iteration": _constant(-1),
+    "scheduler.params.total_num_steps": _constant(UNKNOWN),
+    "fp16.enabled": _is_dtype(torch.float16),
+    "bf16.enabled": _is_dtype(torch.bfloat16),
+    "bfloat16.enabled": _is_dtype(torch.bfloat16),
+    "zero_optimization.reduce_bucket_size": _of_hidden_size(lambda size: size * size),
+    "zero_optimization.allgather_bucket_size": _of_hidden_size(lambda size: size * size),
+    "zero_optimization.stage3_prefetch_bucket_size": _of_hidden_size(lambda size: int(0.9 * size * size)),
+    "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size),
+}
+"""What stands in the place of "auto", key by key. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
+
+
+def resolve_auto(
+    config: dict[str, Any], facts: Facts, known_keys: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """A copy of the config without any "auto", and the key paths where it stood.
+
+    Args:
+        config: as read.
+        known_keys: every key path of the schema: elsewhere "auto" is left for the schema to refuse.
+
+    Raises:
+        ConfigError: lists every key that only the user can know, and `auto` keys that nothing knows.
+    """
+    resolved = _copy(config)
+    order = {path: number for number, path in enumerate(RULES)}
+    found = sorted(_find(config), key=lambda path: order.get(path, len(order)))
+    paths = [path for path in found if path in known_keys or _is_argument(path)]
+    _refuse_strangers(facts, paths, known_keys)
+    # A batch size that is still "auto" is no number for the others to be computed from.
+    for path in paths:
+        _put(resolved, path, None)
+    unresolved = []
+    for path in paths:
+        value = _supplied(facts, path)
+        if value is UNKNOWN:
+            rule = RULES.get(path, _constant(UNKNOWN if _is_argument(path) else DEFAULT))
+            value = rule(facts, resolved)
+        if value is UNKNOWN:
+            unresolved.append(path)
+        elif value is DEFAULT:
+            _remove(resolved, path)
+        else:
+            _put(resolved, path, value)
+    if unresolved:
+        lines = [f"{path}: give initialize(..., auto={{{path.rpartition('.')[2]!r}: ...}})" for path in unresolved]
+        raise ConfigError(
+            '"auto" cannot be resolved from what is known:\n  ' + "\n  ".join(lines) + "\nor set it in the config."
+        )
+    return resolved, set(paths)
+
+
+def _find(node: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _find(value, f"{prefix}{key}.")
+        elif value == AUTO and isinstance(value, str):
+            yield f"{prefix}{key}"
+
+
+def _is_argument(path: str) -> bool:
+    """Arguments of optimizers and schedulers are known by their classes, not by the schema."""
+    return path.startswith(("optimizer.params.", "scheduler.params."))
+
+
+def _supplied(facts: Facts, path: str) -> Any:
+    block, _, last = path.rpartition(".")
+    for name in (path, block) if last == "enabled" else (path, last):
+        if name in facts.supplied:
+            return facts.supplied[name]
+    return UNKNOWN
+
+
+def _refuse_strangers(facts: Facts, paths: list[str], known_keys: Mapping[str, Any]) -> None:
+    """A name in `auto` that no config knows is a misspelling; one that this config simply sets itself is fine."""
+    every = {*known_keys, *RULES, *paths}
+    names = every | {path.rpartition(".")[2] for path in every} | {"fp16", "bf16", "bfloat16"}
+    for name in facts.supplied:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"auto[{name!r}] is the name of no config key.{hint}")
+
+
+def _copy(node: Any) -> Any:
+    return {key: _copy(value) for key, value in node.items()} if isinstance(node, dict) else node
+
+
+def _parent(config: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    *blocks, last = path.split(".")
+    for block in blocks:
+        config = config[block]
+    return config, last
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> None:
+    block, key = _parent(config, path)
+    block[key] = value
+
+
+def _remove(config: dict[str, Any], path: str) -> None:
+    block, key = _parent(config, path)
+    del block[key]

@@ -1,0 +1,140 @@
+"""Owns the keys of the config's `zero_optimization` and `aio` blocks. Called by config.schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_meaning, refused, works
+
+
+class OffloadParamBlock(Block):
+    """`offload_param`: where parameters rest."""
+
+    device: Annotated[
+        Literal["none", "cpu"],
+        works(
+            "cpu: parameters rest in CPU memory. Only where that is the accelerator's own memory so far; nvme is not offered."
+        ),
+    ] = "none"
+    nvme_path: Annotated[str | None, no_meaning("nothing is offloaded to disk.")] = None
+    buffer_count: Annotated[Count, no_meaning("nothing is copied between places.")] = 5
+    buffer_size: Annotated[Count, no_meaning("nothing is copied between places.")] = 100_000_000
+    max_in_cpu: Annotated[Count, no_meaning("nothing is offloaded to disk.")] = 1_000_000_000
+    pin_memory: Annotated[bool, no_meaning("nothing is copied between places.")] = True
+
+
+class OffloadOptimizerBlock(Block):
+    """`offload_optimizer`: where optimizer states rest."""
+
+    device: Annotated[
+        Literal["none", "cpu"],
+        works(
+            "cpu: optimizer states rest in CPU memory. Only where that is the accelerator's own memory so far; nvme is not offered."
+        ),
+    ] = "none"
+    nvme_path: Annotated[str | None, no_meaning("nothing is offloaded to disk.")] = None
+    buffer_count: Annotated[Count, no_meaning("nothing is copied between places.")] = 4
+    buffer_size: Annotated[Count, no_meaning("nothing is copied between places.")] = 100_000_000
+    pin_memory: Annotated[bool, no_meaning("nothing is copied between places.")] = True
+    pipeline_read: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
+    pipeline_write: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
+    fast_init: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
+    ratio: Annotated[NonNegative, Field(le=1), no_meaning("accelerator and CPU are one place.")] = 1.0
+    super_offload: Annotated[bool, no_meaning("torch's fused optimizer steps.")] = False
+    cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads are used.")] = 0.8
+
+
+class ZeroBlock(Block):
+    """`zero_optimization`: what is sharded, and how it travels."""
+
+    stage: Annotated[
+        Annotated[int, Field(ge=0, le=3)] | bool,
+        works(
+            "the preset of the policy: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded. "
+            "true means 1, as in old configs."
+        ),
+    ] = 0
+    reduce_bucket_size: Annotated[
+        Positive, works("elements, the most that is reduced at once; bounds the transient buffers.")
+    ] = 500_000_000
+    allgather_bucket_size: Annotated[
+        Positive, works("elements, the most that is gathered at once; the smaller of the two cuts the buckets.")
+    ] = 500_000_000
+    overlap_comm: Annotated[
+        bool | None, works("collectives run behind the computation. Left out: yes. The bits are the same.")
+    ] = None
+    reduce_scatter: Annotated[
+        bool, no_meaning("gradients are always reduce-scattered; an all-reduce would move the same bytes.")
+    ] = True
+    contiguous_gradients: Annotated[
+        bool, no_meaning("gradients are packed as they are made, or sent from where they lie.")
+    ] = True
+    allgather_partitions: Annotated[bool, no_meaning("parameters are always brought together by all-gathers.")] = True
+    use_multi_rank_bucket_allreduce: Annotated[bool, no_meaning("a bucket is cut evenly over all ranks.")] = True
+    round_robin_gradients: Annotated[bool, no_meaning("shards are even, so there is no order to balance.")] = False
+    legacy_stage1: Annotated[bool, no_meaning("there is one code path.")] = False
+    elastic_checkpoint: Annotated[bool, no_meaning("a choice of checkpoint format in DeepSpeed.")] = False
+    load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32.")] = True
+    parameter_alignment: Annotated[Any, no_meaning("shards are aligned to 64 bytes.")] = False
+    ignore_unused_parameters: Annotated[
+        bool, no_meaning("an unused parameter counts as zeros, or is left alone if no rank used it.")
+    ] = True
+    compute_grad_norm: Annotated[bool, no_meaning("the norm costs one small message that is sent anyway.")] = True
+    override_module_apply: Annotated[bool, no_meaning("nothing of torch is patched.")] = True
+    memory_efficient_linear: Annotated[bool, no_meaning("nothing of torch is patched.")] = True
+    pipeline_loading_checkpoint: Annotated[bool, no_meaning("a choice of DeepSpeed's checkpoint reader.")] = False
+    log_trace_cache_warnings: Annotated[bool, no_meaning("an order that changes costs speed only.")] = False
+    enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is ordinary state.")] = False
+    sub_group_size: Annotated[
+        Positive, no_meaning("without offload to disk the optimizer steps over everything in one call.")
+    ] = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[Count, no_meaning("the next unit is prefetched, whatever its size.")] = (
+        50_000_000
+    )
+    stage3_param_persistence_threshold: Annotated[
+        Count, no_meaning("what belongs to no block stays unsharded from forward to backward.")
+    ] = 100_000
+    stage3_model_persistence_threshold: Annotated[Count, no_meaning("as stage3_param_persistence_threshold.")] = (
+        2**63 - 1
+    )
+    stage3_max_live_parameters: Annotated[
+        Count, no_meaning("at most the root, the unit in use and the next one are unsharded.")
+    ] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[Count, no_meaning("only the forward's last unit is kept.")] = 1_000_000_000
+    stage3_module_granularity_threshold: Annotated[Count, no_meaning("units are whole blocks.")] = 0
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        bool, no_meaning("read parameters inside zeroshard.unsharded.")
+    ] = False
+    stage3_gather_fp16_weights_on_model_save: Annotated[
+        bool, no_meaning("the old name of stage3_gather_16bit_weights_on_model_save.")
+    ] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
+    stage3_allgather_sequential: Annotated[bool, no_meaning("a choice of schedule in DeepSpeed.")] = False
+    leaf_module: Annotated[dict[str, Any] | None, no_meaning("a unit is always unsharded whole.")] = None
+    offload_param: Annotated[OffloadParamBlock | None, works("where parameters rest.")] = None
+    offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("where optimizer states rest.")] = None
+    cpu_offload: Annotated[bool, works('the old name of "offload_optimizer": {"device": "cpu"}.')] = False
+    cpu_offload_param: Annotated[bool, works('the old name of "offload_param": {"device": "cpu"}.')] = False
+    cpu_offload_use_pin_memory: Annotated[bool, no_meaning("nothing is copied between places.")] = False
+    zero_hpz_partition_size: Annotated[
+        Annotated[int, Field(ge=0, le=1)], works("1: secondary shards (ZeRO++ hpZ) are not offered.")
+    ] = 1
+    zero_quantized_weights: Annotated[bool, refused("quantised all-gathers (ZeRO++ qwZ) change the result.")] = False
+    zero_quantized_nontrainable_weights: Annotated[bool, refused("quantised all-gathers change the result.")] = False
+    zero_quantized_gradients: Annotated[bool, refused("quantised reductions (ZeRO++ qgZ) change the result.")] = False
+    zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.")] = None
+
+
+class AioBlock(Block):
+    """`aio`: how the disk is read and written."""
+
+    block_size: Annotated[Positive, no_meaning("nothing is offloaded to disk.")] = 1_048_576
+    queue_depth: Annotated[Positive, no_meaning("nothing is offloaded to disk.")] = 8
+    intra_op_parallelism: Annotated[Positive, no_meaning("nothing is offloaded to disk.")] = 1
+    thread_count: Annotated[Positive, no_meaning("the old name of intra_op_parallelism.")] = 1
+    single_submit: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
+    overlap_events: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = True
+    use_gds: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False

@@ -1,0 +1,136 @@
+"""Owns `initialize(config) -> Engine`: everything that a config names, made and put together. Called by users."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from zeroshard.config.load import Config, load_config
+from zeroshard.config.table import config_table
+from zeroshard.engine import Engine
+from zeroshard.errors import UsageError
+from zeroshard.optim.from_config import create_optimizer
+from zeroshard.optim.lr_schedules import Floor, create_scheduler
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.shard import shard
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dist_init_required: bool | None = None,
+    auto: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Engine, ShardedOptimizer, DataLoader[Any] | None, Any]:
+    """Make an engine from a DeepSpeed config. Every rank must call it.
+
+    Args:
+        args: an argparse namespace; its `deepspeed_config` is the config where `config` is not given.
+        model: the module to train; it is moved to this rank's accelerator.
+        optimizer: a torch optimizer, or what makes one from parameters; takes the place of the config's block.
+        model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
+        training_data: a dataset; a loader over this rank's part of it is returned.
+        lr_scheduler: a scheduler, or what makes one from an optimizer; takes the place of the config's block.
+        collate_fn: for the loader.
+        config: a path, a dict or any Mapping.
+        dist_init_required: initialise torch.distributed; default: where the launcher's environment asks for it.
+        auto: values for keys that are "auto" in the config and that only you know: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
+        group: the data-parallel process group; default: all ranks.
+
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None)
+
+    Raises:
+        ConfigError, UsageError: say what was expected, what came, and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}.")
+    config = config if config is not None else getattr(args, "deepspeed_config", None)
+    if config is None:
+        raise UsageError("initialize needs a config: config=PATH, a dict, or args.deepspeed_config.")
+    device = _device()
+    _join_ranks(dist_init_required, device)
+    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    resolved = load_config(config, world_size, model, auto)
+    if resolved.schema.dump_state:
+        Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
+    model.to(device)
+    sharded = shard(
+        model,
+        _choose_optimizer(resolved, model, optimizer, model_parameters),
+        resolved.policy,
+        precision=resolved.precision,
+        bucket_numel=resolved.bucket_numel,
+        overlap=resolved.overlap,
+        group=group,
+    )
+    lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)
+    loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
+    return Engine(sharded, resolved, lr_scheduler, device), sharded.optimizer, loader, lr_scheduler
+
+
+def _device() -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _join_ranks(required: bool | None, device: torch.device) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if not dist.is_initialized() and (launched if required is None else required):
+        dist.init_process_group(dist.get_default_backend_for_device(device))
+
+
+def _choose_optimizer(
+    config: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer:
+    parameters = (
+        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if optimizer is not None:
+        made = optimizer(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch optimizer.")
+        return made
+    if config.schema.optimizer is None:
+        raise UsageError("there is no optimizer: give initialize one, or the config an `optimizer` block.")
+    return create_optimizer(config.schema.optimizer, parameters, model)
+
+
+def _choose_scheduler(config: Config, optimizer: ShardedOptimizer, scheduler: Any) -> Any:
+    block, floor = config.schema.scheduler, config.schema.min_lr
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        scheduler = scheduler(optimizer)
+    elif scheduler is None and block is not None:
+        scheduler = create_scheduler(block, optimizer)
+    return Floor(scheduler, optimizer, floor) if scheduler is not None and floor else scheduler
+
+
+def _loader(
+    data: Dataset[Any], config: Config, collate_fn: Callable[..., Any] | None, group: dist.ProcessGroup | None
+) -> DataLoader[Any]:
+    world_size, rank = config.batch.world_size, dist.get_rank(group) if dist.is_initialized() else 0
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, world_size, rank, drop_last=config.schema.dataloader_drop_last
+    )
+    return DataLoader(
+        data, config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=config.schema.dataloader_drop_last
+    )

@@ -1,0 +1,130 @@
+"""Owns the answer to why the loss is scaled: which gradients vanish in fp16, at this scale and at others. Called by engine.
+
+A backward is run again at every scale. An element that is zero at one scale and not at the largest scale whose gradients are
+all finite has underflowed there; one that is zero even then counts as truly zero, so the shares are lower bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+SCALES = tuple(2.0**power for power in range(0, 25, 4))
+_LOWEST, _HIGHEST = -64, 16
+"""Powers of two between which the histogram tells gradients apart."""
+
+
+class GradientCount:
+    """What one backward at one scale left: for each parameter its zeros, and whether all is finite."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.zeros: dict[str, int] = {}
+        self.numels: dict[str, int] = {}
+        self.not_finite = 0
+        self.histogram = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.int64)
+
+    def add(self, fqn: str, gradient: Tensor) -> None:
+        """Count one parameter's gradient, as the backward made it."""
+        self.zeros[fqn] = int((gradient == 0).sum())
+        self.numels[fqn] = gradient.numel()
+        self.not_finite += int((~gradient.isfinite()).sum())
+        values = gradient[gradient.isfinite() & (gradient != 0)].float()
+        powers = torch.frexp(values).exponent.long() - 1 - round(math.log2(self.scale))
+        places = (powers - _LOWEST).clamp(0, len(self.histogram) - 1).flatten().cpu()
+        self.histogram += torch.bincount(places, minlength=len(self.histogram))
+
+
+@dataclass(frozen=True)
+class UnderflowReport:
+    """What share of each parameter's gradient elements is zero because of underflow, by loss scale.
+
+    Attributes:
+        scale: the present loss scale.
+        shares: for each scale, for each parameter: underflowed elements / elements. Lower bounds, see the module.
+        total: for each scale: the same over all parameters.
+        overflows: the scales at which some gradient is infinite or NaN.
+        histogram: for each power of two: elements of the true gradient from it up to the next.
+    """
+
+    scale: float
+    shares: Mapping[float, Mapping[str, float]]
+    total: Mapping[float, float]
+    overflows: frozenset[float]
+    histogram: Mapping[int, int]
+
+    def table(self) -> Table:
+        """Parameters down, scales across."""
+        table = Table(title="gradient elements that vanish in fp16, %", title_justify="left")
+        table.add_column("loss scale")
+        for scale in self.shares:
+            mark = " (now)" if scale == self.scale else " (overflows)" if scale in self.overflows else ""
+            table.add_column(f"{scale:,.0f}{mark}" if scale >= 1 else f"{scale:g}{mark}", justify="right")
+        for fqn in next(iter(self.shares.values())):
+            table.add_row(fqn, *[f"{100 * shares[fqn]:.2f}" for shares in self.shares.values()])
+        table.add_section()
+        table.add_row("all", *[f"{100 * share:.2f}" for share in self.total.values()])
+        return table
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the histogram with fp16's limits at the present scale, and the share lost at each scale (PNG or SVG)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        sizes, lost = figure.subplots(1, 2, width_ratios=[3, 2])
+        powers = sorted(power for power, count in self.histogram.items() if count)
+        everything = max(1, sum(self.histogram.values()))
+        sizes.bar(powers, [self.histogram[power] / everything for power in powers], width=0.9, color="#4c78a8")
+        edge = -24 - math.log2(self.scale)
+        sizes.axvspan(min([*powers, edge]) - 1, edge, color="#e45756", alpha=0.15, linewidth=0)
+        sizes.axvline(edge, color="#e45756", label=f"fp16's smallest number at scale {self.scale:g}")
+        sizes.axvline(-24, color="grey", linestyle=":", label="the same without scaling")
+        sizes.set(xlabel="log2 |gradient|", ylabel="share of elements", title="gradients, unscaled")
+        sizes.legend(frameon=False, fontsize=8)
+        scales = list(self.total)
+        finite = [scale for scale in scales if scale not in self.overflows]
+        lost.plot(finite, [100 * self.total[scale] for scale in finite], marker="o", color="#4c78a8")
+        for scale in self.overflows:
+            lost.axvline(scale, color="#e45756", alpha=0.4)
+        lost.axvline(self.scale, color="grey", linestyle=":")
+        lost.set_xscale("log", base=2)
+        lost.set(xlabel="loss scale (red: overflows)", title="elements that vanish, %")
+        for axes in (sizes, lost):
+            axes.spines[["top", "right"]].set_visible(False)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+
+
+def summarise(
+    counts: Sequence[GradientCount], scale: float, sum_over_ranks: Callable[[Tensor], Tensor]
+) -> UnderflowReport:
+    """Bring the ranks' counts together. Every rank must call it, with the same scales in the same order.
+
+    Args:
+        sum_over_ranks: takes and gives int64, of shape [n].
+    """
+    names = sorted({fqn for count in counts for fqn in count.zeros})
+    rows = []
+    for count in counts:
+        zeros = [count.zeros.get(fqn, 0) for fqn in names]
+        numels = [count.numels.get(fqn, 0) for fqn in names]
+        rows.append(torch.cat([torch.tensor([count.not_finite, *zeros, *numels]), count.histogram]))
+    totals = [sum_over_ranks(row) for row in rows]
+    size = len(names)
+    overflows = frozenset(count.scale for count, row in zip(counts, totals, strict=True) if row[0])
+    clean = [index for index, count in enumerate(counts) if count.scale not in overflows]
+    reference = totals[max(clean, key=lambda index: counts[index].scale)] if clean else totals[0]
+    shares, total = {}, {}
+    for count, row in zip(counts, totals, strict=True):
+        lost = (row[1 : 1 + size] - reference[1 : 1 + size]).clamp(min=0)
+        elements = row[1 + size : 1 + 2 * size].clamp(min=1)
+        shares[count.scale] = dict(zip(names, (lost / elements).tolist(), strict=True))
+        total[count.scale] = float(lost.sum() / elements.sum())
+    histogram = {_LOWEST + index: int(count) for index, count in enumerate(reference[1 + 2 * size :].tolist())}
+    return UnderflowReport(scale, shares, total, overflows, histogram)

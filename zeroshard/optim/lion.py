@@ -1,0 +1,53 @@
+"""Owns the Lion optimizer, which torch.optim lacks. Called by from_config, and by users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import UsageError
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2).
+
+    c = b1 * m + (1 - b1) * g;  p = p - lr * (sign(c) + weight_decay * p);  m = b2 * m + (1 - b2) * g
+
+    It keeps one tensor of state a parameter, where Adam keeps two; its lr is 3 to 10 times smaller than AdamW's.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:  # fmt: skip
+        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(
+                f"Lion takes lr >= 0, weight_decay >= 0 and betas in [0, 1), not {lr=}, {weight_decay=}, {betas=}."
+            )
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            momenta = [self.state[p]["exp_avg"] for p in parameters]
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            directions = torch._foreach_lerp(gradients, momenta, beta1)
+            torch._foreach_sign_(directions)
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(parameters, directions, alpha=-lr)
+            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+        return loss

@@ -1,4 +1,4 @@
-"""Owns the command-line program: `zeroshard compare | estimate`."""
+"""Owns the command-line program: `zeroshard compare | estimate | config`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from zeroshard.config.document import pages
+from zeroshard.config.load import load_config
+from zeroshard.config.table import config_table
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.observe.memory import STATES_PER_PARAMETER, formula
 from zeroshard.policy import Policy, Precision
@@ -25,6 +28,8 @@ from zeroshard.testing.parity import Workload, train
 from zeroshard.testing.ranks import run_ranks
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="ZeRO for PyTorch.")
+config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: what they come to here.")
+app.add_typer(config_app, name="config")
 STAGES = (0, 1, 2, 3)
 MIB = 2**20
 
@@ -212,6 +217,43 @@ def _count(model: str) -> float:
         made = factory()
     module = made[0] if isinstance(made, tuple) else made
     return float(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
+
+
+@config_app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON config.")],
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks, for the batch sizes.")] = 1,
+    auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
+    model: Annotated[
+        str | None, typer.Option(help='module:function or file.py:function; tells "auto" its hidden size and dtype.')
+    ] = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="Also the keys that are at their defaults.")] = False,
+) -> None:
+    """Print the resolved config, key by key: the value, where it came from, and what it does here."""
+    supplied = {}
+    for item in auto or []:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise UsageError(f"--auto takes KEY=VALUE, not {item!r}.")
+        try:
+            supplied[key] = json.loads(value)
+        except ValueError:
+            supplied[key] = value
+    module = None
+    if model is not None:
+        with torch.device("meta"):
+            made = load_factory(model)()
+        module = made[0] if isinstance(made, tuple) else made
+    config = load_config(file, ranks, module, supplied)
+    Console().print(config_table(config, defaults=all_keys))
+
+
+@config_app.command()
+def document(folder: Annotated[Path, typer.Argument(help="Where the pages go.")] = Path("docs/config")) -> None:
+    """Write one page for each block of the config, from the schema."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in pages().items():
+        (folder / name).write_text(page, encoding="utf-8")
 
 
 def main() -> None:

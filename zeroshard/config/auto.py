@@ -49,19 +49,26 @@ def _hidden_size(config: Any) -> int | None:
     return None
 
 
-Rule = Callable[[Facts, Mapping[str, Any]], Any]
+@dataclass(frozen=True)
+class Rule:
+    """What stands in the place of one key's "auto": a function of the facts and of the config so far, and its words."""
+
+    resolve: Callable[[Facts, Mapping[str, Any]], Any]
+    text: str
 
 
 def _constant(value: Any) -> Rule:
-    return lambda _facts, _config: value
+    return Rule(lambda _facts, _config: value, f"`{value}`")
 
 
-def _of_hidden_size(size: Callable[[int], int]) -> Rule:
-    return lambda facts, _: size(facts.hidden_size) if facts.hidden_size else DEFAULT
+def _of_hidden_size(size: Callable[[int], int], text: str) -> Rule:
+    return Rule(
+        lambda facts, _: size(facts.hidden_size) if facts.hidden_size else DEFAULT, f"{text}, where the model says it"
+    )
 
 
 def _is_dtype(dtype: torch.dtype) -> Rule:
-    return lambda facts, _: facts.dtype is dtype
+    return Rule(lambda facts, _: facts.dtype is dtype, "whether the model's parameters have that dtype")
 
 
 def _micro_batch(_: Facts, config: Mapping[str, Any]) -> Any:
@@ -79,36 +86,43 @@ def _optimizer_lr(facts: Facts, config: Mapping[str, Any]) -> Any:
     return params.get("lr", UNKNOWN) if isinstance(params, Mapping) else facts.supplied.get("lr", UNKNOWN)
 
 
+_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "only you know")
+_DEFAULT = Rule(lambda _facts, _config: DEFAULT, "the default")
+
 RULES: dict[str, Rule] = {
     # In this order: what a rule looks at in the config is resolved before it.
-    "train_batch_size": _constant(DEFAULT),
-    "train_micro_batch_size_per_gpu": _micro_batch,
-    "gradient_accumulation_steps": _accumulation,
+    "train_batch_size": Rule(lambda _facts, _config: DEFAULT, "computed"),
+    "train_micro_batch_size_per_gpu": Rule(
+        _micro_batch, "computed where `train_batch_size` is given; else only you know"
+    ),
+    "gradient_accumulation_steps": Rule(_accumulation, "computed where the other two are given; else `1`"),
     "gradient_clipping": _constant(1.0),
-    "optimizer.type": _constant(UNKNOWN),
-    "optimizer.params.lr": _constant(UNKNOWN),
+    "optimizer.type": _ONLY_YOU,
+    "optimizer.params.lr": _ONLY_YOU,
     "optimizer.params.betas": _constant((0.9, 0.999)),
     "optimizer.params.eps": _constant(1e-8),
     "optimizer.params.weight_decay": _constant(0.0),
     "optimizer.params.momentum": _constant(0.0),
     "optimizer.params.adam_w_mode": _constant(True),
     "optimizer.params.torch_adam": _constant(False),
-    "scheduler.type": _constant(UNKNOWN),
+    "scheduler.type": _ONLY_YOU,
     "scheduler.params.warmup_min_lr": _constant(0.0),
-    "scheduler.params.warmup_max_lr": _optimizer_lr,
+    "scheduler.params.warmup_max_lr": Rule(_optimizer_lr, "`optimizer.params.lr`"),
     "scheduler.params.warmup_num_steps": _constant(1),
     "scheduler.params.warmup_type": _constant("log"),
     "scheduler.params.warmup_min_ratio": _constant(0.0),
     "scheduler.params.cos_min_ratio": _constant(1e-4),
     "scheduler.params.last_batch_iteration": _constant(-1),
-    "scheduler.params.total_num_steps": _constant(UNKNOWN),
+    "scheduler.params.total_num_steps": _ONLY_YOU,
     "fp16.enabled": _is_dtype(torch.float16),
     "bf16.enabled": _is_dtype(torch.bfloat16),
     "bfloat16.enabled": _is_dtype(torch.bfloat16),
-    "zero_optimization.reduce_bucket_size": _of_hidden_size(lambda size: size * size),
-    "zero_optimization.allgather_bucket_size": _of_hidden_size(lambda size: size * size),
-    "zero_optimization.stage3_prefetch_bucket_size": _of_hidden_size(lambda size: int(0.9 * size * size)),
-    "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size),
+    "zero_optimization.reduce_bucket_size": _of_hidden_size(lambda size: size * size, "hidden size squared"),
+    "zero_optimization.allgather_bucket_size": _of_hidden_size(lambda size: size * size, "hidden size squared"),
+    "zero_optimization.stage3_prefetch_bucket_size": _of_hidden_size(
+        lambda size: int(0.9 * size * size), "0.9 x hidden size squared"
+    ),
+    "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size, "10 x hidden size"),
 }
 """What stands in the place of "auto", key by key. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
 
@@ -137,8 +151,7 @@ def resolve_auto(
     for path in paths:
         value = _supplied(facts, path)
         if value is UNKNOWN:
-            rule = RULES.get(path, _constant(UNKNOWN if _is_argument(path) else DEFAULT))
-            value = rule(facts, resolved)
+            value = rule_of(path).resolve(facts, resolved)
         if value is UNKNOWN:
             unresolved.append(path)
         elif value is DEFAULT:
@@ -151,6 +164,11 @@ def resolve_auto(
             '"auto" cannot be resolved from what is known:\n  ' + "\n  ".join(lines) + "\nor set it in the config."
         )
     return resolved, set(paths)
+
+
+def rule_of(path: str) -> Rule:
+    """What stands in the place of this key's "auto"."""
+    return RULES.get(path, _ONLY_YOU if _is_argument(path) else _DEFAULT)
 
 
 def _find(node: Any, prefix: str = "") -> Iterator[str]:

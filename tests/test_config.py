@@ -1,0 +1,263 @@
+"""Any config gives a resolved one or an error that names the key; "auto" is resolved; nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import Stack, tokens
+from torch import nn
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import ConfigError
+from zeroshard.cli import app
+from zeroshard.config.document import pages
+from zeroshard.config.fields import Kind
+from zeroshard.config.load import KEYS, load_config
+from zeroshard.config.table import config_table
+from zeroshard.policy import Place
+from zeroshard.testing import run_ranks
+
+ZERO2 = {  # as users of transformers have it, key for key
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+             "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {
+        "last_batch_iteration": -1, "total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True}, "allgather_partitions": True, "allgather_bucket_size": 5e8,
+        "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True},
+    "activation_checkpointing": {
+        "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
+        "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto",
+    "min_lr": 5e-7, "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
+KNOWN = {"lr": 3e-4, "total_num_steps": 1000, "train_micro_batch_size_per_gpu": 3, "warmup_num_steps": 10}
+
+
+class Sized(nn.Module):
+    """Says its size as models of transformers do."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+        self.weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+
+
+def test_auto_is_resolved_from_what_is_known() -> None:
+    config = load_config(ZERO2, 4, Stack(), KNOWN)
+    assert (config.batch.train, config.batch.micro, config.batch.accumulation) == (12, 3, 1)
+    assert config.schema.gradient_clipping == 1.0
+    assert config.schema.optimizer is not None
+    assert config.schema.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.schema.scheduler is not None
+    assert config.schema.scheduler.params == {
+        "last_batch_iteration": -1, "total_num_steps": 1000, "warmup_min_lr": 0.0, "warmup_max_lr": 3e-4,
+        "warmup_num_steps": 10,
+    }  # fmt: skip
+    assert not config.schema.fp16.enabled
+    assert config.policy.optimizer.place is Place.CPU
+    assert config.policy.parameters.place is Place.CPU
+    origins = {entry.path: entry.origin for entry in config.entries()}
+    assert origins["optimizer.params.lr"] == origins["train_batch_size"] == origins["fp16.enabled"] == '"auto"'
+    assert origins["min_lr"] == "file"
+    assert origins["bf16.enabled"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (Sized(hidden_size=64), 64),
+        (Sized(hidden_sizes=[16, 48]), 48),
+        (Sized(text_config=SimpleNamespace(hidden_size=32)), 32),
+        (Sized(), None),
+    ],
+)
+def test_bucket_sizes_follow_the_hidden_size(model: nn.Module, size: int | None) -> None:
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero = load_config({"zero_optimization": dict.fromkeys(keys, "auto")}, 1, model).schema.zero_optimization
+    got = tuple(getattr(zero, key) for key in keys)
+    assert got == ((size**2, int(0.9 * size**2), 10 * size) if size else (500_000_000, 50_000_000, 100_000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_precision_follows_the_model_or_the_user(dtype: torch.dtype) -> None:
+    auto = {"fp16": {"enabled": "auto"}, "bfloat16": {"enabled": "auto"}}
+    schema = load_config(auto, 1, Sized(dtype)).schema
+    assert (schema.fp16.enabled, schema.bf16.enabled) == (dtype is torch.float16, dtype is torch.bfloat16)
+    assert load_config(auto, 1, Sized(torch.float32), {"fp16": True}).schema.fp16.enabled
+    assert load_config(auto, 1, Sized(torch.float32), {"bfloat16.enabled": True}).schema.bf16.enabled
+
+
+def test_what_only_the_user_knows_is_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ZERO2, 1, Stack())
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params.lr",
+        "scheduler.params.total_num_steps",
+        "auto={'lr': ...}",
+    ):
+        assert name in str(caught.value)
+    assert "warmup_min_lr" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"auto\['total_steps'\].*total_num_steps"):
+        load_config(ZERO2, 1, Stack(), {**KNOWN, "total_steps": 3})
+
+
+def test_users_config_trains_unchanged_and_its_floor_holds() -> None:
+    def body(rank: int) -> None:
+        engine, *_ = zeroshard.initialize(model=Stack(), config=ZERO2, auto=KNOWN)
+        assert engine.get_lr() == [5e-7]
+        for number in range(3):
+            engine.backward(engine(*tokens(rank, number)))
+            assert engine.step().applied
+        assert engine.get_lr()[0] > 5e-7
+
+    run_ranks(body, 2)
+
+
+def test_precision_of_gradients() -> None:
+    def dtypes(**config: Any) -> tuple[torch.dtype, ...]:
+        resolved = load_config({"bf16": {"enabled": True}, **config}, 1).precision.resolve(torch.float32)
+        return resolved.param, resolved.reduce, resolved.accumulate, resolved.master
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert dtypes(gradient_accumulation_steps=1) == (bf16, bf16, bf16, fp32)
+    assert dtypes(gradient_accumulation_steps=2) == (bf16, bf16, fp32, fp32)
+    assert dtypes(data_types={"grad_accum_dtype": "fp32"}) == (bf16, bf16, fp32, fp32)
+    assert dtypes(gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "bf16"}) == (bf16, bf16, bf16, fp32)
+    assert dtypes(communication_data_type="fp32", gradient_accumulation_steps=2) == (bf16, fp32, fp32, fp32)
+
+
+@pytest.mark.parametrize("division", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4}])
+@pytest.mark.parametrize("stage", range(4))
+def test_dividing_before_or_after_the_sum_is_the_same(stage: int, division: dict[str, Any]) -> None:
+    """By powers of two, to the bit."""
+    common = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+    def body(rank: int) -> None:
+        def run(config: dict[str, Any]) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = Stack()
+            engine, *_ = zeroshard.initialize(model=model, config=config)
+            for number in range(3):
+                engine.backward(engine(*tokens(rank, number)))
+                engine.step()
+            with zeroshard.unsharded(model):
+                return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+        config = {**common, "zero_optimization": {"stage": stage}}
+        assert torch.equal(run(config), run({**config, **division}))
+
+    run_ranks(body, 2)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["auto", "5e8", "-1", "1e999", "nan", "cpu", "fp16", 10**400, "9" * 500]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Known keys with values of any kind, known blocks with unknown keys, and unknown keys."""
+    config: dict[str, Any] = draw(st.dictionaries(st.text(max_size=8), json_values, max_size=1))
+    for path in draw(
+        st.lists(st.sampled_from([*KEYS, "optimizer.params.lr", "scheduler.params.warmup_max_lr"]), max_size=5)
+    ):
+        *blocks, last = path.split(".")
+        node = config
+        for block in blocks:
+            inner = node.setdefault(block, {})
+            if not isinstance(inner, dict):
+                break
+            node = inner
+        node[last] = draw(json_values)
+        if draw(st.integers(0, 9)) == 0:
+            node[draw(st.text(max_size=5))] = draw(json_values)
+    if draw(st.booleans()):
+        config.setdefault(draw(st.sampled_from(["fp16", "zero_optimization", "optimizer"])), draw(json_values))
+    return config
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs(), ranks=st.integers(1, 64), auto=st.none() | st.just(KNOWN))
+def test_any_json_is_resolved_or_refused(config: dict[str, Any], ranks: int, auto: dict[str, Any] | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            resolved = load_config(config, ranks, Stack(), auto)
+        except ConfigError as error:
+            message = str(error)
+            assert any(str(key) in message for key in [*config, "batch sizes"]), message
+            return
+        assert resolved.batch.train == resolved.batch.micro * resolved.batch.accumulation * ranks
+        assert resolved.policy is not None
+        assert resolved.precision is not None
+        assert config_table(resolved).row_count > 100
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=40) | st.just("[" * 5000) | st.just('{"a": 1, "a": 2}') | json_values.map(json.dumps))
+def test_any_file_is_read_or_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load_config(path, 1)
+        except ConfigError:
+            return
+
+
+def test_duplicate_keys_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        load_config(path, 1)
+
+
+def test_every_key_says_what_it_does() -> None:
+    config = load_config({}, 1)
+    for entry in config.entries():
+        assert entry.effect.kind in Kind
+        assert entry.effect.text[0] != " "
+        assert entry.effect.text.endswith("."), entry.path
+
+
+def test_the_pages_of_the_docs_are_the_schemas() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "config"
+    assert {path.name for path in folder.iterdir()} == set(pages())
+    for name, page in pages().items():
+        assert (folder / name).read_text(encoding="utf-8") == page, "run `zeroshard config document`"
+
+
+def test_check_prints_each_key(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ZERO2))
+    known = [part for key, value in KNOWN.items() for part in ("--auto", f"{key}={value}")]
+    result = CliRunner().invoke(app, ["config", "check", str(path), "--ranks", "2", *known], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.output.splitlines() if "optimizer.params.lr" in line)
+    assert "0.0003" in line
+    assert '"auto"' in line
+    line = next(line for line in result.output.splitlines() if "contiguous_gradients" in line)
+    assert "has no meaning here" in line
+    assert "bf16.enabled" not in result.output
+    result = CliRunner().invoke(app, ["config", "check", str(path), "--all", *known], env={"COLUMNS": "200"})
+    assert "bf16.enabled" in result.output
+    result = CliRunner().invoke(app, ["config", "check", str(path)])
+    assert isinstance(result.exception, ConfigError)

@@ -1,0 +1,157 @@
+"""What a run says of its steps: the printed line, the clocks, and the monitors."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Stack, tokens
+
+import zeroshard
+from zeroshard import ConfigError
+from zeroshard.testing import run_ranks
+
+BASE = {
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def run(config: dict[str, Any], rank: int = 0, steps: int = 4) -> tuple[zeroshard.Engine, list[float]]:
+    engine, *_ = zeroshard.initialize(model=Stack(), config={**BASE, **config})
+    losses = []
+    for number in range(2 * steps):
+        loss = engine(*tokens(rank, number))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return engine, losses
+
+
+def test_a_line_every_so_many_steps(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {
+        "steps_per_print": 2,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "comms_logger": {"enabled": True},
+    }
+
+    def body(rank: int) -> list[float]:
+        return run(settings, rank)[1]
+
+    losses = run_ranks(body, 2)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in lines] == ["2", "4"], "rank 0 alone prints"
+    mean = sum(sum(rank[2:4]) for rank in losses) / 4
+    assert f"loss {mean:.4f}" in lines[0], "the mean over ranks and microbatches"
+    assert "lr 1.000e-02  loss scale 1" in lines[0]
+    assert re.search(r"\|g\| [\d.]+  [\d.]+ samples/s  memory [\d.]+ MiB", lines[0])
+    for part in ("forward", "backward", "step", "reduce", "gather"):
+        assert re.search(rf"ms: .*{part} [\d.]+", lines[0]), part
+    assert re.search(r"MiB: parameters [\d.]+, gradients [\d.]+, optimizer [\d.]+, buffers", lines[0])
+    assert re.search(r"sent MiB: .*reduce_scatter [\d.]+", lines[0])
+
+
+@pytest.mark.parametrize("every", [None, float("inf"), 1e9])
+def test_silence_where_nothing_is_asked_for(every: float | None, capfd: pytest.CaptureFixture[str]) -> None:
+    run({"steps_per_print": every})
+    assert capfd.readouterr().out == ""
+
+
+def test_dump_state_prints_the_config(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run({"dump_state": True}, steps=1)
+    assert "zero_optimization.stage" in capfd.readouterr().out
+
+
+def test_csv_files(tmp_path: Path) -> None:
+    settings = {
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+        "wall_clock_breakdown": False,
+    }
+
+    def body(rank: int) -> list[float]:
+        return run(settings, rank)[1]
+
+    losses = run_ranks(body, 2)
+    names = {path.name for path in (tmp_path / "job").iterdir()}
+    assert names == {f"Train_Samples_{figure}.csv" for figure in ("train_loss", "lr", "loss_scale", "grad_norm")}
+    with (tmp_path / "job" / "Train_Samples_train_loss.csv").open() as file:
+        head, *rows = csv.reader(file)
+    assert head == ["samples", "Train/Samples/train_loss"]
+    assert [int(samples) for samples, _ in rows] == [12, 24, 36, 48]
+    means = [sum(rank[2 * step] + rank[2 * step + 1] for rank in losses) / 4 for step in range(4)]
+    assert [float(value) for _, value in rows] == pytest.approx(means)
+
+
+class Recorder:
+    """Stands where a service's client would: what it was made with, and what it was told."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+        self.told: list[tuple[dict[str, float], int]] = []
+
+    def __call__(self, **options: Any) -> Recorder:
+        self.made = options
+        return self
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.told.append((figures, step))
+
+    log_metrics = log
+
+    def set_name(self, name: str) -> None:
+        self.made["name"] = name
+
+    def finish(self) -> None:
+        self.made["over"] = True
+
+    end = finish
+
+
+def test_services_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, comet = Recorder(), Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=wandb))
+    monkeypatch.setitem(sys.modules, "comet_ml", types.SimpleNamespace(start=comet))
+    run({
+        "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
+        "comet": {"enabled": True, "samples_log_interval": 12, "project": "p", "experiment_name": "e"},
+    })  # fmt: skip
+    assert wandb.made == {"project": "p", "group": "g", "entity": "t", "over": True}
+    assert [samples for _, samples in wandb.told] == [6, 12, 18, 24]
+    assert set(wandb.told[0][0]) == {
+        f"Train/Samples/{figure}" for figure in ("train_loss", "lr", "loss_scale", "grad_norm")
+    }
+    assert comet.made == {"project": "p", "name": "e", "over": True}
+    assert [samples for _, samples in comet.told] == [6, 18]
+
+
+def test_tensorboard_is_written_or_asked_for(tmp_path: Path) -> None:
+    settings = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        with pytest.raises(ConfigError, match="pip install tensorboard"):
+            run(settings)
+        return
+    _, losses = run(settings)
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    scalars = events.Scalars("Train/Samples/train_loss")
+    assert [event.step for event in scalars] == [6, 12, 18, 24]
+    assert scalars[0].value == pytest.approx(sum(losses[:2]) / 2)
+
+
+@pytest.mark.parametrize(("block", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
+def test_a_missing_package_is_named(block: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"{block}.enabled is true.*pip install {package}"):
+        run({block: {"enabled": True}})

@@ -1,0 +1,201 @@
+"""Optimizers: those that look at whole parameters get them whole, under every policy; the config makes the right ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens, workload
+from torch import nn
+
+import zeroshard
+from zeroshard import ConfigError, Lion, MuonWithAdamW, Policy, UsageError
+from zeroshard.config.schema import OptimizerBlock
+from zeroshard.core.layout import lay_out_whole
+from zeroshard.optim.from_config import create_optimizer
+from zeroshard.testing import ranks_agree, run_ranks, train, train_reference
+
+WHOLE = {
+    "Muon and AdamW": lambda p: MuonWithAdamW(p, lr=1e-2, fused=False),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+def with_elements(model: nn.Module) -> list[nn.Parameter]:
+    """torch's Adafactor divides by zero on a parameter without elements, sharded or not."""
+    return [parameter for parameter in model.parameters() if parameter.numel()]
+
+
+@pytest.mark.parametrize("model", ["tied", "frozen", "tiny"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("optimizer", WHOLE)
+def test_whole_parameters_give_the_bits_of_a_plain_loop(optimizer: str, ranks: int, model: str) -> None:
+    """Cut parameters would give other numbers altogether: the oracle is one process that knows nothing of shards."""
+    work = workload(model, make_optimizer=WHOLE[optimizer], param_groups=with_elements, steps=5)
+
+    def body(rank: int) -> None:
+        oracle = train_reference(work, ranks, rank)
+        for stage in range(4):
+            run = train(rank, work, Policy.stage(stage))
+            assert ranks_agree(run)
+            assert run.equals(oracle), f"other bits at stage {stage}"
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("numels", [[], [5], [0, 0], [7, 100, 33, 0, 64, 1], list(range(40))])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_no_parameter_is_cut(numels: list[int], world_size: int) -> None:
+    layout = lay_out_whole(numels, world_size)
+    held = []
+    for bucket in layout.buckets:
+        padding = sum(stop - start for start, stop in bucket.padding)
+        assert padding + sum(numels) == bucket.numel
+        for rank in range(world_size):
+            held += [(piece.index, piece.parameter_start, piece.numel) for piece in bucket.shard_pieces(rank)]
+    assert sorted(held) == [(index, 0, numel) for index, numel in enumerate(numels) if numel]
+    if sum(numels):
+        largest = max(*numels, sum(numels) / world_size)
+        assert layout.numel / world_size <= 2 * largest + 16 * len(numels)  # the greedy bound, and alignment
+
+
+def test_lion_follows_its_paper() -> None:
+    torch.manual_seed(0)
+    value = torch.randn(50)
+    parameter, momentum = nn.Parameter(value.clone()), torch.zeros(50)
+    optimizer = Lion([parameter], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(5):
+        gradient = torch.randn(50)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        value = value - 0.01 * (torch.sign(0.9 * momentum + 0.1 * gradient) + 0.1 * value)
+        momentum = 0.95 * momentum + 0.05 * gradient
+        torch.testing.assert_close(parameter.detach(), value)
+    assert optimizer.step(lambda: 3) == 3
+    with pytest.raises(UsageError, match="betas"):
+        Lion([parameter], betas=(0.9, 1.0))
+
+
+def test_lion_is_cut_like_adam() -> None:
+    work = workload(make_optimizer=lambda p: Lion(p, lr=1e-3, weight_decay=0.1), steps=5)
+
+    def body(rank: int) -> None:
+        runs = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+        assert all(run.equals(runs[0]) for run in runs)
+        assert runs[0].equals(train_reference(work, 2, rank))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("block", "cls", "expected"),
+    [
+        ({"type": "Adam", "params": {"lr": 0.1}}, torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.0, "fused": True}),
+        ({"type": "adam", "params": {"adam_w_mode": False, "torch_adam": True}}, torch.optim.Adam, {"fused": True}),
+        (
+            {"type": "AdamW", "params": {"betas": [0.8, 0.9], "bias_correction": True}},
+            torch.optim.AdamW,
+            {"betas": (0.8, 0.9)},
+        ),
+        ({"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}, torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+        ({"type": "Adagrad"}, torch.optim.Adagrad, {"lr": 0.01}),
+        ({"type": "Lion", "params": {"betas": [0.95, 0.98]}}, Lion, {"betas": (0.95, 0.98)}),
+        ({"type": "RMSprop", "params": {"alpha": 0.5}}, torch.optim.RMSprop, {"alpha": 0.5}),
+        ({"type": "Adafactor"}, torch.optim.Adafactor, {}),
+    ],
+)
+def test_the_config_makes_optimizers(block: dict[str, Any], cls: type, expected: dict[str, Any]) -> None:
+    optimizer = create_optimizer(OptimizerBlock(**block), Stack().parameters())
+    assert type(optimizer) is cls
+    assert {key: optimizer.param_groups[0][key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"type": "Lamb"}, "whole layers"),
+        ({"type": "OneBitAdam"}, "compresses"),
+        ({"type": "Nothing"}, "torch.optim has no 'Nothing'"),
+        ({"type": "Adam", "params": {"max_grad_norm": 1.0}}, "gradient_clipping"),
+        ({"type": "Adam", "params": {"learning_rate": 1.0}}, "optimizer.params.learning_rate"),
+        ({"type": "Adam", "params": {"bias_correction": False}}, "bias_correction"),
+        ({"type": "Adam", "params": {"lr": -1}}, "learning rate"),
+        ({"type": "Adam", "params": {"lr": "fast"}}, "optimizer.params"),
+        ({"type": "Adam", "params": {"betas": 3}}, "optimizer.params"),
+    ],
+)
+def test_optimizers_that_cannot_be_made(block: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        create_optimizer(OptimizerBlock(**block), Stack().parameters())
+
+
+def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
+    def body(rank: int) -> None:
+        model = Stack(tied=False)
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2}},
+        }
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+        sizes = {}
+        for group in engine.optimizer.param_groups:
+            sizes[group["use_muon"]] = sorted(p.ndim for p in group["params"])
+            assert group["lr"] == (2e-2 if group["use_muon"] else 1e-2)
+        assert set(sizes[True]) == {2}
+        assert len(sizes[True]) + len(sizes[False]) == sum(p.numel() > 0 for p in model.parameters())
+        first = None
+        for _ in range(8):
+            loss = engine(*tokens(rank, 0))
+            engine.backward(loss)
+            engine.step()
+            first = first if first is not None else float(loss)
+        assert float(loss) < first - 0.3
+
+    run_ranks(body, 1)
+
+
+def test_muon_keeps_its_state_over_a_save() -> None:
+    torch.manual_seed(0)
+    model, twin = Stack(), Stack()
+    twin.load_state_dict(model.state_dict())
+    optimizer = MuonWithAdamW(model.parameters(), fused=False)
+    model(*tokens(0, 0)).backward()
+    optimizer.step()
+    twin.load_state_dict(model.state_dict())
+    other = MuonWithAdamW(twin.parameters(), fused=False)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((model, optimizer), (twin, other)):
+        its.zero_grad()
+        each(*tokens(0, 1)).backward()
+        its.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert other.step(lambda: 3) == 3
+
+
+def test_the_users_word_on_an_unknown_optimizer_is_taken() -> None:
+    class Normalised(torch.optim.SGD):
+        """Divides by the norm of the whole gradient: wrong on pieces."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and parameter.numel():
+                        parameter.grad = parameter.grad / (parameter.grad.norm() + 1e-6)
+            return super().step(closure)
+
+    work = workload(make_optimizer=lambda p: Normalised(p, lr=0.05), steps=4)
+
+    def body(rank: int) -> None:
+        oracle = train_reference(work, 2, rank)
+        model, optimizer = work.build()
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(2), elementwise=False)
+        for step in range(4):
+            model(*work.make_batch(rank, step)).backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        for fqn, parameter in model.named_parameters():
+            assert torch.equal(parameter, oracle.parameters[fqn]), fqn
+
+    run_ranks(body, 2)

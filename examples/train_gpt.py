@@ -104,13 +104,24 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
     parser.add_argument("--steps", type=int, default=650)
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
+    parser.add_argument("--fp16", action="store_true", help='where the config says "auto"')
     options = parser.parse_args()
 
     config = json5.loads(Path(options.config).read_text())
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     torch.manual_seed(0)
-    engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config)
+    # What a config may leave to "auto", and only this script knows.
+    auto = {
+        "train_micro_batch_size_per_gpu": 4,
+        "lr": 2e-3,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+        "total_num_steps": options.steps,
+        "warmup_num_steps": 40,
+        "fp16": options.fp16,
+    }
+    engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config, auto=auto)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     console = Console(quiet=rank != 0)
 

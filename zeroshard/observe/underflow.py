@@ -86,7 +86,7 @@ class UnderflowReport:
         sizes.axvline(edge, color="#e45756", label=f"fp16's smallest number at scale {self.scale:g}")
         sizes.axvline(-24, color="grey", linestyle=":", label="the same without scaling")
         sizes.set(xlabel="log2 |gradient|", ylabel="share of elements", title="gradients, unscaled")
-        sizes.legend(frameon=False, fontsize=8)
+        sizes.legend(frameon=False, fontsize=8, loc="upper left")
         scales = list(self.total)
         finite = [scale for scale in scales if scale not in self.overflows]
         lost.plot(finite, [100 * self.total[scale] for scale in finite], marker="o", color="#4c78a8")

@@ -3,9 +3,11 @@
 from zeroshard.engine import Engine, StepReport
 from zeroshard.errors import CollectiveError, ConfigError, LossScaleError, PolicyError, UsageError, ZeroshardError
 from zeroshard.initialize import initialize
+from zeroshard.optim.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zeroshard.optim.lion import Lion
 from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zeroshard.policy import Place, Policy, Precision, Residency
 from zeroshard.shard import Sharded, shard, unsharded
 
@@ -28,7 +30,10 @@ __all__ = [
     "StaticLossScaler",
     "StepReport",
     "UsageError",
+    "ZeroRedundancyOptimizer",
     "ZeroshardError",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "initialize",
     "shard",
     "unsharded",

@@ -29,6 +29,8 @@ CHUNK_NUMEL = 1 << 16
 """Elements that are summed and divided at once: small enough that the second pass finds them in the cache."""
 
 _SEQUENCE_BITS = 8
+_TRANSFER_TAG = (1 << 30) + 1
+"""Transfers from one rank to another keep their order, so one tag does for all; no bucket has this number."""
 _REPORT_SECONDS = 5.0
 
 
@@ -81,6 +83,10 @@ class Collectives(ABC):
     @abstractmethod
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         """Every rank's `data` (the same length on all), in rank order."""
+
+    @abstractmethod
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        """Bring rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others give what they like."""
 
     @property
     def _divisor(self) -> float:
@@ -138,6 +144,9 @@ class Alone(Collectives):
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         return [data]
 
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        return self._Nothing()
+
 
 class _Grouped(Collectives):
     """What the two multi-rank classes share: a process group of our own, and the report when a wait fails."""
@@ -179,6 +188,15 @@ class _Grouped(Collectives):
             return
         self.sent["broadcast"] += tensor.nbytes if self.rank == 0 else 0
         dist.broadcast(tensor, src=self._ranks[0], group=self._group)
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        works: list[dist.Work | None] = []
+        if self.rank == source:
+            self.sent["transfer"] += tensor.nbytes
+            works = [self._group.send([tensor], target, _TRANSFER_TAG)]
+        elif self.rank == target:
+            works = [self._group.recv([tensor], source, _TRANSFER_TAG)]
+        return _Transfer(self, works, "transfer", label)
 
     def _guarded(self, wait: Callable[[], Any], label: str) -> None:
         try:

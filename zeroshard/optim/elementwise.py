@@ -15,6 +15,14 @@ WHOLE = ("Adafactor", "Muon", "MuonWithAdamW")
 """Classes of torch.optim and of ours whose update of an element depends on the parameter it lies in, and on no other."""
 
 
+def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
+    """Whether each parameter must lie whole in one shard for optimizers of this class; None where we do not know."""
+    for base in cls.__mro__:
+        if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in ELEMENTWISE + WHOLE:
+            return base.__name__ in WHOLE
+    return None
+
+
 def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool | None = None) -> bool:
     """Whether each parameter must lie whole in one shard for this optimizer.
 
@@ -26,10 +34,10 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     """
     if elementwise is not None:
         return not elementwise
+    known = looks_at_whole_parameters(type(optimizer))
+    if known is not None:
+        return known
     name = type(optimizer).__name__
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith(("torch.optim", "zeroshard.optim")) and cls.__name__ in ELEMENTWISE + WHOLE:
-            return cls.__name__ in WHOLE
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         reason = (
             "looks at all parameters at once" if isinstance(optimizer, torch.optim.LBFGS) else "takes sparse gradients"

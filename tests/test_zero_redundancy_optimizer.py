@@ -1,0 +1,448 @@
+"""The drop-in: torch's own class and a plain optimizer are the oracles."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import zeroshard
+from zeroshard import Lion, UsageError, ZeroRedundancyOptimizer
+from zeroshard.optim.elementwise import looks_at_whole_parameters
+from zeroshard.testing import run_ranks
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "Lion": (Lion, {"lr": 1e-3}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+}
+
+
+class Net(nn.Module):
+    """A convolution in channels-last order, an uneven matrix, a scalar; a large matrix that has a bucket of its own on request."""
+
+    def __init__(self, large: bool = False) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 7, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(7)
+        self.head = nn.Linear(7, 1 << 20 >> 3 if large else 11)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.convolution(x)).mean((2, 3))) * self.scale
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": matrices, "lr": 3e-3}, {"params": vectors}]
+
+
+def build(
+    make: Callable[[Any], torch.optim.Optimizer], large: bool = False, **ddp: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(large)
+    wrapped = DDP(model, broadcast_buffers=False, **ddp) if dist.get_world_size() > 1 or ddp else model
+    return wrapped, make(groups(model))
+
+
+def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, closure: bool = False) -> None:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    for step in steps:
+
+        def backward(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(rank, step)).square().mean()
+            loss.backward()
+            return loss
+
+        if closure:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+        schedule.step()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True], ids=["own storages", "bucket view"])
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parity_with_torch(ranks: int, optimizer: str, closure: bool, bucket_view: bool) -> None:
+    """30 steps, two param groups, a scheduler: the same bits as torch's class and as a plain optimizer, and the same state dict."""
+    cls, options = OPTIMIZERS[optimizer]
+
+    def body(rank: int) -> None:
+        plain = build(lambda p: cls(p, **options))
+        theirs = build(lambda p: TorchZero(p, cls, **options))
+        ours = build(lambda p: ZeroRedundancyOptimizer(p, cls, parameters_as_bucket_view=bucket_view, **options))
+        for model, its in (plain, theirs, ours):
+            train(rank, model, its, range(30), closure)
+        assert same(ours[0], plain[0])
+        assert same(ours[0], theirs[0])
+        assert ours[0].state_dict().keys() == plain[0].state_dict().keys()
+        for to in {0, ranks - 1}:
+            ours[1].consolidate_state_dict(to)  # type: ignore[attr-defined]
+            theirs[1].consolidate_state_dict(to)  # type: ignore[attr-defined]
+            if rank == to:
+                mine = ours[1].state_dict()
+                assert equal(mine, plain[1].state_dict())
+                assert equal(mine["state"], theirs[1].state_dict()["state"])
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adafactor"])
+def test_a_checkpoint_goes_from_plain_to_ours_to_torchs_and_back(optimizer: str) -> None:
+    cls, options = OPTIMIZERS[optimizer]
+
+    def plain(p: Any) -> torch.optim.Optimizer:
+        return cls(p, **options)
+
+    def ours(p: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(p, cls, **options)
+
+    def ours_flat(p: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(p, cls, parameters_as_bucket_view=True, **options)
+
+    def theirs(p: Any) -> torch.optim.Optimizer:
+        return TorchZero(p, cls, **options)
+
+    def body(rank: int) -> None:
+        oracle_model, oracle = build(plain)
+        train(rank, oracle_model, oracle, range(5))
+        model_state, state = copy.deepcopy(oracle_model.state_dict()), copy.deepcopy(oracle.state_dict())
+        start = 5
+        for make in (ours, theirs, ours_flat, plain):
+            model, optimizer = build(make)
+            model.load_state_dict(model_state)
+            before = copy.deepcopy(state)
+            optimizer.load_state_dict(state if make is not theirs else copy.deepcopy(state))
+            assert equal(state, before), "its argument stays as it was"
+            train(rank, model, optimizer, range(start, start + 5))
+            train(rank, oracle_model, oracle, range(start, start + 5))
+            assert same(model, oracle_model)
+            if make is not plain:
+                optimizer.consolidate_state_dict(0)  # type: ignore[attr-defined]
+            saved = [optimizer.state_dict() if rank == 0 else None]
+            dist.broadcast_object_list(saved, src=0)
+            model_state, state = copy.deepcopy(model.state_dict()), saved[0]  # type: ignore[assignment]
+            start += 5
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 3)])
+def test_a_whole_state_loads_on_any_number_of_ranks(before: int, after: int, tmp_path: Any) -> None:
+    path = tmp_path / "state.pt"
+
+    def make(p: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=1e-2)
+
+    def save(rank: int) -> None:
+        model, optimizer = build(make)
+        train(0, model, optimizer, range(3))
+        optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
+        if rank == 0:
+            torch.save([model.state_dict(), optimizer.state_dict()], path)
+
+    def load(rank: int) -> None:
+        states = torch.load(path, weights_only=True)
+        model, optimizer = build(make)
+        strip = {fqn.removeprefix("module."): value for fqn, value in states[0].items()}
+        (model.module if after > 1 else model).load_state_dict(strip)  # type: ignore[union-attr]
+        optimizer.load_state_dict(states[1])
+        optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
+        if rank == 0:
+            assert equal(optimizer.state_dict(), states[1])
+
+    run_ranks(save, before)
+    run_ranks(load, after)
+
+
+def test_shards_are_taken_back_and_strangers_are_refused() -> None:
+    def body(rank: int) -> None:
+        def make(p: Any) -> torch.optim.Optimizer:
+            return ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=1e-2)
+
+        model, optimizer = build(make)
+        assert optimizer.state_dict()["state"] == {}
+        train(rank, model, optimizer, range(3))
+        shards = copy.deepcopy(optimizer.state_dict())
+        assert shards["zeroshard"]["rank"] == rank
+        assert len(shards["zeroshard"]["pieces"]) == len(shards["state"])
+        other_model, other = build(make)
+        other_model.load_state_dict(model.state_dict())
+        other.load_state_dict(shards)
+        # Cut otherwise than they were saved:
+        flat = ZeroRedundancyOptimizer(groups(copy.deepcopy(model.module)), torch.optim.Adam, lr=1e-2, fused=True)  # type: ignore[union-attr]
+        flat.load_state_dict(shards)
+        train(rank, model, optimizer, range(3, 6))
+        train(rank, other_model, other, range(3, 6))
+        assert same(model, other_model)
+        exchanged: list[Any] = [None, None]
+        dist.all_gather_object(exchanged, shards)
+        with pytest.raises(UsageError, match=f"shards of rank {1 - rank} of 2"):
+            other.load_state_dict(exchanged[1 - rank])
+        with pytest.raises(ValueError, match="param groups"):
+            other.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+        optimizer.consolidate_state_dict(1)  # type: ignore[attr-defined]
+        assert ("zeroshard" in optimizer.state_dict()) is (rank == 0)
+        train(rank, model, optimizer, range(6, 7))
+        assert "zeroshard" in optimizer.state_dict(), "a whole state of an earlier step is not shown for this one's"
+        with pytest.raises(UsageError, match="0 to 1"):
+            optimizer.consolidate_state_dict(2)  # type: ignore[attr-defined]
+
+    run_ranks(body, 2)
+
+
+def test_shards_are_even_and_repr_says_so() -> None:
+    """One large matrix among small ones: torch's class gives it whole to one rank."""
+
+    def body(rank: int) -> tuple[int, str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 100_000), nn.Linear(10, 10), nn.Linear(10, 10))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return sum(v.nbytes for s in optimizer.optim.state.values() for v in s.values()), repr(optimizer)
+
+    held, texts = zip(*run_ranks(body, 4), strict=True)
+    assert max(held) <= 1.01 * min(held)
+    assert "elementwise, even shards: 50," in texts[0]
+    assert "elements on rank 0 of 4" in texts[0]
+    assert "Adam (" in texts[0]
+
+
+def test_the_choice_follows_the_optimizer_and_the_user() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(3, 3))]
+
+    class Unknown(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                parameter.data -= 0.1 * parameter.grad / parameter.grad.norm()
+
+    def body(rank: int) -> None:
+        assert looks_at_whole_parameters(Unknown) is None
+        assert "whole parameters" in repr(ZeroRedundancyOptimizer(parameters, Unknown))
+        assert "whole parameters" in repr(ZeroRedundancyOptimizer(parameters, torch.optim.Muon, lr=0.1))
+        assert "whole parameters" in repr(ZeroRedundancyOptimizer(parameters, torch.optim.Adam, elementwise=False))
+        assert "elementwise" in repr(ZeroRedundancyOptimizer(parameters, Unknown, elementwise=True))
+        optimizer = ZeroRedundancyOptimizer(parameters, Unknown)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        torch.testing.assert_close(parameters[0].detach(), torch.full((4, 4), 1 - 0.1 / 4))
+        torch.testing.assert_close(parameters[1].detach(), torch.full((3, 3), 1 - 0.1 / 3))
+
+    run_ranks(body, 2)
+
+
+def test_groups_added_frozen_and_freed_on_the_way() -> None:
+    def run(rank: int, make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        layers[1].requires_grad_(False)
+        optimizer = make(layers[:2].parameters())
+        for step in range(9):
+            if step == 3:
+                optimizer.add_param_group({"params": list(layers[2].parameters()), "lr": 0.3})
+            if step == 6:
+                layers[1].requires_grad_(True)
+                layers[0].requires_grad_(False)
+            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            for layer in layers:
+                x = layer(x)
+            x.square().mean().backward()
+            optimizer.step()
+        assert optimizer.param_groups[1]["lr"] == 0.3
+        assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+        return [p.detach().clone() for p in layers.parameters()]
+
+    def body(rank: int) -> None:
+        plain = run(rank, lambda p: torch.optim.Adam(p, lr=0.1))
+        for bucket_view in (False, True):
+            ours = run(
+                rank, lambda p, flat=bucket_view: ZeroRedundancyOptimizer(p, torch.optim.Adam, None, flat, lr=0.1)  # type: ignore[misc]
+            )  # fmt: skip
+            assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+    run_ranks(body, 2)
+
+
+def test_mixed_dtypes_extra_arguments_and_subgroups() -> None:
+    class Doubled(torch.optim.SGD):
+        def step(self, closure: Any = None, *, times: int = 1) -> Any:
+            for _ in range(times):
+                super().step()
+            return times
+
+    def body(rank: int) -> None:
+        pair = dist.new_group([1, 3])
+        if rank not in (1, 3):
+            return
+        parameters = [
+            nn.Parameter(torch.ones(6, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+        ]
+        optimizer = ZeroRedundancyOptimizer(parameters, Doubled, process_group=pair, lr=0.25)
+        assert (optimizer.rank, optimizer.world_size) == ([1, 3].index(rank), 2)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer.step(times=2) == 2
+        for parameter in parameters:
+            assert torch.equal(parameter.detach(), torch.full_like(parameter, 0.5).detach())
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.parametrize("hook", [zeroshard.hook_with_zero_step, zeroshard.hook_with_zero_step_interleaved])
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_step_runs_inside_ddps_backward(ranks: int, static_graph: bool, hook: Callable[..., Any]) -> None:
+    """From the first step on, with two param groups, over gloo: none of which torch's class does."""
+
+    def body(rank: int) -> None:
+        options = {"static_graph": static_graph, "bucket_cap_mb": 0.0005}
+        plain_model, plain = build(lambda p: torch.optim.AdamW(p, lr=1e-2), **options)
+        model, zero = build(
+            lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, overlap_with_ddp=True, lr=1e-2), **options
+        )
+        assert isinstance(model, DDP)
+        model.register_comm_hook(None, hook(allreduce_hook, model, zero))
+        for step in range(10):
+            for each, optimizer in ((plain_model, plain), (model, zero)):
+                optimizer.zero_grad()
+                each(batch(rank, step)).square().mean().backward()
+            plain.step()
+            assert same(model, plain_model), f"step {step}"
+        with pytest.warns(UserWarning, match="overlap_with_ddp"):
+            assert zero.step() is None
+        with pytest.raises(RuntimeError, match="overlap_with_ddp"):
+            zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        zero.consolidate_state_dict()  # type: ignore[attr-defined]
+        if rank == 0:
+            assert equal(zero.state_dict()["state"], plain.state_dict()["state"])
+        with pytest.raises(UsageError, match="overlap_with_ddp=True"):
+            hook(allreduce_hook, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_uneven_inputs_under_join(ranks: int, bucket_view: bool, optimizer: str) -> None:
+    """The oracle is a plain optimizer on the rank with the most inputs. (Torch's class needs the gradients set by hand here.)"""
+    cls, options = OPTIMIZERS[optimizer]
+
+    def body(rank: int) -> None:
+        inputs = (3, 4, 2, 7)[-ranks:][rank]
+
+        def run(make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
+            model, its = build(make)
+            with Join([model, its] if isinstance(its, ZeroRedundancyOptimizer) else [model]):  # type: ignore[list-item]
+                for step in range(inputs):
+                    its.zero_grad()
+                    model(batch(rank, step)).square().mean().backward()
+                    its.step()
+            return model
+
+        plain = run(lambda p: cls(p, **options))
+        ours = run(lambda p: ZeroRedundancyOptimizer(p, cls, parameters_as_bucket_view=bucket_view, **options))
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            truth = b.detach().contiguous()
+            dist.broadcast(truth, src=ranks - 1)
+            assert torch.equal(a, truth)
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        (torch.ones(3), TypeError),
+        (3, TypeError),
+        ([], ValueError),
+        ([torch.ones(3), {"params": [torch.ones(3)]}], TypeError),
+        ([{"lr": 0.1}], ValueError),
+        ([nn.Parameter(torch.ones(3).to_sparse())], ValueError),
+    ],
+)
+def test_bad_parameters_raise_what_torchs_class_raises(params: Any, error: type[Exception]) -> None:
+    def body(rank: int) -> None:
+        for cls in (TorchZero, ZeroRedundancyOptimizer):
+            with pytest.raises(error):
+                cls(params, torch.optim.SGD, lr=0.1)
+
+    run_ranks(body, 1)
+
+
+def test_sparse_gradients_are_refused_by_a_sentence() -> None:
+    def body(rank: int) -> None:
+        model = nn.Embedding(5, 4, sparse=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(UsageError, match="sparse=False"):
+            optimizer.step()
+
+    run_ranks(body, 2)
+
+
+def test_large_matrices_travel_without_a_copy() -> None:
+    """A parameter with a bucket of its own is gathered in its own storage; the numbers are the same."""
+
+    def body(rank: int) -> None:
+        plain_model, plain = build(lambda p: torch.optim.SGD(p, lr=0.1), large=True)
+        model, optimizer = build(lambda p: ZeroRedundancyOptimizer(p, torch.optim.SGD, lr=0.1), large=True)
+        kinds = {type(bucket).__name__ for bucket in optimizer.buckets}  # type: ignore[attr-defined]
+        assert kinds == {"ScratchBucket"}
+        big = nn.Parameter(torch.ones(1 << 10, 1 << 10))
+        alone = ZeroRedundancyOptimizer([big], torch.optim.SGD, lr=0.5)
+        assert [type(bucket).__name__ for bucket in alone.buckets] == ["InPlaceBucket"]
+        big.grad = torch.ones_like(big)
+        alone.step()
+        assert bool((big == 0.5).all())
+        train(rank, plain_model, plain, range(2))
+        train(rank, model, optimizer, range(2))
+        assert same(model, plain_model)
+
+    run_ranks(body, 2)

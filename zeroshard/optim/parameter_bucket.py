@@ -1,0 +1,241 @@
+"""Owns the buckets of parameters that keep their values whole: who updates which part, and the all-gather after.
+
+Called by zero_redundancy_optimizer. Elements are counted in the order in which the parameter's storage has them, so a
+channels-last weight is cut like any other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from zeroshard.core.buffer_pool import BufferPool
+from zeroshard.core.collectives import Collectives
+from zeroshard.core.layout import BucketLayout, Piece, lay_out, lay_out_whole
+from zeroshard.errors import UsageError
+
+BUCKET_NUMEL = 1 << 23
+"""Elements of the largest bucket: 32 MiB of fp32, enough that a transfer's fixed cost vanishes."""
+
+CACHE_NUMEL = 1 << 18
+"""Elements of the largest view for optimizers that loop over their arithmetic: parameter, gradient and two states in fp32 are
+4 MiB. Adam's loop over 25 M elements: 78 ms in pieces of a million, 33 ms in these."""
+
+
+def in_storage_order(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor as a 1-D view of its storage."""
+    flat = tensor.detach()
+    return flat.as_strided((flat.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of the storage, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class OwnView:
+    """What this rank updates of one parameter: elements `start` to `stop`, 1-D, or, where it `is_whole`, the parameter itself."""
+
+    parameter: Tensor
+    start: int
+    stop: int
+    value: Tensor
+    is_whole: bool
+
+    def lend(self, gradient: Tensor | None) -> None:
+        """Let the local optimizer see its part of the gradient, or none."""
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UsageError(
+                f"a gradient is sparse ({gradient.layout}); zeroshard shards dense parameters: use sparse=False embeddings."
+            )
+        self.value.grad = None if gradient is None else self.part(gradient)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This view's part of a tensor of the parameter's shape."""
+        if self.is_whole:
+            return tensor.detach()
+        if tensor.stride() != self.parameter.stride():
+            tensor = torch.empty_like(self.parameter, dtype=tensor.dtype).copy_(tensor)
+        return in_storage_order(tensor)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class ParameterBucket(ABC):
+    """Parameters, or ranges of them, that are gathered together. Three final classes say how.
+
+    Attributes:
+        parameters: those that the layout's pieces count.
+        views: what this rank updates.
+    """
+
+    number: int
+    layout: BucketLayout
+    parameters: Sequence[Tensor]
+    views: Sequence[OwnView]
+
+    @property
+    def members(self) -> list[Tensor]:
+        """The parameters that have elements here."""
+        return [self.parameters[index] for index in dict.fromkeys(piece.index for piece in self.layout.pieces)]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of them takes a gradient."""
+        return any(parameter.requires_grad for parameter in self.members)
+
+    @abstractmethod
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Start to bring every rank's shard here; returns what waits for it."""
+
+    def _parts(self, rank: int) -> Iterator[tuple[Tensor, Piece]]:
+        """A rank's ranges: in the parameters' storages, and where they lie in its shard."""
+        for piece in self.layout.shard_pieces(rank):
+            flat = in_storage_order(self.parameters[piece.index])
+            yield flat[piece.parameter_start : piece.parameter_start + piece.numel], piece
+
+    @property
+    def _label(self) -> str:
+        return f"all-gather of parameters [bucket {self.number}]"
+
+
+@final
+@dataclass(frozen=True)
+class InPlaceBucket(ParameterBucket):
+    """`rows`, [world_size, shard_numel], is the parameters' own storage: a flat buffer, or a range of one large parameter."""
+
+    rows: Tensor
+
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """One all-gather, without a copy."""
+        return collectives.all_gather(self.rows, self.number, self._label).wait
+
+
+@final
+@dataclass(frozen=True)
+class ScratchBucket(ParameterBucket):
+    """The parameters lie apart."""
+
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """One all-gather, through scratch."""
+        own, count = collectives.rank, self.layout.world_size
+        scratch = pool.acquire(self.layout.numel, self.parameters[0].dtype)
+        rows = scratch.view(count, self.layout.shard_numel)
+        for part, piece in self._parts(own):
+            rows[own, piece.start : piece.start + piece.numel].copy_(part)
+        pending = collectives.all_gather(rows, self.number, self._label)
+
+        def finish() -> None:
+            pending.wait()
+            for rank in range(count):
+                for part, piece in self._parts(rank) if rank != own else ():
+                    part.copy_(rows[rank, piece.start : piece.start + piece.numel])
+            pool.release(scratch)
+
+        return finish
+
+
+@final
+@dataclass(frozen=True)
+class OwnedBucket(ParameterBucket):
+    """Each parameter lies whole on one rank, and ranks may hold very different sizes."""
+
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Each parameter goes from its owner straight into the others' storages: no padding travels."""
+        ranks = range(self.layout.world_size)
+        pending = [
+            collectives.transfer(part, owner, rank, self._label)
+            for owner in ranks
+            for part, _ in self._parts(owner)
+            for rank in ranks
+            if rank != owner
+        ]
+
+        def finish() -> None:
+            for transfer in pending:
+                transfer.wait()
+
+        return finish
+
+
+def lay_out_parameters(
+    parameters: Sequence[Tensor], first_number: int, rank: int, world_size: int, *,
+    whole: bool, flat: bool, bucket_numel: int, piece_numel: int | None,
+) -> list[ParameterBucket]:  # fmt: skip
+    """Cut parameters into buckets; those of one dtype on one device share them.
+
+    Args:
+        whole: no parameter is cut.
+        flat: make the parameters views of one flat buffer for each dtype and device.
+        piece_numel: the most elements of one view; None is no limit.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"a parameter is sparse ({parameter.layout}): dense parameters are sharded.")
+        if not is_dense(parameter):
+            parameter.data = parameter.data.contiguous()
+        alike[parameter.dtype, parameter.device].append(parameter)
+    buckets: list[ParameterBucket] = []
+    for (dtype, device), members in alike.items():
+        numels = [parameter.numel() for parameter in members]
+        unit = lay_out_whole(numels, world_size) if whole else lay_out(numels, world_size, bucket_numel)
+        buffer = torch.zeros(unit.numel, dtype=dtype, device=device) if flat else None
+        if buffer is not None:
+            _move_into(buffer, members, unit.starts)
+        for layout in unit.buckets:
+            views = [
+                _own_view(members[piece.index], part, whole)
+                for piece in layout.shard_pieces(rank)
+                for part in _cut(piece, piece_numel)
+            ]
+            number = first_number + len(buckets)
+            together = buffer[layout.start : layout.stop] if buffer is not None else _one_parameter(layout, members)
+            if whole:
+                buckets.append(OwnedBucket(number, layout, members, views))
+            elif together is None:
+                buckets.append(ScratchBucket(number, layout, members, views))
+            else:
+                rows = together.view(world_size, layout.shard_numel)
+                buckets.append(InPlaceBucket(number, layout, members, views, rows))
+    return buckets
+
+
+def _move_into(buffer: Tensor, parameters: Sequence[Tensor], starts: Sequence[int]) -> None:
+    for parameter, start in zip(parameters, starts, strict=True):
+        home = buffer[start : start + parameter.numel()]
+        home.copy_(in_storage_order(parameter))
+        parameter.data = home.as_strided(parameter.shape, parameter.stride(), home.storage_offset())
+
+
+def _one_parameter(bucket: BucketLayout, parameters: Sequence[Tensor]) -> Tensor | None:
+    """The bucket's range of a parameter's own storage, where it lies inside one."""
+    first = bucket.pieces[0]
+    if first.numel != bucket.numel:
+        return None
+    return in_storage_order(parameters[first.index])[first.parameter_start : first.parameter_start + first.numel]
+
+
+def _cut(piece: Piece, most: int | None) -> Iterator[Piece]:
+    for start in range(0, piece.numel, most or max(piece.numel, 1)):
+        numel = min(most or piece.numel, piece.numel - start)
+        yield Piece(piece.index, piece.parameter_start + start, piece.start + start, numel)
+
+
+def _own_view(parameter: Tensor, piece: Piece, whole: bool) -> OwnView:
+    start, stop = piece.parameter_start, piece.parameter_start + piece.numel
+    value = parameter.detach() if whole else in_storage_order(parameter)[start:stop]
+    return OwnView(parameter, start, stop, value, whole)

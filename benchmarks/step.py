@@ -1,7 +1,7 @@
 """Owns `make bench`: a training step of a 50 M parameter GPT, zeroshard beside its rivals in one run.
 
 Each system trains the same model on the same tokens in fresh processes, one after another, several rounds over; a step's time is
-the median of all its steps, as a ratio to DDP's. Bytes are what the loopback carried. Peak memory comes from a run of its own,
+the median of all its steps, as a ratio to DDP's. Bytes are what rank 0's own sockets sent. Peak memory comes from a run of its own,
 in which every freed block goes back to the system (MALLOC_MMAP_THRESHOLD_), so that it counts what lives and not what
 malloc keeps.
 """
@@ -26,17 +26,10 @@ from systems import BASELINE, SYSTEMS
 
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.ranks import run_ranks
+from zeroshard.testing.wire import sent_bytes
 
 CONFIG = GPTConfig(layers=16, width=512, heads=8, context=128)
 MIB = 2**20
-
-
-def _loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, fields = line.strip().partition(":")
-        if name == "lo":
-            return int(fields.split()[8])
-    return 0
 
 
 def _status(key: str) -> int:
@@ -59,14 +52,14 @@ def train(rank: int, system: str, batch: int, warmup: int, steps: int) -> dict[s
         data = torch.randint(0, CONFIG.vocabulary, (batch, CONFIG.context + 1), generator=tokens)
         dist.barrier()
         if i == warmup:
-            before = _loopback_bytes()
+            before = sent_bytes()
             dist.barrier()
         start = time.perf_counter()
         losses.append(float(step(data)))
         dist.barrier()
         if i >= warmup:
             times.append(time.perf_counter() - start)
-    sent = (_loopback_bytes() - before) / dist.get_world_size() / steps
+    sent = (sent_bytes() - before) / steps
     return {"times": times, "losses": losses, "sent": sent, "peak": _status("VmHWM") - start_bytes}
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import socket
-import struct
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +16,7 @@ from zeroshard.core.layout import ALIGNMENT
 from zeroshard.core.schedule import IN_FLIGHT
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard.testing.wire import sent_bytes
 
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
 BF16 = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
@@ -70,18 +66,6 @@ def test_transient_buffers_are_bounded_and_do_not_grow(stage: int) -> None:
     run_ranks(body, 2)
 
 
-def _sent_bytes() -> int:
-    """What the peers of this process's TCP connections have acknowledged: this process alone, and no byte twice.
-
-    `tcpi_bytes_acked` of Linux's struct tcp_info, an unsigned 64-bit number at offset 120 (RFC 4898).
-    """
-    total = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
-            total += struct.unpack_from("=Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)[0]
-    return total
-
-
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_on_the_wire(ranks: int, stage: int) -> None:
@@ -95,7 +79,7 @@ def test_bytes_on_the_wire(ranks: int, stage: int) -> None:
         def inspect(sharded: zeroshard.Sharded) -> None:
             sharded._schedule.settle()  # stages 1 and 2 gather behind the step: wait until all is over
             dist.barrier()
-            marks.append(_sent_bytes())
+            marks.append(sent_bytes())
             counted.append(sum(sharded.comm_report().values()))
             dist.barrier()
 

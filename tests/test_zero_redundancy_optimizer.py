@@ -446,3 +446,27 @@ def test_large_matrices_travel_without_a_copy() -> None:
         assert same(model, plain_model)
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
+def test_parameters_may_get_other_storages(optimizer: str, bucket_view: bool) -> None:
+    """Trainers replace `p.data`; a view that looked at the old storage would train nothing, in silence."""
+    cls, options = OPTIMIZERS[optimizer]
+
+    def body(rank: int) -> None:
+        plain_model, plain = build(lambda p: cls(p, **options), large=True)
+        make = lambda p: ZeroRedundancyOptimizer(p, cls, parameters_as_bucket_view=bucket_view, **options)  # noqa: E731
+        model, optimizer = build(make, large=True)
+        for step in range(4):
+            for each, its in ((plain_model, plain), (model, optimizer)):
+                train(rank, each, its, range(step, step + 1))
+                for parameter in each.parameters():
+                    parameter.data = parameter.data.clone() * (1 + step)
+        assert same(model, plain_model)
+        model.double()
+        model(batch(rank, 9).double()).square().mean().backward()
+        with pytest.raises(UsageError, match="move and cast the model first"):
+            optimizer.step()
+
+    run_ranks(body, 2)

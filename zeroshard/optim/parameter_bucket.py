@@ -56,6 +56,11 @@ class OwnView:
     value: Tensor
     is_whole: bool
 
+    def follow(self) -> None:
+        """Look at the parameter's storage again, where somebody gave it another (`p.data = x`: trainers do)."""
+        if self.value.data_ptr() != self.parameter.data_ptr() + self.start * self.parameter.element_size():
+            self.value.data = _range(self.parameter, self.start, self.stop, self.is_whole)
+
     def lend(self, gradient: Tensor | None) -> None:
         """Let the local optimizer see its part of the gradient, or none."""
         if gradient is not None and gradient.layout is not torch.strided:
@@ -71,6 +76,20 @@ class OwnView:
         if tensor.stride() != self.parameter.stride():
             tensor = torch.empty_like(self.parameter, dtype=tensor.dtype).copy_(tensor)
         return in_storage_order(tensor)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Home:
+    """A parameter's place in a flat buffer."""
+
+    parameter: Tensor
+    place: Tensor
+
+    def move_in(self) -> None:
+        """Make the parameter a view of its place, with the value that it has."""
+        if self.parameter.data_ptr() != self.place.data_ptr():
+            self.place.copy_(self.parameter.detach())
+            self.parameter.data = self.place
 
 
 @dataclass(frozen=True)
@@ -115,13 +134,20 @@ class ParameterBucket(ABC):
 @final
 @dataclass(frozen=True)
 class InPlaceBucket(ParameterBucket):
-    """`rows`, [world_size, shard_numel], is the parameters' own storage: a flat buffer, or a range of one large parameter."""
+    """The bucket is one range of storage: of the flat `buffer`, or, where there is none, of one large parameter."""
 
-    rows: Tensor
+    buffer: Tensor | None
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
         """One all-gather, without a copy."""
-        return collectives.all_gather(self.rows, self.number, self._label).wait
+        if self.buffer is not None:
+            together = self.buffer[self.layout.start : self.layout.stop]
+        else:
+            first = self.layout.pieces[0]
+            stop = first.parameter_start + first.numel
+            together = _range(self.parameters[first.index], first.parameter_start, stop, whole=False)
+        rows = together.view(self.layout.world_size, self.layout.shard_numel)
+        return collectives.all_gather(rows, self.number, self._label).wait
 
 
 @final
@@ -174,13 +200,16 @@ class OwnedBucket(ParameterBucket):
 def lay_out_parameters(
     parameters: Sequence[Tensor], first_number: int, rank: int, world_size: int, *,
     whole: bool, flat: bool, bucket_numel: int, piece_numel: int | None,
-) -> list[ParameterBucket]:  # fmt: skip
+) -> tuple[list[ParameterBucket], list[Home]]:  # fmt: skip
     """Cut parameters into buckets; those of one dtype on one device share them.
 
     Args:
         whole: no parameter is cut.
         flat: make the parameters views of one flat buffer for each dtype and device.
         piece_numel: the most elements of one view; None is no limit.
+
+    Returns:
+        the buckets, and, with `flat`, the places in the flat buffers.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -190,12 +219,18 @@ def lay_out_parameters(
             parameter.data = parameter.data.contiguous()
         alike[parameter.dtype, parameter.device].append(parameter)
     buckets: list[ParameterBucket] = []
+    homes: list[Home] = []
     for (dtype, device), members in alike.items():
         numels = [parameter.numel() for parameter in members]
         unit = lay_out_whole(numels, world_size) if whole else lay_out(numels, world_size, bucket_numel)
         buffer = torch.zeros(unit.numel, dtype=dtype, device=device) if flat else None
         if buffer is not None:
-            _move_into(buffer, members, unit.starts)
+            homes += [
+                Home(parameter, buffer.as_strided(parameter.shape, parameter.stride(), start))
+                for parameter, start in zip(members, unit.starts, strict=True)
+            ]
+        for home in homes:
+            home.move_in()
         for layout in unit.buckets:
             views = [
                 _own_view(members[piece.index], part, whole)
@@ -203,30 +238,13 @@ def lay_out_parameters(
                 for part in _cut(piece, piece_numel)
             ]
             number = first_number + len(buckets)
-            together = buffer[layout.start : layout.stop] if buffer is not None else _one_parameter(layout, members)
             if whole:
                 buckets.append(OwnedBucket(number, layout, members, views))
-            elif together is None:
-                buckets.append(ScratchBucket(number, layout, members, views))
+            elif buffer is not None or layout.pieces[0].numel == layout.numel:
+                buckets.append(InPlaceBucket(number, layout, members, views, buffer))
             else:
-                rows = together.view(world_size, layout.shard_numel)
-                buckets.append(InPlaceBucket(number, layout, members, views, rows))
-    return buckets
-
-
-def _move_into(buffer: Tensor, parameters: Sequence[Tensor], starts: Sequence[int]) -> None:
-    for parameter, start in zip(parameters, starts, strict=True):
-        home = buffer[start : start + parameter.numel()]
-        home.copy_(in_storage_order(parameter))
-        parameter.data = home.as_strided(parameter.shape, parameter.stride(), home.storage_offset())
-
-
-def _one_parameter(bucket: BucketLayout, parameters: Sequence[Tensor]) -> Tensor | None:
-    """The bucket's range of a parameter's own storage, where it lies inside one."""
-    first = bucket.pieces[0]
-    if first.numel != bucket.numel:
-        return None
-    return in_storage_order(parameters[first.index])[first.parameter_start : first.parameter_start + first.numel]
+                buckets.append(ScratchBucket(number, layout, members, views))
+    return buckets, homes
 
 
 def _cut(piece: Piece, most: int | None) -> Iterator[Piece]:
@@ -237,5 +255,8 @@ def _cut(piece: Piece, most: int | None) -> Iterator[Piece]:
 
 def _own_view(parameter: Tensor, piece: Piece, whole: bool) -> OwnView:
     start, stop = piece.parameter_start, piece.parameter_start + piece.numel
-    value = parameter.detach() if whole else in_storage_order(parameter)[start:stop]
-    return OwnView(parameter, start, stop, value, whole)
+    return OwnView(parameter, start, stop, _range(parameter, start, stop, whole), whole)
+
+
+def _range(parameter: Tensor, start: int, stop: int, whole: bool) -> Tensor:
+    return parameter.detach() if whole else in_storage_order(parameter)[start:stop]

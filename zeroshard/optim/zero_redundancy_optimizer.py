@@ -22,7 +22,14 @@ from zeroshard.core.schedule import IN_FLIGHT
 from zeroshard.errors import UsageError
 from zeroshard.optim.elementwise import looks_at_whole_parameters
 from zeroshard.optim.optimizer_state import consolidate, load, sharded_form
-from zeroshard.optim.parameter_bucket import BUCKET_NUMEL, CACHE_NUMEL, OwnView, ParameterBucket, lay_out_parameters
+from zeroshard.optim.parameter_bucket import (
+    BUCKET_NUMEL,
+    CACHE_NUMEL,
+    Home,
+    OwnView,
+    ParameterBucket,
+    lay_out_parameters,
+)
 from zeroshard.optim.uneven_inputs import share_gradients
 
 
@@ -70,6 +77,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
         self._piece_numel = CACHE_NUMEL if in_loop else None
         self._buckets: list[ParameterBucket] = []
+        self._homes: list[Home] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         own = self._own_views(self._parameters)
         self._optim = optimizer_class(self._local_groups(self.param_groups, own), **defaults)
@@ -94,11 +102,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         """Lay these parameters out; this rank's views of each, by the parameter's id."""
-        added = lay_out_parameters(
+        added, homes = lay_out_parameters(
             parameters, len(self._buckets), self.rank, self.world_size,
             whole=self._whole, flat=self.parameters_as_bucket_view, bucket_numel=BUCKET_NUMEL, piece_numel=self._piece_numel,
         )  # fmt: skip
         self._buckets += added
+        self._homes += homes
         own: dict[int, list[Tensor]] = {}
         for bucket in added:
             for view in bucket.views:
@@ -172,12 +181,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None], **kwargs: Any
     ) -> Any:
         _copy_options(self.param_groups, self.optim.param_groups)
+        self._follow_parameters()
         self._lend(buckets, gradient_of)
         loss = self.optim.step(**kwargs)
         self._lend(self._buckets, lambda _: None)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
         return loss
+
+    def _follow_parameters(self) -> None:
+        """Trainers and `module.to` give parameters other storages: move them back into the flat buffers, or follow them."""
+        for view in self._views:
+            parameter, value = view.parameter, view.value
+            if (parameter.device, parameter.dtype) != (value.device, value.dtype):
+                raise UsageError(
+                    f"a parameter moved from {value.device}, {value.dtype} to {parameter.device}, {parameter.dtype} after the "
+                    "optimizer was made: move and cast the model first."
+                )
+        for home in self._homes:
+            home.move_in()
+        for view in self._views:
+            view.follow()
 
     @staticmethod
     def _lend(buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]) -> None:

@@ -73,7 +73,7 @@ def run_ranks(
     Raises:
         RankError: with every failed rank's traceback.
     """
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -91,7 +91,8 @@ def run_ranks(
         return [torch.load(folder / f"result.{rank}", weights_only=True) for rank in range(world_size)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

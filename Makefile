@@ -17,6 +17,7 @@ test: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/zero_redundancy.py
 
 compare: .venv/ready
 	$(BIN)/zeroshard compare --plot docs/compare.png

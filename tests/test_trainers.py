@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -48,8 +47,7 @@ def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    import transformers
 
     def body(rank: int, kind: str, port: int) -> list[Tensor]:
         as_torchrun(rank, 2, port)
@@ -72,7 +70,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 def test_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
+    import lightning
     from lightning.pytorch.strategies import DDPStrategy
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]

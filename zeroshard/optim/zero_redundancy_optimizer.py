@@ -155,14 +155,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _step_and_gather(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         if closure is None:
             loss = self._local_step(self._buckets, _own_gradient, **kwargs)
-        else:
+            self.start_gather(self._buckets)()
+            return loss
 
-            def reduced() -> Any:
-                value = closure()
-                self._lend(self._buckets, _own_gradient)
-                return value
+        def reduced() -> Any:
+            value = closure()
+            self._lend(self._buckets, _own_gradient)
+            return value
 
-            loss = self._local_step((), _own_gradient, closure=reduced, **kwargs)
+        loss = self._local_step((), _own_gradient, closure=reduced, **kwargs)
         self.start_gather(self._buckets)()
         return loss
 
@@ -211,16 +212,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
         """Bring the parameters of buckets together; returns what waits for it. Frozen ones stay as they are."""
-        in_flight: deque[Callable[[], None]] = deque()
+        in_place: list[Callable[[], None]] = []
+        in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
         for bucket in buckets if self.world_size > 1 else ():
             if bucket.is_trainable:
-                in_flight.append(bucket.start_gather(self._collectives, self._pool))
-            while len(in_flight) > IN_FLIGHT:
-                in_flight.popleft()()
+                holder = in_scratch if bucket.needs_scratch else in_place
+                holder.append(bucket.start_gather(self._collectives, self._pool))
+            while len(in_scratch) > IN_FLIGHT:
+                in_scratch.popleft()()
 
         def wait() -> None:
-            while in_flight:
-                in_flight.popleft()()
+            for finish in [*in_scratch, *in_place]:
+                finish()
 
         return wait
 

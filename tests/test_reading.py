@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Stack, tokens
 from torch import nn
 
@@ -119,4 +121,47 @@ def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
 
         assert torch.equal(run(False), run(True))
 
+    zeroshard.testing.run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> None:
+    """torch.autograd.grad for inputs and for parameters, a second backward over one graph, and a loss of two forwards."""
+
+    class Floats(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.run(x)).square().mean()
+
+    def body(rank: int) -> None:
+        def run(stage: int | None, look: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+            torch.manual_seed(0)
+            model = Floats()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sharded = zeroshard.shard(model, optimizer, Policy.stage(stage)) if stage is not None else None
+            seen = []
+            for number in range(3):
+                x = torch.randn(
+                    2, 5, 12, generator=torch.Generator().manual_seed(10 * number + rank), requires_grad=True
+                )
+                if look:
+                    seen += torch.autograd.grad(model(x), x)
+                    seen += torch.autograd.grad(model(x), [model.blocks[1].up.weight])
+                (model(x) + model(2 * x)).backward()
+                seen.append(x.grad)
+                loss = model(x)
+                with sharded.accumulate() if sharded else contextlib.nullcontext():
+                    loss.backward(retain_graph=True)
+                loss.backward()
+                (sharded.optimizer if sharded else optimizer).step()
+                (sharded.optimizer if sharded else optimizer).zero_grad()
+            with zeroshard.unsharded(model):
+                return seen, nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+        plain_seen, plain = run(None, True) if dist.get_world_size() == 1 else run(stage, False)
+        seen, values = run(stage, True)
+        if dist.get_world_size() == 1:
+            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(seen, plain_seen, strict=True))
+        torch.testing.assert_close(values, plain)
+
+    zeroshard.testing.run_ranks(body, 1)
     zeroshard.testing.run_ranks(body, 2)

@@ -86,6 +86,8 @@ class Hooks:
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule: Schedule | Probe = schedule
+        self._aside: Schedule | None = None
+        """The schedule, while a backward that reaches no parameter goes around it."""
         self._phase = Phase.IDLE_OR_FORWARD
         self._units: dict[nn.Module, list[Unit]] = {}
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
@@ -94,6 +96,9 @@ class Hooks:
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
+        # Where the gradients of a backward end up; see `_reaches_parameters`.
+        trainable = [entry.parameter for unit in schedule.units if unit.trainable for entry in unit.named]
+        self._leaves = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trainable]
         for unit in schedule.units:
             for module in unit.modules:
                 self._units.setdefault(module, []).append(unit)
@@ -170,8 +175,20 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
+            if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
+                self._aside, self._schedule = self._schedule, Probe(self._schedule, _ignore)
             # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _reaches_parameters(self) -> bool:
+        """Whether this backward will give any parameter a gradient. One for the sake of inputs (torch.autograd.grad) does not.
+
+        torch has no public way to ask; its own checkpointing uses this one.
+        """
+        try:
+            return any(torch._C._will_engine_execute_node(leaf) for leaf in self._leaves)  # type: ignore[attr-defined]
+        except RuntimeError:  # autograd.grad with respect to parameters: they get no .grad either
+            return False
 
     def _pre_backward(self, module: nn.Module, call: _Call, gradient: Tensor) -> None:
         self._begin_backward()
@@ -214,10 +231,13 @@ class Hooks:
                     unit.reshard()
 
     def _end_backward(self) -> None:
+        schedule = self._schedule
         self._end_phase()
-        self._schedule.end_backward()
+        schedule.end_backward()
 
     def _end_phase(self) -> None:
+        if self._aside is not None:
+            self._schedule, self._aside = self._aside, None
         self._phase = Phase.IDLE_OR_FORWARD
         self._open_calls.clear()
         self._calls_to_come.clear()

@@ -165,3 +165,66 @@ def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> Non
 
     zeroshard.testing.run_ranks(body, 1)
     zeroshard.testing.run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("modifier", [0, 1])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_modifier_ranks_changes_are_taken_back(stage: int, modifier: int, bf16: bool) -> None:
+    """They are every rank's, they last over steps, and what was not changed keeps the digits of its master weights."""
+
+    def body(rank: int) -> None:
+        precision = zeroshard.Precision(torch.bfloat16) if bf16 else None
+
+        def run(change: bool) -> dict[str, torch.Tensor]:
+            torch.manual_seed(0)
+            model = Stack()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            sharded = zeroshard.shard(model, optimizer, Policy.stage(stage), precision=precision)
+            for number in range(6):
+                step(model, sharded, rank, number)
+                if change and number == 2:
+                    with zeroshard.unsharded(model.blocks[1], modifier_rank=modifier), torch.no_grad():
+                        model.blocks[1].up.weight.fill_(0.5 if rank == modifier else 7.0)
+                        model.blocks[1].up.bias.data[2:].fill_(0.25 if rank == modifier else 7.0)
+                    with zeroshard.unsharded(model):
+                        assert bool((model.blocks[1].up.weight == 0.5).all())
+                        assert bool((model.blocks[1].up.bias[2:] == 0.25).all())
+            with zeroshard.unsharded(model):
+                return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+
+        plain, changed = run(False), run(True)
+        near = changed["blocks.1.up.weight"].float()
+        assert bool(((near - 0.5).abs() < 0.05).all())
+        assert float((changed["blocks.1.up.bias"][2:].float() - 0.25).abs().max()) < 0.05
+        torch.testing.assert_close(changed["blocks.1.down.bias"], plain["blocks.1.down.bias"], atol=2e-2, rtol=2e-2)
+        for fqn, value in changed.items():
+            first = value.clone()
+            dist.broadcast(first, src=0)
+            assert torch.equal(first, value), f"ranks differ in {fqn}"
+
+    zeroshard.testing.run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_change_without_a_modifier_rank_is_an_error(stage: int, through_data: bool) -> None:
+    if through_data and stage < 3:
+        return  # the parameter is the user's own storage there: a write through .data leaves no trace
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        step(model, sharded, rank, 0)
+
+        def change() -> None:
+            with zeroshard.unsharded(model), torch.no_grad():
+                weight = model.blocks[0].up.weight
+                (weight.data if through_data else weight).fill_(3.0)
+
+        with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight.*modifier_rank"):
+            change()
+        step(model, sharded, rank, 1)
+
+    zeroshard.testing.run_ranks(body, 2)

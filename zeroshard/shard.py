@@ -222,10 +222,18 @@ def _make_units(model: nn.Module, optimized: set[int], precision: Precision, con
 
 
 @contextmanager
-def unsharded(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the parameters of a module, or those given, are whole and current, under every policy. For reading.
+def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
+    """Inside, the parameters of a module, or those given, are whole and current, under every policy.
 
-    Where parameters are sharded at rest this is a collective: every rank must enter it.
+    Where parameters are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it.
+
+    Args:
+        target: a module, a parameter or parameters. What shares a unit with them is whole too.
+        modifier_rank: rank of the data-parallel group whose in-place changes count: they become every rank's parameters and
+            master weights on leaving. None is for reading.
+
+    Raises:
+        UsageError: parameters were changed without a modifier rank. Under sharded parameters the change is gone.
     """
     if isinstance(target, nn.Module):
         wanted: Iterable[Tensor] = target.parameters()
@@ -238,11 +246,23 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[None]:
         unit.start_unshard()
     for unit in units:
         unit.unshard()
+    before = [unit.versions() for unit in units]
+    written: list[str] = []
     try:
         yield
+        for unit, versions in zip(units, before, strict=True):
+            if modifier_rank is not None:
+                unit.take_parameters(modifier_rank)
+            else:
+                written += unit.written_since(versions)
     finally:
         for unit in at_rest:
             unit.reshard()
+    if written:
+        raise UsageError(
+            f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
+            "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or copy what you want to change."
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -112,6 +112,29 @@ class Bucket:
                 self._rows, self.number, f"all-gather of updated {self.label}"
             )
 
+    def take_parameters(self, source: int) -> None:
+        """The unsharded parameters were changed on rank `source`: make its values everybody's, at rest and in the masters.
+
+        A master keeps its digits where the value in the parameter's own dtype is what it was.
+        """
+        self._collectives.broadcast(self._rows, source)
+        if self._resting is not None:
+            self._resting.copy_(self._rows[self._own])
+        if not self.trainable:
+            return
+        new = self._rows[self._updated]
+        if self._master.dtype != new.dtype:
+            torch.where(new == self._master.to(new.dtype), self._master, new.to(self._master.dtype), out=self._master)
+        elif self._master.data_ptr() != new.data_ptr() and self._master is not self._resting:
+            self._master.copy_(new)
+
+    def differs_from_rest(self) -> bool:
+        """Whether unsharded parameters are no longer what rests, on any rank. Where they are sharded, every rank must ask."""
+        if self._resting is None:
+            return False
+        same = torch.equal(self._rows[self._own].view(torch.uint8), self._resting.view(torch.uint8))
+        return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
+
     # ------------------------------------------------------------------ gradients
 
     @property

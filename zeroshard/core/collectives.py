@@ -77,8 +77,8 @@ class Collectives(ABC):
         """Start to bring this rank's row of every rank together. `rows` and `workspace` are busy until `finish`."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with rank 0's."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` with rank `source`'s."""
 
     @abstractmethod
     def exchange(self, data: bytes, label: str) -> list[bytes]:
@@ -138,7 +138,7 @@ class Alone(Collectives):
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
         return self._Mean(rows, self._divisor)
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
@@ -183,11 +183,11 @@ class _Grouped(Collectives):
     def close(self) -> None:
         self._destroy(self._group)
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if tensor.numel() == 0:
             return
-        self.sent["broadcast"] += tensor.nbytes if self.rank == 0 else 0
-        dist.broadcast(tensor, src=self._ranks[0], group=self._group)
+        self.sent["broadcast"] += tensor.nbytes if self.rank == source else 0
+        dist.broadcast(tensor, src=self._ranks[source], group=self._group)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
         works: list[dist.Work | None] = []

@@ -164,6 +164,22 @@ class Unit:
         self.flat.free()
         self.state = State.SHARDED
 
+    def take_parameters(self, source: int) -> None:
+        """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
+        for bucket in self.buckets:
+            bucket.take_parameters(source)
+
+    def versions(self) -> list[int]:
+        """Counts of in-place writes, by parameter."""
+        return [entry.parameter._version for entry in self.named]
+
+    def written_since(self, versions: Sequence[int]) -> list[str]:
+        """The fqns of parameters that were written in place since; all, where a write through `.data` was found."""
+        if any(bucket.differs_from_rest() for bucket in self.buckets):  # every rank hears the same
+            return [entry.fqn for entry in self.named]
+        now = zip(self.named, versions, self.versions(), strict=True)
+        return [entry.fqn for entry, before, after in now if before != after]
+
     def sync_parameters(self) -> None:
         """The optimizer has stepped: what this unit shows from now on is the updated values."""
         self.reshard()

@@ -225,7 +225,8 @@ def _make_units(model: nn.Module, optimized: set[int], precision: Precision, con
 def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
     """Inside, the parameters of a module, or those given, are whole and current, under every policy.
 
-    Where parameters are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it.
+    They stay so while the model runs: inside, ranks may run it as often as each likes (to generate, say). Where parameters
+    are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it.
 
     Args:
         target: a module, a parameter or parameters. What shares a unit with them is whole too.
@@ -246,6 +247,7 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
         unit.start_unshard()
     for unit in units:
         unit.unshard()
+        unit.pin()
     before = [unit.versions() for unit in units]
     written: list[str] = []
     try:
@@ -256,6 +258,8 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
             else:
                 written += unit.written_since(versions)
     finally:
+        for unit in units:
+            unit.unpin()
         for unit in at_rest:
             unit.reshard()
     if written:

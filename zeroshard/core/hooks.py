@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.core.probe import Probe, Take
@@ -96,9 +97,6 @@ class Hooks:
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
-        # Where the gradients of a backward end up; see `_reaches_parameters`.
-        trainable = [entry.parameter for unit in schedule.units if unit.trainable for entry in unit.named]
-        self._leaves = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trainable]
         for unit in schedule.units:
             for module in unit.modules:
                 self._units.setdefault(module, []).append(unit)
@@ -110,6 +108,13 @@ class Hooks:
         for module in self._units:
             self._handles.append(module.register_forward_pre_hook(_Hook(self._pre_forward), with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Hook(self._post_forward, module is model)))
+        self._owned = {
+            module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
+        }
+        self._brought: dict[nn.Module, list[Unit]] = {}
+        for module in self._owned:
+            self._handles.append(module.register_forward_pre_hook(_Hook(self._pre_part)))
+            self._handles.append(module.register_forward_hook(_Hook(self._post_part)))
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
                 hook = _WeakHook(self._post_accumulate, number, index)
@@ -162,6 +167,27 @@ class Hooks:
         if not _in_backward() and not (is_root and outputs):
             self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
 
+    # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
+
+    def _pre_part(self, module: nn.Module, args: Any) -> None:
+        missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
+        if missing:
+            _unshard(missing)
+            self._brought[module] = missing
+
+    def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        units = self._brought.pop(module, None)
+        if units is None or _in_backward():
+            return  # what a recomputation brings together, the backward still needs
+        for tensor in _differentiable(output) if torch.is_grad_enabled() else []:
+            tensor.register_hook(partial(self._pre_part_backward, units))
+        for unit in units:
+            unit.reshard()
+
+    def _pre_part_backward(self, units: Sequence[Unit], gradient: Tensor) -> None:
+        self._begin_backward()
+        _unshard(units)
+
     def _pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if any(unit.state is State.SHARDED for unit in self._schedule.units):
             warnings.warn(
@@ -185,8 +211,13 @@ class Hooks:
 
         torch has no public way to ask; its own checkpointing uses this one.
         """
+        trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
-            return any(torch._C._will_engine_execute_node(leaf) for leaf in self._leaves)  # type: ignore[attr-defined]
+            # Asked for anew each time: who keeps these nodes keeps the parameters. The first answer is nearly always yes.
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined]
+                for parameter in trainable
+            )
         except RuntimeError:  # autograd.grad with respect to parameters: they get no .grad either
             return False
 
@@ -242,6 +273,24 @@ class Hooks:
         self._open_calls.clear()
         self._calls_to_come.clear()
         self._in_progress.clear()
+
+
+def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """The modules that hold sharded parameters themselves, with those parameters' units."""
+    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
+    found = {}
+    for module in model.modules():
+        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+        if held:
+            found[module] = list(held)
+    return found
+
+
+def _unshard(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.start_unshard()
+    for unit in units:
+        unit.unshard()
 
 
 def _in_backward() -> bool:

@@ -204,6 +204,12 @@ class Schedule:
 
     # ------------------------------------------------------------------ step
 
+    def begin_step(self) -> None:
+        """The optimizer is about to update parameters: none is arriving, none is held."""
+        for unit in self.units:
+            unit.refuse_step()
+        self.settle()
+
     def sync_parameters(self) -> None:
         """The optimizer has stepped: bring the parameters up to date, in the order in which the forward will use them."""
         for unit in dict.fromkeys([*chain.from_iterable(self._recording), *self.units]):

@@ -117,6 +117,7 @@ class Unit:
         self._received: set[int] = set()
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
+        self._pins = 0
         self.state = State.UNSHARDED
         self._look_at_views()
         self.reshard()
@@ -156,13 +157,28 @@ class Unit:
 
     def reshard(self) -> None:
         """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
-        if not self.sharded_at_rest or self.state is State.SHARDED:
+        if not self.sharded_at_rest or self.state is State.SHARDED or self._pins:
             return
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
         self._look_at_placeholders()
         self.flat.free()
         self.state = State.SHARDED
+
+    def pin(self) -> None:
+        """Stay unsharded, whoever gives the unit back, until `unpin`."""
+        self._pins += 1
+
+    def refuse_step(self) -> None:
+        """Raise where the unit is pinned: it would go on showing what it was before the step."""
+        if self._pins and self.sharded_at_rest:
+            raise UsageError(
+                f"optimizer.step() inside zeroshard.unsharded(), which holds {self.label} as it is. Step outside."
+            )
+
+    def unpin(self) -> None:
+        """The end of one `pin`."""
+        self._pins -= 1
 
     def take_parameters(self, source: int) -> None:
         """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""

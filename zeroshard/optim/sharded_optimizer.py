@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 scale_([flat], self._narrow_coefficient)
             for view in views:
                 view.lend_gradient(flat if self._used[view.flag] else None)
-        self._schedule.settle()
+        self._schedule.begin_step()
         result = self.inner.step()
         for view in self.views:
             view.lend_gradient(None)

@@ -15,7 +15,7 @@ LEVELS = [
     {"errors"},
     {"policy", "core.layout", "config.fields", "optim.loss_scaler", "optim.lion", "optim.muon", "observe.timers"},
     {"core.flat_buffer", "core.buffer_pool", "core.collectives", "config.zero_block", "observe.underflow"},
-    {"core.bucket", "config.schema", "config.auto"},
+    {"core.bucket", "config.schema", "config.auto", "sharded_init"},
     {"core.unit", "config.batch_size", "observe.monitors"},
     {"core.bucketing", "core.schedule", "config.load", "observe.log"},
     {"core.probe", "observe.memory", "optim.grad_clip", "optim.elementwise", "optim.from_config", "optim.lr_schedules"},

@@ -10,6 +10,7 @@ from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zeroshard.policy import Place, Policy, Precision, Residency
 from zeroshard.shard import Sharded, shard, unsharded
+from zeroshard.sharded_init import sharded_init
 
 __version__ = "0.1.0"
 
@@ -36,5 +37,6 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "initialize",
     "shard",
+    "sharded_init",
     "unsharded",
 ]

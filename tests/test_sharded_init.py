@@ -1,0 +1,136 @@
+"""Born sharded: the same numbers, and a whole that never exists."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from models import MODELS, Stack, tokens
+from torch import nn
+
+import zeroshard
+from zeroshard import Policy
+from zeroshard.testing import run_ranks
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", [*MODELS, *FAMILIES])
+def test_the_numbers_are_the_same(name: str, ranks: int) -> None:
+    make = MODELS[name] if name in MODELS else FAMILIES[name][0]
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = values(make())
+        after = torch.rand(1)
+        torch.manual_seed(0)
+        with zeroshard.sharded_init():
+            model = make()
+        assert torch.equal(torch.rand(1), after), "as many random numbers were drawn"
+        born = values(model)
+        assert born.keys() == plain.keys()
+        for fqn, value in plain.items():
+            assert torch.equal(born[fqn], value), fqn
+        twin = copy.deepcopy(model)
+        assert all(torch.equal(value, plain[fqn]) for fqn, value in values(twin).items())
+
+    run_ranks(body, ranks)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_it_trains_as_one_that_was_whole(stage: int) -> None:
+    def body(rank: int) -> None:
+        def run(born: bool) -> dict[str, torch.Tensor]:
+            torch.manual_seed(0)
+            if born:
+                with zeroshard.sharded_init():
+                    model = Stack()
+            else:
+                model = Stack()
+            shapes = [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
+            sharded = zeroshard.shard(
+                model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), Policy.stage(stage)
+            )
+            assert shapes == [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
+            assert all(type(p) is nn.Parameter for p in model.parameters()) or stage in (1, 2)
+            for number in range(3):
+                model(*tokens(rank, number)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            with zeroshard.unsharded(model):
+                return values(model)
+
+        plain, born = run(False), run(True)
+        assert all(torch.equal(plain[fqn], value) for fqn, value in born.items())
+
+    run_ranks(body, 2)
+
+
+def test_what_is_written_after_the_cut_counts() -> None:
+    def body(rank: int) -> None:
+        with zeroshard.sharded_init():
+            model = Stack()
+        with torch.no_grad():
+            model.blocks[0].up.weight.fill_(3.0)
+            model.blocks[0].up.bias.data.zero_()
+            nn.init.constant_(model.blocks[1].up.weight, 2.0)
+            model.blocks[1].up.bias.copy_(model.blocks[2].up.bias.new_ones(33))
+        model.blocks[2].up.weight.requires_grad_(False)
+        assert "shape" not in repr(model)
+        sharded = zeroshard.shard(
+            model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), Policy.stage(3)
+        )
+        with zeroshard.unsharded(model):
+            assert bool((model.blocks[0].up.weight == 3).all())
+            assert bool((model.blocks[0].up.bias == 0).all())
+            assert bool((model.blocks[1].up.weight == 2).all())
+            assert bool((model.blocks[1].up.bias == 1).all())
+        assert not model.blocks[2].up.weight.requires_grad
+        del sharded
+
+    run_ranks(body, 2)
+
+
+_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+
+
+def peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+
+
+def test_the_whole_never_exists() -> None:
+    """24 blocks on 4 ranks: the process's peak is the shards, one block whole, and what the layout of one needs."""
+    config = GPTConfig(layers=24, width=512, heads=8)
+    block = 4 * 12 * 512**2  # bytes of a block's parameters
+    numel = sum(p.numel() for p in _meta(config).parameters())
+
+    def body(rank: int) -> Any:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)  # what is freed goes back to the system
+        Path("/proc/self/clear_refs").write_text("5")
+        start = peak()
+        with zeroshard.sharded_init():
+            model = GPT(config)
+        born = peak() - start
+        # Shards, and gradients of the same size: what rests after.
+        zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(3))
+        return born, peak() - start
+
+    for born, taken in run_ranks(body, 4):
+        assert born < 4 * numel / 4 + 2 * block
+        assert taken < 2 * 4 * numel / 4 + 4 * block, "shards and gradients, and what it takes to lay out one block"
+        assert taken < 0.7 * 4 * numel, "less than the whole model's parameters"
+
+
+def _meta(config: GPTConfig) -> nn.Module:
+    with torch.device("meta"):
+        return GPT(config)

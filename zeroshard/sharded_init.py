@@ -1,0 +1,186 @@
+"""Owns models that are born sharded: their whole never exists on any rank. Called by users, before `shard` or `initialize`.
+
+    with zeroshard.sharded_init():
+        model = MyModel()          # the numbers that it would have without, under the same seed
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+
+A module's parameters are cut when the module becomes part of another, which is when its constructor is done. From then until
+`shard` takes the model, a parameter is of a class that brings itself together for whatever torch operation touches it, and is cut
+again where the operation wrote to it: so models that initialise everything once more at the end work too. Every rank must run the
+same code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook as on_module_registration,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroshard.core.collectives import Collectives, create_collectives
+
+_METADATA = {
+    "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
+    "__hash__", "__len__", "is_signed", "__get__", "get_device", "requires_grad_", "__set__", "__format__", "__repr__",
+}  # fmt: skip
+_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+"""Attributes that show values, where all others tell of the tensor."""
+
+_shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# As in shard.py: a phone book, so that nothing is hung on the user's parameters.
+
+
+class _Births:
+    """What the parameters of one `sharded_init` share."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.open: list[_Shard] = []
+        """Those that are whole for a view's sake, see `_on_whole`."""
+
+    def close(self) -> None:
+        """Cut them again."""
+        for shard in self.open:
+            shard.close()
+        self.open.clear()
+
+
+class _Shard:
+    """This rank's part of one parameter."""
+
+    def __init__(self, whole: Tensor, births: _Births) -> None:
+        self.births, self._shape = births, whole.shape
+        self._numel = -(-whole.numel() // births.collectives.world_size)
+        self._whole: Tensor | None = None
+        self.take(whole)
+
+    def take(self, whole: Tensor) -> None:
+        """Keep this rank's part of new values."""
+        start = self._numel * self.births.collectives.rank
+        part = whole.detach().reshape(-1)[start : start + self._numel]
+        self._own = part.new_zeros(self._numel)
+        self._own[: part.numel()].copy_(part)
+
+    def whole(self) -> Tensor:
+        """All ranks' parts together. Every rank must call it."""
+        if self._whole is not None:
+            return self._whole
+        collectives = self.births.collectives
+        rows = self._own.new_empty(collectives.world_size, self._numel)
+        rows[collectives.rank].copy_(self._own)
+        if self._numel:
+            collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
+        return rows.view(-1)[: self._shape.numel()].view(self._shape)
+
+    def keep_open(self, whole: Tensor) -> None:
+        """Stay whole until the next operation on any parameter."""
+        self._whole = whole
+        self.births.open.append(self)
+
+    def close(self) -> None:
+        """What was written to views of the whole counts."""
+        if self._whole is not None:
+            self.take(self._whole)
+            self._whole = None
+
+
+class _BornSharded(nn.Parameter):
+    """What a parameter is between its cut and `shard`. See the module's docstring."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if func.__name__ == "__set__" and attribute == "data":
+                if args[1] is args[0]:
+                    return None  # `module.to` where there is nothing to move
+                _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
+            elif func.__name__ == "__get__" and attribute == "data":
+                return args[0]  # what is written to it counts, as it does for `data`
+            if func.__name__ in _METADATA and attribute not in _VALUES - {"data"}:
+                return func(*args, **(kwargs or {}))
+            return _on_whole(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        whole = nn.Parameter(copy.deepcopy(_shard_of[self].whole()), self.requires_grad)
+        memo[id(self)] = whole
+        return whole
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on whole parameters.
+
+    Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole until the
+    next operation on any.
+    """
+    wholes: dict[int, tuple[_BornSharded, Tensor]] = {}
+
+    def swap(value: Any) -> Any:
+        if not isinstance(value, _BornSharded):
+            return value
+        if id(value) not in wholes:
+            shard = _shard_of[value]
+            shard.births.close()
+            wholes[id(value)] = (value, shard.whole())
+        return wholes[id(value)][1]
+
+    args, kwargs = tree_map(swap, (args, kwargs))
+    versions = {key: whole._version for key, (_, whole) in wholes.items()}
+    result = func(*args, **kwargs)
+    shown = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+    for key, (parameter, whole) in wholes.items():
+        if whole._version != versions[key]:
+            _shard_of[parameter].take(whole)
+        if result is whole:  # an operation in place returns what it wrote to
+            result = parameter
+        elif whole.untyped_storage().data_ptr() in shown:
+            _shard_of[parameter].keep_open(whole)
+    return result
+
+
+def _cut(parameter: nn.Parameter, births: _Births) -> None:
+    if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
+        return
+    _shard_of[parameter] = _Shard(parameter.data, births)
+    parameter.data = parameter.data.new_full((), float("nan")).expand(parameter.shape)
+    parameter.__class__ = _BornSharded
+
+
+def _release(parameter: nn.Parameter) -> None:
+    _shard_of.pop(parameter, None)
+    parameter.__class__ = nn.Parameter
+
+
+@contextmanager
+def sharded_init(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Modules that are built inside keep only this rank's part of their parameters. Every rank must enter it.
+
+    The most that is whole at any time is the parameters of one module that is being built (not of its children), and one
+    parameter for an operation. `shard` and `initialize` take such a model as any other, one unit at a time.
+
+    Args:
+        group: the data-parallel process group; default: all ranks. Random numbers must be the same on all of them.
+    """
+    device = torch.get_default_device()
+    births = _Births(create_collectives(group, device))
+
+    def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        births.close()
+        for parameter in child.parameters() if child is not None else ():
+            _cut(parameter, births)
+
+    handle = on_module_registration(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+        births.close()

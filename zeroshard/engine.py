@@ -143,7 +143,7 @@ class Engine:
         with self._timers.measure("step"):
             self._last = self._take_step(lr_kwargs or {})
         self._tell(self._last)
-        self.loss_scaler.update(bool(self._last.not_finite))
+        self.loss_scaler.update(not math.isfinite(self._last.grad_norm or 0.0))
         return self._last
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> StepReport:
@@ -153,7 +153,8 @@ class Engine:
         norm = self._sharded.clip_grad_norm_(self.config.schema.gradient_clipping or None, scale)
         if not math.isfinite(norm):
             not_finite = self.optimizer.not_finite()
-            reason = f"the gradients of {len(not_finite)} parameters are not finite, first {', '.join(not_finite[:3])}"
+            named = f": those of {', '.join(not_finite[:3])}" + (", ..." if len(not_finite) > 3 else "")
+            reason = f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite{named if not_finite else ''}"
         applied = reason is None or not self.config.skips_steps_that_are_not_finite
         if applied:
             self.optimizer.step()

@@ -11,8 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 
+HEAVY = ("test_families", "test_sharded_init", "test_trainers")
+"""They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Accelerator tests run where there is one; elsewhere the summary says that they did not."""
+    """Accelerator tests run where there is one; elsewhere the summary says that they did not. Heavy ones come last."""
+    items.sort(key=lambda item: item.path.stem in HEAVY)
     if not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("accelerator"):

@@ -154,7 +154,9 @@ class Engine:
         if not math.isfinite(norm):
             not_finite = self.optimizer.not_finite()
             named = f": those of {', '.join(not_finite[:3])}" + (", ..." if len(not_finite) > 3 else "")
-            reason = f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite{named if not_finite else ''}"
+            reason = (
+                f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite{named if not_finite else ''}"
+            )
         applied = reason is None or not self.config.skips_steps_that_are_not_finite
         if applied:
             self.optimizer.step()

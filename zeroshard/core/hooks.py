@@ -15,6 +15,7 @@ exception, so nothing here counts on a forward's end.
 from __future__ import annotations
 
 import enum
+import functools
 import warnings
 import weakref
 from collections import Counter
@@ -52,6 +53,19 @@ class _Hook:
 
     def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
         return _no_hook, ()
+
+
+@functools.cache
+def _module_hook() -> type[_Hook]:
+    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit.
+
+    Made at first use: to say so imports the compiler, which takes a second.
+    """
+
+    class ModuleHook(_Hook):
+        __call__ = torch.compiler.disable(_Hook.__call__)
+
+    return ModuleHook
 
 
 class _WeakHook:
@@ -101,20 +115,21 @@ class Hooks:
             for module in unit.modules:
                 self._units.setdefault(module, []).append(unit)
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
+        hook_of = _module_hook()
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self._pre_root_forward)),
-            model.register_state_dict_pre_hook(_Hook(self._pre_state_dict)),
+            model.register_forward_pre_hook(hook_of(self._pre_root_forward)),
+            model.register_state_dict_pre_hook(hook_of(self._pre_state_dict)),
         ]
         for module in self._units:
-            self._handles.append(module.register_forward_pre_hook(_Hook(self._pre_forward), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_Hook(self._post_forward, module is model)))
+            self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_forward), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(hook_of(self._post_forward, module is model)))
         self._owned = {
             module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
         }
         self._brought: dict[nn.Module, list[Unit]] = {}
         for module in self._owned:
-            self._handles.append(module.register_forward_pre_hook(_Hook(self._pre_part)))
-            self._handles.append(module.register_forward_hook(_Hook(self._post_part)))
+            self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_part)))
+            self._handles.append(module.register_forward_hook(hook_of(self._post_part)))
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
                 hook = _WeakHook(self._post_accumulate, number, index)

@@ -20,7 +20,7 @@ LEVELS = [
     {"core.bucketing", "core.schedule", "config.load", "observe.log"},
     {"core.probe", "observe.memory", "optim.grad_clip", "optim.elementwise", "optim.from_config", "optim.lr_schedules"},
     {"core.hooks", "optim.sharded_optimizer", "config.table", "config.document", "optim.parameter_bucket"},
-    {"optim.optimizer_state", "optim.uneven_inputs"},
+    {"optim.optimizer_state", "optim.uneven_inputs", "optim.model_states"},
     {"optim.zero_redundancy_optimizer"},
     {"optim.ddp_hooks"},
     {"shard"},

@@ -8,7 +8,7 @@ from zeroshard.optim.lion import Lion
 from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zeroshard.policy import Place, Policy, Precision, Residency
+from zeroshard.policy import Place, Policy, Precision, Residency, Units
 from zeroshard.shard import Sharded, shard, unsharded
 from zeroshard.sharded_init import sharded_init
 
@@ -30,6 +30,7 @@ __all__ = [
     "Sharded",
     "StaticLossScaler",
     "StepReport",
+    "Units",
     "UsageError",
     "ZeroRedundancyOptimizer",
     "ZeroshardError",

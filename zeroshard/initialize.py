@@ -75,6 +75,7 @@ def initialize(
         precision=resolved.precision,
         bucket_numel=resolved.bucket_numel,
         overlap=resolved.overlap,
+        units=resolved.units,
         group=group,
     )
     lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)

@@ -49,12 +49,21 @@ class Policy:
             parameters sharded => gradients sharded => optimizer sharded.
         reshard_after_forward: where parameters are sharded, whether a unit is given back after its forward (less
             memory, one more all-gather) or kept for the backward.
+        prefetch_numel: where parameters are sharded, units are brought together ahead of their use until this many
+            elements are on their way; 0 is none ahead, None is one unit ahead.
+        max_live_numel: where parameters are sharded, nothing is prefetched or kept that would bring the unsharded
+            elements above it. The units in use (the root, and the block that runs) may.
+        max_reuse_numel: where parameters are sharded, a unit is kept after its forward if at most this many elements
+            are used before its backward. 0: only the last of the forward is.
     """
 
     parameters: Residency
     gradients: Residency
     optimizer: Residency
     reshard_after_forward: bool = True
+    prefetch_numel: int | None = None
+    max_live_numel: int | None = None
+    max_reuse_numel: int = 0
 
     def __post_init__(self) -> None:
         if self.parameters.sharded and not self.gradients.sharded:
@@ -92,6 +101,27 @@ class Policy:
             optimizer=Residency(sharded=stage >= 1),
             reshard_after_forward=reshard_after_forward,
         )
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which parameters are brought together at once, where the rule (each block of a list of blocks) is not what you want.
+
+    Attributes:
+        leaf_classes, leaf_names, leaf_suffixes: modules that are one unit with all that they contain: by class (its name, or
+            with its module's), by fqn (with `*` for anything), by the end of the fqn. Declare so a module that runs
+            some of its children on some ranks only, a mixture of experts: then all ranks bring all of it together.
+        min_numel: a block of fewer elements is no unit of its own; it belongs to what contains it.
+        persistent_numel: parameters of fewer elements are not sharded (their gradients and optimizer states are)...
+        max_persistent_numel: ... as long as they are not more than this many elements in all.
+    """
+
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+    min_numel: int = 0
+    persistent_numel: int = 0
+    max_persistent_numel: int | None = None
 
 
 @dataclass(frozen=True)

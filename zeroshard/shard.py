@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.core.bucket import Context
-from zeroshard.core.bucketing import group_parameters
+from zeroshard.core.bucketing import Group, group_parameters
 from zeroshard.core.buffer_pool import BufferPool
 from zeroshard.core.collectives import Collectives, create_collectives
 from zeroshard.core.hooks import Hooks
@@ -31,8 +31,9 @@ from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
 from zeroshard.observe.memory import formula, memory_report
 from zeroshard.optim.elementwise import needs_whole_parameters
+from zeroshard.optim.model_states import ModelStates
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-from zeroshard.policy import DTypes, Policy, Precision
+from zeroshard.policy import DTypes, Policy, Precision, Units
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """As DeepSpeed's reduce_bucket_size: in practice, a bucket is a unit or a large parameter."""
@@ -110,6 +111,11 @@ class Sharded:
         """Say that this microbatch's backward is over, also where the loss touched no parameter on this rank."""
         self._schedule.end_backward_once()
 
+    @property
+    def states(self) -> ModelStates:
+        """The model states by a parameter's fqn: get and set the whole, or this rank's part."""
+        return ModelStates(self._schedule.units, self.optimizer, self._collectives)
+
     def memory_report(self) -> dict[str, int]:
         """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch)."""
         return memory_report(self._schedule.units, self.optimizer, self._pool)
@@ -144,6 +150,7 @@ def shard(
     bucket_numel: int = DEFAULT_BUCKET_NUMEL,
     overlap: bool = True,
     elementwise: bool | None = None,
+    units: Units | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Sharded:
     """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are taken.
@@ -158,6 +165,7 @@ def shard(
         overlap: run collectives behind the computation. The result is the same bit for bit.
         elementwise: your word on an optimizer unknown to us: True, it updates each element from that element's own
             history alone, so parameters may be cut; False, it looks at whole parameters, so each lies whole on one rank.
+        units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
         group: the data-parallel process group; default: all ranks, or this process alone where torch.distributed is not
             initialised.
 
@@ -186,8 +194,8 @@ def shard(
     pool = BufferPool(device)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
     context = Context(policy, collectives, pool, bucket_numel, whole_parameters=whole)
-    units = _make_units(model, optimized, precision, context)
-    schedule = Schedule(units, collectives, overlap=overlap, reshard_after_forward=policy.reshard_after_forward)
+    groups = group_parameters(model, optimized, units)
+    schedule = Schedule(_make_units(groups, precision, context), collectives, policy, overlap=overlap)
     return Sharded(
         model,
         ShardedOptimizer(optimizer, schedule, collectives, whole_parameters=whole),
@@ -209,12 +217,14 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
             buffer.data = buffer.data.to(dtype)
 
 
-def _make_units(model: nn.Module, optimized: set[int], precision: Precision, context: Context) -> list[Unit]:
-    units: list[Unit] = []
-    for group in group_parameters(model, optimized):
+def _make_units(groups: Sequence[Group], precision: Precision, context: Context) -> list[Unit]:
+    policy, units = context.policy, list[Unit]()
+    unsharded_at_rest = replace(policy, parameters=replace(policy.parameters, sharded=False))
+    for group in groups:
         first_bucket = sum(len(unit.buckets) for unit in units)
         dtypes = precision.resolve(group.dtype)
-        unit = Unit(group.label, [group.module], group.named, group.trainable, dtypes, first_bucket, context)
+        own = replace(context, policy=unsharded_at_rest) if group.persistent else context
+        unit = Unit(group.label, [group.module], group.named, group.trainable, dtypes, first_bucket, own)
         for entry in group.named:
             _unit_of[entry.parameter] = weakref.ref(unit)
         units.append(unit)

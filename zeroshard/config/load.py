@@ -20,8 +20,9 @@ from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
 from zeroshard.config.fields import Effect, Kind, is_off
 from zeroshard.config.schema import Schema
+from zeroshard.config.zero_block import LeafModuleBlock
 from zeroshard.errors import ConfigError
-from zeroshard.policy import Place, Policy, Precision, Residency
+from zeroshard.policy import Place, Policy, Precision, Residency, Units
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
@@ -69,6 +70,23 @@ class Config:
                 preset.parameters, zero.cpu_offload_param or (parameters is not None and parameters.device == "cpu")
             ),
             optimizer=at(preset.optimizer, zero.cpu_offload or (optimizer is not None and optimizer.device == "cpu")),
+            prefetch_numel=zero.stage3_prefetch_bucket_size,
+            max_live_numel=zero.stage3_max_live_parameters,
+            max_reuse_numel=zero.stage3_max_reuse_distance,
+        )
+
+    @property
+    def units(self) -> Units:
+        """Which parameters are brought together at once. The same under every stage, so that the bits are."""
+        zero = self.schema.zero_optimization
+        leaves = zero.leaf_module or LeafModuleBlock()
+        return Units(
+            leaves.classes,
+            leaves.names,
+            leaves.name_suffixes,
+            min_numel=zero.stage3_module_granularity_threshold,
+            persistent_numel=zero.stage3_param_persistence_threshold,
+            max_persistent_numel=zero.stage3_model_persistence_threshold,
         )
 
     @cached_property

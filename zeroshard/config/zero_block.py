@@ -46,6 +46,14 @@ class OffloadOptimizerBlock(Block):
     cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads are used.")] = 0.8
 
 
+class LeafModuleBlock(Block):
+    """`leaf_module`: modules that are one unit with all that they contain. For those that run a part of it, by their input."""
+
+    classes: Annotated[tuple[str, ...], works("by class: its name, with or without its module's.")] = ()
+    names: Annotated[tuple[str, ...], works("by full name; `*` stands for anything.")] = ()
+    name_suffixes: Annotated[tuple[str, ...], works("by the end of the full name.")] = ()
+
+
 class ZeroBlock(Block):
     """`zero_optimization`: what is sharded, and how it travels."""
 
@@ -91,20 +99,34 @@ class ZeroBlock(Block):
     sub_group_size: Annotated[
         Positive, no_meaning("without offload to disk the optimizer steps over everything in one call.")
     ] = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[Count, no_meaning("the next unit is prefetched, whatever its size.")] = (
-        50_000_000
-    )
+    stage3_prefetch_bucket_size: Annotated[
+        Count | None,
+        works(
+            "elements that are brought together ahead of their use; 0 is none. Left out: the next unit, whatever its size."
+        ),
+    ] = None
     stage3_param_persistence_threshold: Annotated[
-        Count, no_meaning("what belongs to no block stays unsharded from forward to backward.")
-    ] = 100_000
-    stage3_model_persistence_threshold: Annotated[Count, no_meaning("as stage3_param_persistence_threshold.")] = (
-        2**63 - 1
-    )
+        Count,
+        works(
+            "parameters of fewer elements are not sharded. Left out: all are."
+        ),
+    ] = 0
+    stage3_model_persistence_threshold: Annotated[
+        Count, works("the most elements that stay unsharded by stage3_param_persistence_threshold, the smallest first.")
+    ] = 2**63 - 1
     stage3_max_live_parameters: Annotated[
-        Count, no_meaning("at most the root, the unit in use and the next one are unsharded.")
+        Count, works("nothing is prefetched or kept that would bring the unsharded elements above it.")
     ] = 1_000_000_000
-    stage3_max_reuse_distance: Annotated[Count, no_meaning("only the forward's last unit is kept.")] = 1_000_000_000
-    stage3_module_granularity_threshold: Annotated[Count, no_meaning("units are whole blocks.")] = 0
+    stage3_max_reuse_distance: Annotated[
+        Count,
+        works(
+            "a unit stays unsharded after its forward if at most this many elements are used before its backward. Left out: "
+            "only the last is kept."
+        ),
+    ] = 0
+    stage3_module_granularity_threshold: Annotated[
+        Count, works("a block of fewer elements is no unit of its own: it comes with what contains it.")
+    ] = 0
     stage3_gather_16bit_weights_on_model_save: Annotated[
         bool, no_meaning("read parameters inside zeroshard.unsharded.")
     ] = False
@@ -113,7 +135,7 @@ class ZeroBlock(Block):
     ] = False
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
     stage3_allgather_sequential: Annotated[bool, no_meaning("a choice of schedule in DeepSpeed.")] = False
-    leaf_module: Annotated[dict[str, Any] | None, no_meaning("a unit is always unsharded whole.")] = None
+    leaf_module: Annotated[LeafModuleBlock | None, works("modules that are unsharded whole, whatever they run.")] = None
     offload_param: Annotated[OffloadParamBlock | None, works("where parameters rest.")] = None
     offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("where optimizer states rest.")] = None
     cpu_offload: Annotated[bool, works('the old name of "offload_optimizer": {"device": "cpu"}.')] = False

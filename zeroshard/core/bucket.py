@@ -13,6 +13,7 @@ Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -104,13 +105,16 @@ class Bucket:
 
     def sync_parameters(self) -> None:
         """The optimizer has updated the master shards: bring the parameters up to date."""
-        target = self._resting if self._resting is not None else self._rows[self._updated]
-        if target.data_ptr() != self._master.data_ptr():
-            target.copy_(self._master)
+        self._write_masters_back()
         if self._resting is None and self._policy.optimizer.sharded:
             self._gathering = self._collectives.all_gather(
                 self._rows, self.number, f"all-gather of updated {self.label}"
             )
+
+    def _write_masters_back(self) -> None:
+        target = self._resting if self._resting is not None else self._rows[self._updated]
+        if target.data_ptr() != self._master.data_ptr():
+            target.copy_(self._master)
 
     def take_parameters(self, source: int) -> None:
         """The unsharded parameters were changed on rank `source`: make its values everybody's, at rest and in the masters.
@@ -127,6 +131,26 @@ class Bucket:
             torch.where(new == self._master.to(new.dtype), self._master, new.to(self._master.dtype), out=self._master)
         elif self._master.data_ptr() != new.data_ptr() and self._master is not self._resting:
             self._master.copy_(new)
+
+    def take_masters(self) -> None:
+        """The master weights were set: the unsharded parameters, and what rests, follow. The rows have storage."""
+        if self.trainable:
+            self._write_masters_back()
+        if self._resting is not None:
+            self._rows[self._own].copy_(self._resting)
+        self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of set {self.label}")
+        self.wait_unsharded()
+
+    def own_parameters(self) -> Iterator[tuple[Piece, Tensor]]:
+        """This rank's shard of the parameters at rest, [numel] for each parameter in it."""
+        own = self._rows[self._own] if self._resting is None else self._resting
+        for piece in self.layout.shard_pieces(self.rank):
+            yield piece, own[0, piece.start : piece.start + piece.numel]
+
+    @property
+    def rank(self) -> int:
+        """Whose shards these are."""
+        return self._collectives.rank
 
     def differs_from_rest(self) -> bool:
         """Whether unsharded parameters are no longer what rests, on any rank. Where they are sharded, every rank must ask."""

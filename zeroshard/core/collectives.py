@@ -226,7 +226,8 @@ class _Grouped(Collectives):
             f"the ranks no longer do the same thing, or one of them is gone (timeout {self._timeout}):\n  "
             + "\n  ".join(lines)
             + "\nEvery rank must run the same units in the same order, and take the same number of microbatches and "
-            f"steps. The backend said: {str(error).splitlines()[0]}"
+            "steps. Declare a module that runs only a part of itself, by its input, as a leaf: Units(leaf_classes=...), or "
+            f"zero_optimization.leaf_module in a config. The backend said: {str(error).splitlines()[0]}"
         )
 
 

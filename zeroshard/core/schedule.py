@@ -13,6 +13,7 @@ of its reductions, so a unit whose backward is over is closed, with zeros for wh
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from zeroshard.core.bucket import Bucket
 from zeroshard.core.collectives import Collectives
-from zeroshard.core.unit import Unit
+from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
+from zeroshard.policy import Policy
 
 IN_FLIGHT = 4
 """Reductions that may be under way at once: one travels while the next one is filled. Each holds pool buffers."""
@@ -34,18 +36,18 @@ class Schedule:
 
     Args:
         units: in the order of registration.
+        policy: tells how far ahead units are brought together, and how long they are kept.
         overlap: collectives run behind the computation. Off: each is waited for where it starts. Same bits.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], collectives: Collectives, *, overlap: bool, reshard_after_forward: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, policy: Policy, *, overlap: bool) -> None:
         self.units = list(units)
         self.is_last_microbatch = True
         self.gradients_taken = 0
         self._collectives = collectives
         self._overlap = overlap
-        self._gives_back_after_forward = reshard_after_forward
+        self._policy = policy
+        self._kept: list[Unit] = []  # after their forward, for their backward
         buckets = [bucket for unit in self.units if unit.trainable for bucket in unit.buckets]
         self._order = buckets[::-1]  # a first guess, see [Note: order]
         self._order_is_agreed = False
@@ -69,11 +71,13 @@ class Schedule:
 
     def unshard(self, units: Sequence[Unit], *, backward: bool) -> None:
         """The units of one module are about to be used: wait for them, with the next module's on their way."""
+        self._make_room(units)
         for unit in units:
             unit.start_unshard()
         if self._overlap:
             for unit in self._next_after(units, backward):
-                unit.start_unshard()
+                if self._has_room(unit):
+                    unit.start_unshard()
         for unit in units:
             unit.unshard()
         if not backward and units not in self._recording:
@@ -84,17 +88,53 @@ class Schedule:
         order = self._recording[::-1] if backward else self._recorded
         if units not in order:
             return ()
-        position = order.index(units) + 1
-        # Units that the forward keeps may as well come all at once.
-        stop = position + 1 if backward or self._gives_back_after_forward else len(order)
-        return [unit for later in order[position:stop] for unit in later]
+        later = order[order.index(units) + 1 :]
+        if not backward and not self._policy.reshard_after_forward:
+            return list(chain.from_iterable(later))  # what the forward keeps may as well come all at once
+        if self._policy.prefetch_numel is None:
+            return list(chain.from_iterable(later[:1]))
+        found: list[Unit] = []
+        for following in later:
+            if sum(unit.layout.numel for unit in found) >= self._policy.prefetch_numel:
+                break
+            found += following
+        return found
 
     def reshard_after_forward(self, units: Sequence[Unit], *, backward_follows: bool) -> None:
         """These units were used by a forward. The last to run are kept: the backward begins with them."""
-        is_last = bool(self._recorded) and units is self._recorded[-1]
-        if not backward_follows or (self._gives_back_after_forward and not is_last):
-            for unit in units:
-                unit.reshard()
+        if backward_follows and self._is_reused_soon(units) and self._live_numel() <= self._live_limit:
+            self._kept += [unit for unit in units if unit not in self._kept]
+            return
+        for unit in units:
+            unit.reshard()
+
+    def _is_reused_soon(self, units: Sequence[Unit]) -> bool:
+        """Whether few elements are used between a unit's forward and its backward: those of all after it, twice."""
+        if not self._policy.reshard_after_forward:
+            return True
+        if units not in self._recorded:
+            return False
+        after = chain.from_iterable(self._recorded[self._recorded.index(units) + 1 :])
+        return 2 * sum(unit.layout.numel for unit in after) <= self._policy.max_reuse_numel
+
+    @property
+    def _live_limit(self) -> float:
+        return math.inf if self._policy.max_live_numel is None else self._policy.max_live_numel
+
+    def _live_numel(self) -> int:
+        """Elements that are unsharded now and will be given back."""
+        return sum(u.layout.numel for u in self.units if u.sharded_at_rest and u.state is not State.SHARDED)
+
+    def _has_room(self, unit: Unit) -> bool:
+        return unit.state is not State.SHARDED or self._live_numel() + unit.layout.numel <= self._live_limit
+
+    def _make_room(self, units: Sequence[Unit]) -> None:
+        """What is needed now comes before what was kept for later; of that, the first to have run is the last to be needed."""
+        for unit in units:
+            if unit in self._kept:
+                self._kept.remove(unit)
+        while self._kept and not all(self._has_room(unit) for unit in units):
+            self._kept.pop(0).reshard()
 
     def settle(self) -> None:
         """Wait for every parameter that is still arriving."""
@@ -142,6 +182,7 @@ class Schedule:
                 self._reduce(bucket)
         self._next = 0
         self._awaiting_step = self._backward_ended = True
+        self._kept.clear()
         for unit in self.units:
             unit.expect_gradients()
             unit.reshard()
@@ -160,6 +201,7 @@ class Schedule:
             unit.abandon_backward()
         self._next = 0
         self._awaiting_step = False
+        self._kept.clear()
 
     def _reduce(self, bucket: Bucket) -> None:
         if not bucket.reduce_gradients(self.is_last_microbatch):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,23 @@ class Unit:
         """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
         for bucket in self.buckets:
             bucket.take_parameters(source)
+
+    def take_masters(self) -> None:
+        """Master weights (or, of a frozen unit, what rests) were set: the parameters follow. Every rank must call it."""
+        was_sharded = self.state is State.SHARDED
+        self.unshard()
+        for bucket in self.buckets:
+            bucket.take_masters()
+        if was_sharded:
+            self.reshard()
+
+    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
+        for bucket, _ in self._homes[index]:
+            for rank in range(bucket.layout.world_size):
+                for piece in bucket.layout.shard_pieces(rank):
+                    if piece.index == index:
+                        yield rank, piece.parameter_start, piece.parameter_start + piece.numel
 
     def versions(self) -> list[int]:
         """Counts of in-place writes, by parameter."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ from zeroshard.optim.grad_clip import clip_coefficient, scale_, sum_of_squares
 class ShardView:
     """The part of one parameter in one shard: the tensor that the optimizer updates.
 
-    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard.
+    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard,
+    `parameter_start` where in the flattened parameter.
     """
 
     named: NamedParameter
@@ -37,6 +38,7 @@ class ShardView:
     value: Tensor
     start: int
     numel: int
+    parameter_start: int
 
     def lend_gradient(self, flat: Tensor | None) -> None:
         """Let the optimizer see its part of the shard's gradient, or none."""
@@ -154,6 +156,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         anywhere = [any(flags) for flags in zip(*messages, strict=True)]
         return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
 
+    def used(self) -> dict[str, bool]:
+        """By fqn, whether any rank used the parameter in this step. Every rank must call it, after the last backward."""
+        if self._used_at != self._schedule.gradients_taken:
+            self._exchange(norm=False)
+        return {unit.named[i].fqn: used for (unit, i), used in zip(self._flags, self._used, strict=True)}
+
+    def shards(self) -> Iterator[tuple[Shard, list[ShardView]]]:
+        """What this rank updates: the shards, and their parts by parameter."""
+        yield from self._shards
+
+    def mean_gradient(self, shard: Shard, view: ShardView) -> Tensor:
+        """A view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
+        part = shard.gradient[view.start : view.start + view.numel]
+        return part.to(shard.master.dtype) * self._narrow_coefficient if _is_narrow(shard) else part
+
+    def set_mean_gradient(self, shard: Shard, view: ShardView, value: Tensor) -> None:
+        """Overwrite what `mean_gradient` gives."""
+        part = shard.gradient[view.start : view.start + view.numel]
+        part.copy_(value / self._narrow_coefficient if _is_narrow(shard) else value)
+
     def _scale(self, coefficient: float) -> None:
         """Multiply the gradients: at once, or, where 16 bits would lose digits or underflow, when they are lent in fp32."""
         scale_([shard.gradient for shard, _ in self._shards if not _is_narrow(shard)], coefficient)
@@ -199,7 +221,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _view(shard: Shard, piece: Piece, named: NamedParameter, flag: int, whole: bool) -> ShardView:
     value = shard.master[piece.start : piece.start + piece.numel].detach()
-    return ShardView(named, flag, value.view(named.shape) if whole else value, piece.start, piece.numel)
+    value = value.view(named.shape) if whole else value
+    return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
 
 
 def _is_narrow(shard: Shard) -> bool:

@@ -24,7 +24,9 @@ LEVELS = [
     {"optim.zero_redundancy_optimizer"},
     {"optim.ddp_hooks"},
     {"shard"},
-    {"engine"},
+    {"activation_checkpointing.saved_inputs"},
+    {"activation_checkpointing.checkpointer"},
+    {"checkpointing", "engine"},
     {"initialize"},
 ]
 

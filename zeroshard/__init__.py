@@ -1,5 +1,6 @@
 """ZeRO for PyTorch: sharded optimizer states, gradients and parameters, on stock torch."""
 
+from zeroshard import checkpointing
 from zeroshard.engine import Engine, StepReport
 from zeroshard.errors import CollectiveError, ConfigError, LossScaleError, PolicyError, UsageError, ZeroshardError
 from zeroshard.initialize import initialize
@@ -34,6 +35,7 @@ __all__ = [
     "UsageError",
     "ZeroRedundancyOptimizer",
     "ZeroshardError",
+    "checkpointing",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "initialize",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from zeroshard.activation_checkpointing.checkpointer import Checkpointer
 from zeroshard.config.load import Config
 from zeroshard.errors import UsageError
 from zeroshard.observe.log import Log, StepFigures
@@ -53,16 +54,21 @@ class Engine:
     Attributes:
         module: the user's own model.
         optimizer, lr_scheduler: what the config or the caller named.
+        checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
         loss_scaler: knows the present loss scale (1 but under fp16).
         global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in all.
     """
 
-    def __init__(self, sharded: Sharded, config: Config, lr_scheduler: Any, device: torch.device) -> None:
+    def __init__(
+        self, sharded: Sharded, config: Config, lr_scheduler: Any, device: torch.device,
+        checkpointing: Checkpointer | None = None,
+    ) -> None:  # fmt: skip
         self.module = sharded.model
         self.optimizer: ShardedOptimizer = sharded.optimizer
         self.lr_scheduler = lr_scheduler
         self.config = config
         self.device = device
+        self.checkpointing = checkpointing
         self.loss_scaler = _loss_scaler(config)
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
@@ -286,6 +292,8 @@ class Engine:
     def destroy(self) -> None:
         """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
         self._log.close()
+        if self.checkpointing is not None:
+            self.checkpointing.remove()
         self._sharded.remove()
 
 

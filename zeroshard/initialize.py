@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from zeroshard.activation_checkpointing.checkpointer import Checkpointer, Checkpointing
 from zeroshard.config.load import Config, load_config
 from zeroshard.config.table import config_table
 from zeroshard.engine import Engine
@@ -68,6 +69,7 @@ def initialize(
     if resolved.schema.dump_state:
         Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
     model.to(device)
+    checkpointing = _checkpoint_units(resolved, model)
     sharded = shard(
         model,
         _choose_optimizer(resolved, model, optimizer, model_parameters),
@@ -80,7 +82,16 @@ def initialize(
     )
     lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
-    return Engine(sharded, resolved, lr_scheduler, device), sharded.optimizer, loader, lr_scheduler
+    return Engine(sharded, resolved, lr_scheduler, device, checkpointing), sharded.optimizer, loader, lr_scheduler
+
+
+def _checkpoint_units(config: Config, model: nn.Module) -> Checkpointer | None:
+    block = config.schema.activation_checkpointing
+    if block.checkpoint_units is None:
+        return None
+    checkpointer = Checkpointer(Checkpointing.of(block))
+    checkpointer.checkpoint_units(model, block.checkpoint_units, config.units)
+    return checkpointer
 
 
 def _device() -> torch.device:

@@ -117,6 +117,7 @@ RULES: dict[str, Rule] = {
     "fp16.enabled": _is_dtype(torch.float16),
     "bf16.enabled": _is_dtype(torch.bfloat16),
     "bfloat16.enabled": _is_dtype(torch.bfloat16),
+    "activation_checkpointing.checkpoint_units": _constant("auto"),
     "zero_optimization.reduce_bucket_size": _of_hidden_size(lambda size: size * size, "hidden size squared"),
     "zero_optimization.allgather_bucket_size": _of_hidden_size(lambda size: size * size, "hidden size squared"),
     "zero_optimization.stage3_prefetch_bucket_size": _of_hidden_size(

@@ -19,7 +19,7 @@ from torch import nn
 from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
 from zeroshard.config.fields import Effect, Kind, is_off
-from zeroshard.config.schema import Schema
+from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
 from zeroshard.config.zero_block import LeafModuleBlock
 from zeroshard.errors import ConfigError
 from zeroshard.policy import Place, Policy, Precision, Residency, Units
@@ -185,6 +185,15 @@ def load_config(
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
     _refuse_conflicts(schema)
     return Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))
+
+
+def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
+    """Read the block `activation_checkpointing` of a DeepSpeed config alone."""
+    block = _read(config).get("activation_checkpointing", {})
+    try:
+        return ActivationCheckpointingBlock.model_validate(block)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -163,14 +163,40 @@ class CommsLoggerBlock(Block):
 
 
 class ActivationCheckpointingBlock(Block):
-    """`activation_checkpointing`: use torch.utils.checkpoint in the model; the block's switches are not offered yet."""
+    """`activation_checkpointing`: activations that are computed again in the backward, on top of torch's checkpointing.
 
-    partition_activations: Annotated[bool, refused("sharded saved inputs.")] = False
-    cpu_checkpointing: Annotated[bool, refused("saved inputs in CPU memory.")] = False
-    contiguous_memory_optimization: Annotated[bool, refused("saved inputs in one buffer.")] = False
-    number_checkpoints: Annotated[Count | None, no_meaning("only counts with contiguous_memory_optimization.")] = None
-    synchronize_checkpoint_boundary: Annotated[bool, refused("a synchronisation at each checkpoint.")] = False
-    profile: Annotated[bool, refused("time per checkpoint; use torch.profiler.")] = False
+    It applies to the modules that `checkpoint_units` names, and to `zeroshard.checkpointing.checkpoint` after
+    `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own `gradient_checkpointing_enable()` is torch's alone.
+    """
+
+    checkpoint_units: Annotated[
+        Literal["auto"] | tuple[str, ...] | None,
+        works(
+            'checkpoint modules without touching the model: "auto" is each block of a list of blocks; else a list of full '
+            "names, with `*` for anything. Not in DeepSpeed."
+        ),
+    ] = None
+    partition_activations: Annotated[
+        bool,
+        works(
+            "saved inputs that are the same over a model-parallel group are kept sharded over it; without one, it says so."
+        ),
+    ] = False
+    cpu_checkpointing: Annotated[bool, works("saved inputs rest in pinned CPU memory, and come back ahead of use.")] = (
+        False
+    )
+    contiguous_memory_optimization: Annotated[
+        bool, works("saved inputs rest in memory that is allocated once, for number_checkpoints.")
+    ] = False
+    number_checkpoints: Annotated[
+        Count | None, works("the most checkpoints of a forward, for contiguous_memory_optimization.")
+    ] = None
+    synchronize_checkpoint_boundary: Annotated[
+        bool, works("wait for the accelerator where a checkpoint begins and ends.")
+    ] = False
+    profile: Annotated[bool, works("measure time and bytes of each checkpoint: `engine.checkpointing.table()`.")] = (
+        False
+    )
 
 
 class CheckpointBlock(Block):
@@ -244,7 +270,7 @@ class Schema(BaseModel):
     wandb: Annotated[WandbBlock, works("needs the wandb package.")] = WandbBlock()
     comet: Annotated[CometBlock, works("needs the comet_ml package.")] = CometBlock()
     comms_logger: Annotated[CommsLoggerBlock, works("what travels between ranks.")] = CommsLoggerBlock()
-    activation_checkpointing: Annotated[ActivationCheckpointingBlock, works("nothing but its defaults.")] = (
+    activation_checkpointing: Annotated[ActivationCheckpointingBlock, works("see its page.")] = (
         ActivationCheckpointingBlock()
     )
     aio: Annotated[AioBlock, no_meaning("nothing is offloaded to disk.")] = AioBlock()

@@ -107,9 +107,7 @@ class ZeroBlock(Block):
     ] = None
     stage3_param_persistence_threshold: Annotated[
         Count,
-        works(
-            "parameters of fewer elements are not sharded. Left out: all are."
-        ),
+        works("parameters of fewer elements are not sharded. Left out: all are."),
     ] = 0
     stage3_model_persistence_threshold: Annotated[
         Count, works("the most elements that stay unsharded by stage3_param_persistence_threshold, the smallest first.")

@@ -1,0 +1,270 @@
+"""Activation checkpointing changes memory and time, never a bit: under every stage, dtype and place of saved inputs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import tokens
+from rich.console import Console
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+import zeroshard
+from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
+from zeroshard.activation_checkpointing.saved_inputs import HostCopies, Slots
+from zeroshard.checkpointing import Checkpointer, Checkpointing
+from zeroshard.testing import run_ranks
+
+WIDTH, DEPTH = 16, 4
+
+
+class Block(nn.Module):
+    """Takes a tuple and a keyword, drops at random, and returns a dict: what models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> dict[str, Tensor]:
+        x, positions = pair
+        y = F.dropout(self.down(F.gelu(self.up(self.norm(x + positions)))), 0.2, self.training)
+        return {"x": x + scale * y}
+
+
+class Model(nn.Module):
+    def __init__(self, run: Callable[..., Any] = lambda block, *args, **kwargs: block(*args, **kwargs)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 31)
+        self.register_buffer("positions", torch.randn(5, WIDTH))
+        self.run = run
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        scale = torch.tensor(0.5)
+        for block in self.blocks:
+            x = self.run(block, (x, self.positions.to(x.dtype)), scale=scale)["x"]
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def train(
+    rank: int, stage: int, dtype: torch.dtype | None, options: Checkpointing | None, own: bool = False, steps: int = 4
+) -> tuple[list[Tensor], Checkpointer | None]:
+    torch.manual_seed(0)
+    checkpointer = None if options is None else Checkpointer(options)
+    model = Model(checkpointer.checkpoint) if own and checkpointer is not None else Model()
+    if checkpointer is not None and not own:
+        checkpointer.checkpoint_units(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(stage), precision=Precision(param_dtype=dtype))
+    torch.manual_seed(7 + rank)  # dropout differs from rank to rank
+    losses = []
+    for step in range(steps):
+        for microbatch in range(2):
+            with sharded.accumulate(microbatch == 0):
+                loss = model(*tokens(rank, 2 * step + microbatch))
+                loss.backward()
+            losses.append(loss.detach())
+        sharded.clip_grad_norm_(1.0)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    with zeroshard.unsharded(model):
+        return [torch.stack(losses), *(p.detach().clone() for p in model.parameters())], checkpointer
+
+
+OPTIONS = {
+    "plain": Checkpointing(),
+    "cpu": Checkpointing(cpu_checkpointing=True),
+    "contiguous": Checkpointing(contiguous_memory_optimization=True, number_checkpoints=DEPTH),
+    "contiguous, cpu": Checkpointing(contiguous_memory_optimization=True, number_checkpoints=6, cpu_checkpointing=True),
+    "profile": Checkpointing(profile=True, synchronize_checkpoint_boundary=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_bits_are_those_without_checkpointing(stage: int, dtype: torch.dtype | None) -> None:
+    def body(rank: int) -> None:
+        expected, _ = train(rank, stage, dtype, None)
+        for name, options in OPTIONS.items():
+            for own in (False, True):
+                got, _ = train(rank, stage, dtype, options, own)
+                assert all(map(torch.equal, expected, got)), (name, own)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_partitioned_inputs_are_gathered_for_the_recompute(contiguous: bool) -> None:
+    """Ranks that hold the same inputs, as those of a model-parallel group do: each keeps half."""
+
+    def body(rank: int) -> None:
+        options = Checkpointing(
+            partition_activations=True,
+            model_parallel_group=dist.group.WORLD,
+            contiguous_memory_optimization=contiguous,
+            number_checkpoints=DEPTH if contiguous else None,
+        )
+        gradients = []
+        for checkpointer in (None, Checkpointer(options)):
+            torch.manual_seed(0)
+            model = Model() if checkpointer is None else Model(checkpointer.checkpoint)
+            torch.manual_seed(1)
+            for step in range(2):
+                model(*tokens(0, step)).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *gradients))
+        if contiguous:
+            assert checkpointer._slots.nbytes == DEPTH * (3 * 5 * WIDTH * 4) // 2
+
+    run_ranks(body, 2)
+
+
+def test_without_a_model_parallel_group_it_says_so() -> None:
+    checkpointer = Checkpointer(Checkpointing(partition_activations=True))
+    with pytest.warns(UserWarning, match="no model-parallel group"):
+        Model(checkpointer.checkpoint)(*tokens(0, 0)).backward()
+
+
+@pytest.mark.parametrize("keeper", [HostCopies(), HostCopies(Slots(DEPTH, on_host=True)), Slots(DEPTH)])
+def test_what_is_kept_elsewhere_comes_back_as_it_was(keeper: Any) -> None:
+    """The copies of cpu_checkpointing, which a model on the CPU does not need."""
+    leaf = torch.randn(DEPTH, 5, requires_grad=True)
+    for _ in range(3):
+        if isinstance(keeper, Slots):
+            keeper.begin()
+        with saved_tensors_hooks(keeper, lambda recall: recall()):
+            out = [(row * 2).exp() for row in leaf]
+        (gradient,) = torch.autograd.grad(sum(one.sum() for one in out), leaf)
+        torch.testing.assert_close(gradient, 2 * (2 * leaf).exp().detach())
+        del out
+        slots = keeper._slots if isinstance(keeper, HostCopies) else keeper
+        if slots is not None:
+            slots.begin()
+
+
+def test_contiguous_memory_is_allocated_once_and_its_end_is_an_error() -> None:
+    options = Checkpointing(contiguous_memory_optimization=True, number_checkpoints=DEPTH)
+    checkpointer = Checkpointer(options)
+    model = Model(checkpointer.checkpoint)
+    model(*tokens(0, 0)).backward()
+    slots = checkpointer._slots
+    addresses = {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
+    assert slots.nbytes == DEPTH * 3 * 5 * WIDTH * 4  # of x alone: positions and the scale are no activations
+    model(*tokens(0, 1)).backward()
+    assert {key: buffer.data_ptr() for key, buffer in slots._buffers.items()} == addresses
+    kept = model(*tokens(0, 2))
+    with pytest.raises(UsageError, match="number_checkpoints is 4"):
+        model(*tokens(0, 3))
+    kept.backward()
+    del kept
+    gc.collect()
+    model(*tokens(0, 4)).backward()
+    with pytest.raises(UsageError, match="give number_checkpoints"):
+        Checkpointing(contiguous_memory_optimization=True)
+
+
+def test_the_profile_counts_calls_seconds_and_bytes() -> None:
+    checkpointer = Checkpointer(Checkpointing(profile=True))
+    model = Model()
+    checkpointer.checkpoint_units(model)
+    for step in range(3):
+        model(*tokens(0, step)).backward()
+    assert list(checkpointer.costs) == [f"blocks.{number}" for number in range(DEPTH)]
+    for cost in checkpointer.costs.values():
+        assert cost.calls == 3
+        assert cost.nbytes == 3 * 3 * 5 * WIDTH * 4
+        assert cost.forward > 0
+        assert cost.recompute > 0
+    console = Console(width=100, record=True, quiet=True)
+    with console.capture():
+        console.print(checkpointer.table())
+    assert checkpointer.table().row_count == DEPTH
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    checkpointing.reset()
+
+
+def test_as_users_of_deepspeed_call_it() -> None:
+    assert not checkpointing.is_configured()
+    config = {
+        "activation_checkpointing": {
+            "contiguous_memory_optimization": True,
+            "number_checkpoints": "4",
+            "profile": True,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    made = checkpointing.configure(None, deepspeed_config=config, num_checkpoints=9)
+    assert checkpointing.is_configured()
+    assert made.options == Checkpointing(contiguous_memory_optimization=True, number_checkpoints=9, profile=True)
+    x = torch.randn(3, requires_grad=True)
+    checkpointing.checkpoint(torch.sin, x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    checkpointing.reset()
+    assert not checkpointing.is_configured()
+    with pytest.raises(ConfigError, match="unknown key"):
+        checkpointing.configure(deepspeed_config={"activation_checkpointing": {"partition": True}})
+
+
+@pytest.mark.parametrize("chosen", ["auto", ["auto"], ["blocks.1", "blocks.[23]"]])
+def test_a_config_checkpoints_units_without_touching_the_model(chosen: Any) -> None:
+    def body(rank: int) -> None:
+        losses = []
+        for block in ({}, {"checkpoint_units": chosen, "profile": True}):
+            torch.manual_seed(0)
+            model = Model()
+            keys = list(model.state_dict())
+            config = {
+                "train_micro_batch_size_per_gpu": 3,
+                "zero_optimization": {"stage": 3},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+                "activation_checkpointing": block,
+            }
+            if chosen == ["auto"] and block:
+                with pytest.raises(UsageError, match="no module of the model is called 'auto'"):
+                    zeroshard.initialize(model=model, config=config)
+                return
+            engine, *_ = zeroshard.initialize(model=model, config=config)
+            assert list(dict(model.named_parameters())) == [key for key in keys if key != "positions"]
+            for step in range(3):
+                loss = engine(*tokens(rank, step))
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.detach())
+            copy.deepcopy(engine.module.blocks[0].up)
+            if block:
+                names = (
+                    [f"blocks.{n}" for n in range(DEPTH)] if chosen == "auto" else [f"blocks.{n}" for n in (1, 2, 3)]
+                )
+                assert list(engine.checkpointing.costs) == names
+                engine.destroy()
+                assert not any("forward" in module.__dict__ for module in model.modules())
+        assert torch.equal(*losses)
+
+    run_ranks(body, 2)
+
+
+def test_a_second_backward_and_eval() -> None:
+    for options in OPTIONS.values():
+        checkpointer = Checkpointer(options)
+        model = Model(checkpointer.checkpoint)
+        loss = model(*tokens(0, 0))
+        one = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        other = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(map(torch.equal, one, other))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.eval()(*tokens(0, 0))

@@ -13,7 +13,16 @@ import zeroshard
 PACKAGE = Path(zeroshard.__file__).parent
 LEVELS = [
     {"errors"},
-    {"policy", "core.layout", "config.fields", "optim.loss_scaler", "optim.lion", "optim.muon", "observe.timers"},
+    {
+        "policy",
+        "core.layout",
+        "config.fields",
+        "optim.loss_scaler",
+        "optim.lion",
+        "optim.muon",
+        "observe.timers",
+        "checkpoint.safetensors_file",
+    },
     {"core.flat_buffer", "core.buffer_pool", "core.collectives", "config.zero_block", "observe.underflow"},
     {"core.bucket", "config.schema", "config.auto", "sharded_init"},
     {"core.unit", "config.batch_size", "observe.monitors"},
@@ -25,7 +34,7 @@ LEVELS = [
     {"optim.ddp_hooks"},
     {"shard"},
     {"activation_checkpointing.saved_inputs"},
-    {"activation_checkpointing.checkpointer"},
+    {"activation_checkpointing.checkpointer", "pretrained"},
     {"checkpointing", "engine"},
     {"initialize"},
 ]

@@ -21,5 +21,9 @@ class CollectiveError(ZeroshardError, RuntimeError):
     """Ranks diverged, timed out or died inside a collective. The message names the ranks and what each was doing."""
 
 
+class CheckpointError(ZeroshardError, RuntimeError):
+    """A file that cannot be written, or is missing, damaged, or of another model. The message names the file and the cause."""
+
+
 class LossScaleError(ZeroshardError, FloatingPointError):
     """Gradients overflow at the smallest loss scale: fp16 training cannot go on."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,20 +32,32 @@ _METADATA = {
     "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
     "__hash__", "__len__", "is_signed", "__get__", "get_device", "requires_grad_", "__set__", "__format__", "__repr__",
 }  # fmt: skip
+_CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
+"""What `module.to`, `module.half` and their like call: each rank converts its own part."""
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values, where all others tell of the tensor."""
 
-_shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # As in shard.py: a phone book, so that nothing is hung on the user's parameters.
 
 
-class _Births:
+class Births:
     """What the parameters of one `sharded_init` share."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-        self.open: list[_Shard] = []
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.device = device
+        """Where parameters are made that are on the meta device so far."""
+        self.open: list[Shard] = []
         """Those that are whole for a view's sake, see `_on_whole`."""
+        self._group = group
+        self._collectives: dict[str, Collectives] = {}
+        self.rank, self.world_size = (self.collectives(device).rank, self.collectives(device).world_size)
+
+    def collectives(self, device: torch.device) -> Collectives:
+        """For tensors on `device`: a model may be moved after its birth."""
+        if device.type not in self._collectives:
+            self._collectives[device.type] = create_collectives(self._group, device)
+        return self._collectives[device.type]
 
     def close(self) -> None:
         """Cut them again."""
@@ -54,30 +66,42 @@ class _Births:
         self.open.clear()
 
 
-class _Shard:
+class Shard:
     """This rank's part of one parameter."""
 
-    def __init__(self, whole: Tensor, births: _Births) -> None:
-        self.births, self._shape = births, whole.shape
-        self._numel = -(-whole.numel() // births.collectives.world_size)
+    def __init__(self, shape: torch.Size, births: Births) -> None:
+        self.births, self._shape = births, shape
+        self.numel = -(-shape.numel() // births.world_size)
         self._whole: Tensor | None = None
-        self.take(whole)
+        self.own: Tensor
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """[start, stop): the elements of the flattened parameter that are this rank's."""
+        start = min(self.numel * self.births.rank, self._shape.numel())
+        return start, min(start + self.numel, self._shape.numel())
+
+    def converted(self, own: Tensor) -> Shard:
+        """The same in another dtype, or on another device."""
+        twin = Shard(self._shape, self.births)
+        twin.own = own
+        return twin
 
     def take(self, whole: Tensor) -> None:
         """Keep this rank's part of new values."""
-        start = self._numel * self.births.collectives.rank
-        part = whole.detach().reshape(-1)[start : start + self._numel]
-        self._own = part.new_zeros(self._numel)
-        self._own[: part.numel()].copy_(part)
+        start, stop = self.range
+        part = whole.detach().reshape(-1)[start:stop]
+        self.own = part.new_zeros(self.numel)
+        self.own[: part.numel()].copy_(part)
 
     def whole(self) -> Tensor:
         """All ranks' parts together. Every rank must call it."""
         if self._whole is not None:
             return self._whole
-        collectives = self.births.collectives
-        rows = self._own.new_empty(collectives.world_size, self._numel)
-        rows[collectives.rank].copy_(self._own)
-        if self._numel:
+        collectives = self.births.collectives(self.own.device)
+        rows = self.own.new_empty(collectives.world_size, self.numel)
+        rows[collectives.rank].copy_(self.own)
+        if self.numel:
             collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
         return rows.view(-1)[: self._shape.numel()].view(self._shape)
 
@@ -93,7 +117,7 @@ class _Shard:
             self._whole = None
 
 
-class _BornSharded(nn.Parameter):
+class BornSharded(nn.Parameter):
     """What a parameter is between its cut and `shard`. See the module's docstring."""
 
     @classmethod
@@ -103,17 +127,44 @@ class _BornSharded(nn.Parameter):
             if func.__name__ == "__set__" and attribute == "data":
                 if args[1] is args[0]:
                     return None  # `module.to` where there is nothing to move
-                _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
+                if type(args[1]) is BornSharded:  # `module.to`, as it was converted below
+                    shard_of[args[0]] = shard_of[args[1]]
+                    args = (args[0], _placeholder(shard_of[args[0]].own, args[0].shape))
+                else:
+                    _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
             elif func.__name__ == "__get__" and attribute == "data":
                 return args[0]  # what is written to it counts, as it does for `data`
+            if func.__name__ in _CONVERSIONS:
+                return _convert(func, args, kwargs or {})
             if func.__name__ in _METADATA and attribute not in _VALUES - {"data"}:
                 return func(*args, **(kwargs or {}))
             return _on_whole(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        whole = nn.Parameter(copy.deepcopy(_shard_of[self].whole()), self.requires_grad)
+        whole = nn.Parameter(copy.deepcopy(shard_of[self].whole()), self.requires_grad)
         memo[id(self)] = whole
         return whole
+
+
+def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    parameter, shard = args[0], shard_of[args[0]]
+    kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    own = func(shard.own, *args[1:], **kwargs)
+    if own is shard.own:
+        return cast("Tensor", parameter)
+    return born(shard.converted(own), parameter.shape, parameter.requires_grad)
+
+
+def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
+    """A parameter of which this rank holds the part `shard`."""
+    parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
+    shard_of[parameter] = shard
+    parameter.__class__ = BornSharded
+    return cast("BornSharded", parameter)
+
+
+def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
+    return own.new_full((), float("nan")).expand(shape)
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,13 +173,13 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole until the
     next operation on any.
     """
-    wholes: dict[int, tuple[_BornSharded, Tensor]] = {}
+    wholes: dict[int, tuple[BornSharded, Tensor]] = {}
 
     def swap(value: Any) -> Any:
-        if not isinstance(value, _BornSharded):
+        if not isinstance(value, BornSharded):
             return value
         if id(value) not in wholes:
-            shard = _shard_of[value]
+            shard = shard_of[value]
             shard.births.close()
             wholes[id(value)] = (value, shard.whole())
         return wholes[id(value)][1]
@@ -139,24 +190,26 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shown = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
     for key, (parameter, whole) in wholes.items():
         if whole._version != versions[key]:
-            _shard_of[parameter].take(whole)
+            shard_of[parameter].take(whole)
         if result is whole:  # an operation in place returns what it wrote to
             result = parameter
         elif whole.untyped_storage().data_ptr() in shown:
-            _shard_of[parameter].keep_open(whole)
+            shard_of[parameter].keep_open(whole)
     return result
 
 
-def _cut(parameter: nn.Parameter, births: _Births) -> None:
+def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
+    """Keep this rank's part of a parameter that is whole."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
         return
-    _shard_of[parameter] = _Shard(parameter.data, births)
-    parameter.data = parameter.data.new_full((), float("nan")).expand(parameter.shape)
-    parameter.__class__ = _BornSharded
+    shard_of[parameter] = shard = Shard(parameter.shape, births)
+    shard.take(parameter.data)
+    parameter.data = _placeholder(shard.own, parameter.shape)
+    parameter.__class__ = BornSharded
 
 
 def _release(parameter: nn.Parameter) -> None:
-    _shard_of.pop(parameter, None)
+    shard_of.pop(parameter, None)
     parameter.__class__ = nn.Parameter
 
 
@@ -170,13 +223,12 @@ def sharded_init(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     Args:
         group: the data-parallel process group; default: all ranks. Random numbers must be the same on all of them.
     """
-    device = torch.get_default_device()
-    births = _Births(create_collectives(group, device))
+    births = Births(group, torch.get_default_device())
 
     def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         births.close()
         for parameter in child.parameters() if child is not None else ():
-            _cut(parameter, births)
+            cut_parameter(parameter, births)
 
     handle = on_module_registration(cut)
     try:

@@ -108,6 +108,10 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"engine.backward takes a scalar loss tensor, not {what}.")
+        if not self._sharded.trains:
+            raise UsageError(
+                "this engine is for evaluation alone: give initialize an optimizer, or the config an `optimizer` block."
+            )
         if self._backward_done:
             raise UsageError(
                 "engine.backward was called twice for one microbatch: call engine.step() after each backward."
@@ -279,6 +283,10 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("the model does not return its loss: give underflow_report a function that computes it.")
         return loss
+
+    def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
+        """Take note of parameters that were frozen or freed, see `Sharded.update_trainable`. Every rank must call it."""
+        self._sharded.update_trainable(param_group)
 
     def train(self, mode: bool = True) -> Engine:
         """As `module.train`."""

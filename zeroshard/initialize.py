@@ -41,7 +41,8 @@ def initialize(
     Args:
         args: an argparse namespace; its `deepspeed_config` is the config where `config` is not given.
         model: the module to train; it is moved to this rank's accelerator.
-        optimizer: a torch optimizer, or what makes one from parameters; takes the place of the config's block.
+        optimizer: a torch optimizer, or what makes one from parameters; takes the place of the config's block. Without
+            either, the engine is for evaluation alone.
         model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
         training_data: a dataset; a loader over this rank's part of it is returned.
         lr_scheduler: a scheduler, or what makes one from an optimizer; takes the place of the config's block.
@@ -111,7 +112,7 @@ def _join_ranks(required: bool | None, device: torch.device) -> None:
 
 def _choose_optimizer(
     config: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | None:
     parameters = (
         list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
     )
@@ -123,7 +124,7 @@ def _choose_optimizer(
             raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch optimizer.")
         return made
     if config.schema.optimizer is None:
-        raise UsageError("there is no optimizer: give initialize one, or the config an `optimizer` block.")
+        return None
     return create_optimizer(config.schema.optimizer, parameters, model)
 
 

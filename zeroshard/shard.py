@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,9 @@ from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
 from zeroshard.observe.memory import formula, memory_report
 from zeroshard.optim.elementwise import needs_whole_parameters
-from zeroshard.optim.model_states import ModelStates
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-from zeroshard.policy import DTypes, Policy, Precision, Units
+from zeroshard.optim.model_states import PARAMETERS, ModelStates
+from zeroshard.optim.sharded_optimizer import NoOptimizer, ShardedOptimizer
+from zeroshard.policy import Policy, Precision, Units
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """As DeepSpeed's reduce_bucket_size: in practice, a bucket is a unit or a large parameter."""
@@ -59,7 +60,8 @@ class Sharded:
     _hooks: Hooks
     _collectives: Collectives
     _pool: BufferPool
-    _dtypes: DTypes
+    _precision: Precision
+    _context: Context
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
@@ -123,13 +125,63 @@ class Sharded:
     def memory_formula(self, states: int = 2) -> dict[str, float]:
         """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
-        return formula(self.policy, self._dtypes, numel, self._collectives.world_size, states)
+        dtypes = self._precision.resolve(next(self.model.parameters()).dtype)
+        return formula(self.policy, dtypes, numel, self._collectives.world_size, states)
 
     def comm_report(self) -> dict[str, int]:
         """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
         report = dict(self._collectives.sent)
         self._collectives.sent.clear()
         return report
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to train."""
+        return any(unit.trainable for unit in self._schedule.units)
+
+    def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
+        """Take note of parameters whose `requires_grad` was changed. Every rank must call it, between steps, with the same.
+
+        What is frozen gives up its gradient and its optimizer state; what is freed begins with fresh state, in the param group
+        where it was listed when the model was sharded. One unit is whole at a time.
+
+        Args:
+            param_group: a new group of the optimizer, for freed parameters that it does not know: `{"params": [...], "lr": ...}`.
+
+        Raises:
+            UsageError: gradients of a step are waiting, or a freed parameter is in no group of the optimizer.
+        """
+        if not self._schedule.is_between_steps:
+            raise UsageError("update_trainable between backward and zero_grad: end the step first.")
+        if param_group is not None:
+            self.optimizer.list_group(param_group)
+        listed = {parameter for group in self.optimizer.groups for parameter in group}
+        for unit in list(self._schedule.units):
+            now = [entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named]
+            if any(trains != unit.trainable for trains in now):
+                self._split(unit, now)
+        self._hooks.remove()
+        self._hooks.attach()
+
+    def _split(self, unit: Unit, trains: Sequence[bool]) -> None:
+        """Give the parameters of a unit to new ones, by who is trained, with master weights and optimizer state."""
+        states = self.states
+        names = [PARAMETERS, *states.optimizer_names()]
+        kept = {entry.fqn: {name: states.get(entry.fqn, name) for name in names} for entry in unit.named}
+        unit.release()
+        groups = [
+            Group(
+                unit.label, unit.modules[0], named, trainable, unit.named[0].parameter.dtype, not unit.sharded_at_rest
+            )
+            for trainable in (True, False)
+            if (named := tuple(entry for entry, now in zip(unit.named, trains, strict=True) if now is trainable))
+        ]
+        first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
+        self._schedule.replace(unit, _make_units(groups, self._precision, self._context, first))
+        self.optimizer.lay_out()
+        states = self.states
+        for fqn, values in kept.items():
+            states.restore(fqn, values)
 
     def remove(self) -> None:
         """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""
@@ -143,7 +195,7 @@ class Sharded:
 
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     policy: Policy | None = None,
     *,
     precision: Precision | None = None,
@@ -158,7 +210,8 @@ def shard(
     Args:
         model: any module; it stays the user's, with its own ordinary parameters.
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or what makes one from them.
-            It is changed in place: its param groups hold views of shards from now on.
+            It is changed in place: its param groups hold views of shards from now on. None: the model is for evaluation
+            alone, and takes no memory for gradients and optimizer states.
         policy: where model states rest; default ZeRO-2.
         precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
         bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
@@ -181,9 +234,12 @@ def shard(
         raise UsageError(
             f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned."
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None:
+        optimizer, elementwise = NoOptimizer(), True
+    elif not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameter for parameter in parameters if parameter.requires_grad)
-    _check_optimizer(model, optimizer)
+    if not isinstance(optimizer, NoOptimizer):
+        _check_optimizer(model, optimizer)
     whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
@@ -204,7 +260,8 @@ def shard(
         Hooks(model, schedule),
         collectives,
         pool,
-        precision.resolve(parameters[0].dtype),
+        precision,
+        context,
     )
 
 
@@ -217,17 +274,17 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
             buffer.data = buffer.data.to(dtype)
 
 
-def _make_units(groups: Sequence[Group], precision: Precision, context: Context) -> list[Unit]:
+def _make_units(groups: Sequence[Group], precision: Precision, context: Context, first_bucket: int = 0) -> list[Unit]:
     policy, units = context.policy, list[Unit]()
     unsharded_at_rest = replace(policy, parameters=replace(policy.parameters, sharded=False))
     for group in groups:
-        first_bucket = sum(len(unit.buckets) for unit in units)
         dtypes = precision.resolve(group.dtype)
         own = replace(context, policy=unsharded_at_rest) if group.persistent else context
         unit = Unit(group.label, [group.module], group.named, group.trainable, dtypes, first_bucket, own)
         for entry in group.named:
             _unit_of[entry.parameter] = weakref.ref(unit)
         units.append(unit)
+        first_bucket += len(unit.buckets)
     return units
 
 

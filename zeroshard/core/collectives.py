@@ -84,6 +84,13 @@ class Collectives(ABC):
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         """Every rank's `data` (the same length on all), in rank order."""
 
+    def exchange_json(self, value: Any, label: str) -> list[Any]:
+        """Every rank's `value`, as JSON has it, in rank order."""
+        data = json.dumps(value).encode()
+        lengths = self.exchange(len(data).to_bytes(8, "little"), f"the length of {label}")
+        longest = max(int.from_bytes(length, "little") for length in lengths)
+        return [json.loads(message) for message in self.exchange(data.ljust(longest), label)]
+
     @abstractmethod
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
         """Bring rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others give what they like."""

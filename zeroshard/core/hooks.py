@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.core.probe import Probe, Take
 from zeroshard.core.schedule import Schedule
@@ -104,19 +105,26 @@ class Hooks:
         self._aside: Schedule | None = None
         """The schedule, while a backward that reaches no parameter goes around it."""
         self._phase = Phase.IDLE_OR_FORWARD
-        self._units: dict[nn.Module, list[Unit]] = {}
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
         self._open_calls: Counter[nn.Module] = Counter()
         self._root = model
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
+        self._brought: dict[nn.Module, list[Unit]] = {}
+        self._handles: list[RemovableHandle] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on the modules and parameters of the schedule's units."""
+        model, schedule = self._root, self._schedule
+        self._units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
             for module in unit.modules:
                 self._units.setdefault(module, []).append(unit)
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
         hook_of = _module_hook()
-        self._handles = [
+        self._handles += [
             model.register_forward_pre_hook(hook_of(self._pre_root_forward)),
             model.register_state_dict_pre_hook(hook_of(self._pre_state_dict)),
         ]
@@ -126,7 +134,6 @@ class Hooks:
         self._owned = {
             module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
         }
-        self._brought: dict[nn.Module, list[Unit]] = {}
         for module in self._owned:
             self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_part)))
             self._handles.append(module.register_forward_hook(hook_of(self._post_part)))

@@ -48,11 +48,9 @@ class Schedule:
         self._overlap = overlap
         self._policy = policy
         self._kept: list[Unit] = []  # after their forward, for their backward
-        buckets = [bucket for unit in self.units if unit.trainable for bucket in unit.buckets]
-        self._order = buckets[::-1]  # a first guess, see [Note: order]
-        self._order_is_agreed = False
-        self._completed: list[Bucket] = []
         self._next = 0
+        self._completed: list[Bucket] = []
+        self._guess_order()
         self._in_flight: deque[Bucket] = deque()
         self._awaiting_step = False
         self._stepped = False
@@ -60,6 +58,23 @@ class Schedule:
         # Units in the order in which their modules ran: in the last forward, and in this one.
         self._recorded: list[Sequence[Unit]] = []
         self._recording: list[Sequence[Unit]] = []
+
+    def _guess_order(self) -> None:
+        buckets = [bucket for unit in self.units if unit.trainable for bucket in unit.buckets]
+        self._order = buckets[::-1]  # a first guess, see [Note: order]
+        self._order_is_agreed = False
+
+    def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
+        """Between steps: other units hold the parameters of `unit` from now on."""
+        position = self.units.index(unit)
+        self.units[position : position + 1] = by
+        self._recorded, self._recording = [], []
+        self._guess_order()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No gradient has arrived since the last `zero_grad`."""
+        return not self._awaiting_step and not self._stepped
 
     # ------------------------------------------------------------------ parameters
 

@@ -12,7 +12,6 @@ and as the optimizer calls its own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +86,12 @@ class ModelStates:
         unit, _ = self._find(fqn)
         own = [name for held in self._parts(fqn) for name in held.state]
         return [PARAMETERS, *([GRADIENTS] if unit.trainable else []), *dict.fromkeys(own)]
+
+    def optimizer_names(self) -> list[str]:
+        """The names of everything that the optimizer keeps, on any rank. Every rank must call it."""
+        own = list(dict.fromkeys(name for held in self.held() for name in held.state))
+        everyone = self._collectives.exchange_json(own, "the names of the optimizer's states")
+        return sorted({name for names in everyone for name in names})
 
     # ------------------------------------------------------------------ what this rank holds
 
@@ -166,6 +171,24 @@ class ModelStates:
         if state == PARAMETERS:
             unit.take_masters()
 
+    def restore(self, fqn: str, values: Mapping[str, Tensor | None]) -> None:
+        """Give a parameter wholes of its master weights and of the optimizer's states, if it keeps any. Every rank must call it."""
+        value = values[PARAMETERS]
+        assert value is not None
+        self.set(fqn, PARAMETERS, value)
+        for held in self._parts(fqn):
+            if held.view is None or self._optimizer is None:
+                continue
+            target = self._optimizer.state[held.view.value]
+            for name, whole in values.items():
+                if name == PARAMETERS or whole is None:
+                    continue
+                if name != "step" and whole.shape == value.shape:
+                    part = whole.reshape(-1)[held.start : held.start + held.numel]
+                    target[name] = part.reshape(held.view.value.shape).clone()
+                else:
+                    target[name] = whole.clone()
+
     # ------------------------------------------------------------------ pieces
 
     def _find(self, fqn: str) -> tuple[Unit, int]:
@@ -211,11 +234,7 @@ class ModelStates:
                 is_tensor = isinstance(value, Tensor)
                 dtype = str(value.dtype).removeprefix("torch.") if is_tensor else None
                 own = {"dtype": dtype, "value": value.tolist() if is_tensor else value}
-        data = json.dumps(own).encode()
-        label = f"the description of {state} of {fqn}"
-        lengths = self._collectives.exchange(len(data).to_bytes(8, "little"), label)
-        longest = max(int.from_bytes(length, "little") for length in lengths)
-        told = [json.loads(message) for message in self._collectives.exchange(data.ljust(longest), label)]
+        told = self._collectives.exchange_json(own, f"the description of {state} of {fqn}")
         return next((one for one in told if one is not None), None)
 
 

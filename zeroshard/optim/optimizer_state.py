@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,7 +54,7 @@ def consolidate(
     ]
     whole: dict[int, State] = {}
     in_flight: deque[Callable[[], None]] = deque()
-    for source, entries in enumerate(_tell_everyone(told, collectives)):
+    for source, entries in enumerate(collectives.exchange_json(told, "the description of optimizer state")):
         for number, (index, start, stop, description) in enumerate(entries):
             own = optimizer.state[held[number].value] if source == collectives.rank else {}
             for name, (kind, dtype, content) in description.items():
@@ -97,15 +96,6 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
                 "Save each rank's own state_dict() instead."
             )
     return described
-
-
-def _tell_everyone(told: Any, collectives: Collectives) -> list[Any]:
-    """Every rank's JSON, in rank order."""
-    data = json.dumps(told).encode()
-    lengths = collectives.exchange(len(data).to_bytes(8, "little"), "the length of the description of optimizer state")
-    longest = max(int.from_bytes(length, "little") for length in lengths)
-    everyone = collectives.exchange(data.ljust(longest), "the description of optimizer state")
-    return [json.loads(message) for message in everyone]
 
 
 def _home(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,21 +70,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._narrow_coefficient = 1.0
         """What gradients in a dtype narrower than the master weights' are still to be multiplied by, see `_scale`."""
-        trainable = [unit for unit in schedule.units if unit.trainable]
-        self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
-        flag_of = {flag: number for number, flag in enumerate(self._flags)}
-        # What this rank updates. A shard's padding is zero.
-        self._shards = [
-            (shard, [_view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], whole_parameters)
-                     for piece in shard.pieces])
-            for unit in trainable for bucket in unit.buckets for shard in bucket.optimizer_shards()
-        ]  # fmt: skip
-        self.views = [view for _, views in self._shards for view in views]
-        by_parameter: dict[int, list[Tensor]] = {}
-        for view in self.views:
-            by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
-        for group in inner.param_groups:
-            group["params"] = [value for p in group["params"] for value in by_parameter.get(id(p), [])]
+        self._whole_parameters = whole_parameters
+        self.views: list[ShardView] = []
+        self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
+        """`id`s of the user's parameters, group by group."""
+        self.lay_out()
         self._is_laid_out = False
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
@@ -92,6 +82,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
+
+    def lay_out(self) -> None:
+        """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
+        before = {(view.value.data_ptr(), view.numel): view.value for view in self.views}
+        trainable = [unit for unit in self._schedule.units if unit.trainable]
+        self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
+        flag_of = {flag: number for number, flag in enumerate(self._flags)}
+        # A shard's padding is zero.
+        self._shards = [
+            (shard, [_view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], self._whole_parameters, before)
+                     for piece in shard.pieces])
+            for unit in trainable for bucket in unit.buckets for shard in bucket.optimizer_shards()
+        ]  # fmt: skip
+        self.views = [view for _, views in self._shards for view in views]
+        by_parameter: dict[int, list[Tensor]] = {}
+        for view in self.views:
+            by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
+        for group, parameters in zip(self.inner.param_groups, self.groups, strict=True):
+            group["params"] = [value for parameter in parameters for value in by_parameter.get(parameter, [])]
+        alive = {view.value for view in self.views}
+        for value in [value for value in self.inner.state if value not in alive]:
+            del self.inner.state[value]
 
     # ------------------------------------------------------------------ the step
 
@@ -212,16 +224,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take back what `state_dict` gave on this rank, with the same world size and policy."""
         self.inner.load_state_dict(state_dict)
 
+    def list_group(self, param_group: dict[str, Any]) -> None:
+        """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
+        known = {parameter for group in self.groups for parameter in group}
+        again = sum(id(parameter) in known for parameter in param_group["params"])
+        if again:
+            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
+        self.groups.append([id(parameter) for parameter in param_group["params"]])
+        self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
+        self.inner.param_groups[-1]["params"] = []
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the shards are laid out."""
         if self._is_laid_out:
-            raise UsageError("the layout of shards is fixed: give the optimizer all its param groups before zeroshard.")
+            raise UsageError(
+                "the shards are laid out: give the optimizer its param groups before zeroshard, or free parameters with "
+                "sharded.update_trainable(param_group)."
+            )
         super().add_param_group(param_group)
 
 
-def _view(shard: Shard, piece: Piece, named: NamedParameter, flag: int, whole: bool) -> ShardView:
+class NoOptimizer(torch.optim.Optimizer):
+    """What stands for the optimizer of a model that is for evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {"lr": 0.0})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """There is nothing to update."""
+        raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")
+
+
+def _view(
+    shard: Shard, piece: Piece, named: NamedParameter, flag: int, whole: bool, before: Mapping[tuple[int, int], Tensor]
+) -> ShardView:
     value = shard.master[piece.start : piece.start + piece.numel].detach()
-    value = value.view(named.shape) if whole else value
+    value = before.get((value.data_ptr(), piece.numel), value.view(named.shape) if whole else value)
     return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
 
 

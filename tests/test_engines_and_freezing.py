@@ -1,0 +1,256 @@
+"""Several engines in one process, engines for evaluation, and parameters that are frozen or freed between steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zeroshard
+from zeroshard import Policy, Precision, UsageError
+from zeroshard.testing import run_ranks
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+PHASES = {
+    0: lambda model: model,
+    2: lambda model: model.blocks[1].requires_grad_(False),
+    4: lambda model: (model.blocks[0].up.requires_grad_(False), model.head.weight.requires_grad_(False)),
+    6: lambda model: model.requires_grad_(True),
+}
+"""What is frozen and freed, before which step."""
+
+
+def plain(world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Stack(tied=False)
+    optimizer = make_optimizer(model.parameters())
+    for step in range(8):
+        if step in PHASES:
+            PHASES[step](model)
+            for p in model.parameters():
+                if not p.requires_grad:
+                    optimizer.state.pop(p, None)
+        totals: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            model(*tokens(rank, step)).backward()
+            for fqn, p in model.named_parameters():
+                if p.grad is not None:
+                    totals[fqn] = totals[fqn] + p.grad if fqn in totals else p.grad
+                    p.grad = None
+        for fqn, p in model.named_parameters():
+            p.grad = totals[fqn] / world_size if fqn in totals else None
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_frozen_and_freed_trains_as_in_plain_torch(stage: int, world_size: int) -> None:
+    expected = plain(world_size)
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack(tied=False)
+        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(stage))
+        memory = []
+        for step in range(8):
+            if step in PHASES:
+                PHASES[step](model)
+                sharded.update_trainable()
+                memory.append(sharded.memory_report())
+            model(*tokens(rank, step)).backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        with zeroshard.unsharded(model):
+            for fqn, p in model.named_parameters():
+                assert torch.equal(p.detach(), expected[fqn]), fqn
+        # (before the first step there are no states yet)
+        assert memory[1]["gradients"] < memory[0]["gradients"]
+        assert memory[2]["optimizer"] < memory[1]["optimizer"]
+
+    run_ranks(body, world_size)
+
+
+def test_masters_keep_their_digits_and_references_die() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(
+            model, make_optimizer(model.parameters()), Policy.stage(2), precision=Precision(param_dtype=torch.bfloat16)
+        )
+        model(*tokens(rank, 0)).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
+        old = weakref.ref(sharded._schedule.units[1])
+        model.blocks[0].up.requires_grad_(False)
+        sharded.update_trainable()
+        gc.collect()
+        assert old() is None
+        for fqn, value in before.items():
+            # Of what is frozen, the parameter in its own dtype is all there is.
+            expected = value.to(torch.bfloat16) if fqn.startswith("blocks.0.up") else value
+            assert torch.equal(sharded.states.get(fqn), expected), fqn
+
+    run_ranks(body, 2)
+
+
+def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None:
+    def body(rank: int) -> None:
+        model = Stack(tied=False)
+        model.embedding.requires_grad_(False)
+        model.blocks.requires_grad_(False)
+        sharded = zeroshard.shard(model, make_optimizer(model.head.parameters()), Policy.stage(3))
+        scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
+        model(*tokens(rank, 0)).backward()
+        with pytest.raises(UsageError, match="end the step first"):
+            sharded.update_trainable()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        scheduler.step()
+        model.blocks[1].requires_grad_(True)
+        with zeroshard.unsharded(model):
+            before = model.blocks[1].up.weight.detach().clone()
+        sharded.update_trainable({"params": list(model.blocks[1].parameters()), "lr": 0.3})
+        assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.005, 0.3]
+        model(*tokens(rank, 1)).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        with zeroshard.unsharded(model):
+            assert not torch.equal(before, model.blocks[1].up.weight)
+        with pytest.raises(UsageError, match="in a group of the optimizer already"):
+            sharded.update_trainable({"params": list(model.head.parameters())})
+
+    run_ranks(body, 2)
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, **more}
+
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
+    """Distillation: two engines, one of them without gradients or optimizer; the result is that of plain modules."""
+
+    class Logits(Stack):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.run(self.embedding(tokens)))
+
+    def loss_of(student: Any, teacher: Any, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch).softmax(-1)
+        return F.kl_div(student(batch).log_softmax(-1), target, reduction="batchmean")
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        teacher, *_ = zeroshard.initialize(model=Logits(), config=config(stage))
+        torch.manual_seed(2)
+        student, *_ = zeroshard.initialize(model=Logits(), config=config(stage, **ADAMW))
+        memory = teacher.memory_report()
+        assert memory["gradients"] == memory["optimizer"] == 0
+        whole = sum(4 * p.numel() for p in teacher.module.parameters())
+        assert memory["parameters"] < 1.2 * whole if stage < 3 else memory["parameters"] < 0.7 * whole
+        losses = []
+        for step in range(3):
+            loss = loss_of(student, teacher.eval(), *tokens(rank, step))
+            student.backward(loss)
+            student.step()
+            losses.append(loss.detach())
+        with torch.inference_mode():
+            losses.append(teacher(*tokens(rank, 9)).sum())
+        return losses
+
+    def expected(rank: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        teacher = Logits()
+        torch.manual_seed(2)
+        student, *_ = zeroshard.initialize(model=Logits(), config=config(0, **ADAMW))
+        losses = []
+        for step in range(3):
+            loss = loss_of(student, teacher.eval(), *tokens(rank, step))
+            student.backward(loss)
+            student.step()
+            losses.append(loss.detach())
+        losses.append(teacher(*tokens(rank, 9)).sum().detach())
+        return losses
+
+    for one, other in zip(run_ranks(body, 2), run_ranks(expected, 2), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_actor_and_critic_share_a_loss(stage: int) -> None:
+    """Two engines whose backwards are one: gradients of a sum reach both."""
+
+    def train(engines_at: int | None, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)) for _ in range(2)]
+        made = [zeroshard.shard(m, make_optimizer(m.parameters()), Policy.stage(engines_at or 0)) for m in models]
+        for step in range(3):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            value, advantage = models[0](x), models[1](x)
+            (value.square().mean() + (advantage - value.detach()).square().mean()).backward()
+            for sharded in made:
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+        with zeroshard.unsharded(models[0]), zeroshard.unsharded(models[1]):
+            return [p.detach().clone() for m in models for p in m.parameters()]
+
+    def body(rank: int) -> None:
+        assert all(map(torch.equal, train(None, rank), train(stage, rank)))
+
+    run_ranks(body, 2)
+
+
+def test_modes_and_exceptions_in_between() -> None:
+    """eval and no_grad between microbatches, and a forward that raises, change nothing of what follows."""
+
+    class Fragile(Stack):
+        fail = False
+
+        def run(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            if self.fail:
+                raise ValueError("in the middle")
+            return self.blocks[2](self.blocks[1](x))
+
+    def train(rank: int, stage: int, disturb: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Fragile()
+        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(stage))
+        for step in range(4):
+            if disturb:
+                with torch.no_grad():
+                    model.eval()(*tokens(rank, 50))
+                model.train()
+                with torch.inference_mode():
+                    model(*tokens(rank, 51))
+                model.fail = True
+                with pytest.raises(ValueError, match="in the middle"):
+                    model(*tokens(rank, step))
+                model.fail = False
+            model(*tokens(rank, step)).backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        with zeroshard.unsharded(model):
+            return [p.detach().clone() for p in model.parameters()]
+
+    def body(rank: int) -> None:
+        for stage in (0, 2, 3):
+            assert all(map(torch.equal, train(rank, stage, False), train(rank, stage, True))), stage
+
+    run_ranks(body, 2)

@@ -45,21 +45,27 @@ def ddp_zero_redundancy(model: nn.Module) -> TrainStep:
     return _loop(nn.parallel.DistributedDataParallel(model), optimizer)
 
 
-def fsdp2(reshard: bool, model: nn.Module) -> TrainStep:
-    """torch's fully_shard, over each block and the root."""
+def fsdp2(reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
+    """torch's fully_shard, over each block and the root; with torch's wrapper for checkpointing around the blocks."""
+    if checkpointed:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+        blocks = set(model.get_submodule("blocks").children())
+        apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    blocks = model.get_submodule("blocks")
-    for block in blocks.children():
+    for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return _loop(model, _adamw(model))
 
 
-def zeroshard_stage(stage: int, reshard: bool, model: nn.Module) -> TrainStep:
+def zeroshard_stage(stage: int, reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
     """zeroshard's plain road."""
+    if checkpointed:
+        zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
     policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
     sharded = zeroshard.shard(model, _adamw(model), policy)
     return _loop(model, sharded.optimizer)
@@ -98,6 +104,10 @@ SYSTEMS: dict[str, Callable[[nn.Module], TrainStep]] = {
     "zeroshard stage 2": partial(zeroshard_stage, 2, True),
     "zeroshard stage 3, keeps units": partial(zeroshard_stage, 3, False),
     "zeroshard stage 3": partial(zeroshard_stage, 3, True),
+}
+SYSTEMS |= {
+    "FSDP2, checkpointed": partial(fsdp2, True, checkpointed=True),
+    "zeroshard stage 3, checkpointed": partial(zeroshard_stage, 3, True, checkpointed=True),
 }
 if importlib.util.find_spec("deepspeed"):
     SYSTEMS |= {f"DeepSpeed stage {stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
 from zeroshard.activation_checkpointing.saved_inputs import HostCopies, Slots
 from zeroshard.checkpointing import Checkpointer, Checkpointing
 from zeroshard.testing import run_ranks
+from zeroshard.testing.gpt import GPT, GPTConfig
 
 WIDTH, DEPTH = 16, 4
 
@@ -268,3 +271,76 @@ def test_a_second_backward_and_eval() -> None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
             model.eval()(*tokens(0, 0))
+
+
+_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+
+
+def _memory(key: str) -> int:
+    """Bytes of this process: VmRSS, or VmHWM, the peak of it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
+
+
+def _train_gpt(config: GPTConfig, batch: int, steps: int) -> zeroshard.Sharded:
+    """The peak is that of the steps after the second."""
+    with zeroshard.sharded_init():
+        model = GPT(config)
+    Checkpointer().checkpoint_units(model)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), Policy.stage(3))
+    for step in range(steps):
+        if step == 2:
+            Path("/proc/self/clear_refs").write_text("5")
+        data = torch.randint(0, 256, (batch, config.context + 1))
+        model(data[:, :-1], data[:, 1:]).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    return sharded
+
+
+def _activations(config: GPTConfig, batch: int) -> int:
+    """Bytes that autograd keeps of one block, without its weights and input."""
+    block = GPT(config).blocks[0]
+    x = torch.randn(batch, config.context, config.width, requires_grad=True)
+    known = {tensor.untyped_storage().data_ptr() for tensor in [x, *block.parameters()]}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    half = config.width // config.heads // 2
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(x, torch.ones(config.context, half), torch.ones(config.context, half))
+    del output
+    return sum(nbytes for address, nbytes in kept.items() if address not in known)
+
+
+def test_the_peak_is_what_the_derivation_says() -> None:
+    """12 blocks, stage 3, 2 ranks, fp32, the process's own peak. With u bytes of parameters a block:
+
+    shards            parameters, gradients and Adam's two states: 4 x 12 u / 2, and the root's
+    two units         the block that runs and the next one: 2 u, and the root whole
+    activations       of the one block that is computed again
+    saved inputs      12 of [batch, context, width]
+    gradients         of the block whose backward runs, and of two that travel, each with a workspace for the other rank's
+                      half: 3 x 1.5 u
+    """
+    config, batch = GPTConfig(layers=12, width=384, heads=8, context=256), 8
+
+    def body(rank: int) -> int:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)  # what is freed goes back to the system
+        _train_gpt(GPTConfig(layers=2, width=64, heads=8), 1, 3)  # what libraries take once
+        gc.collect()
+        start = _memory("VmRSS")
+        sharded = _train_gpt(config, batch, 4)
+        assert sharded.trains
+        return _memory("VmHWM") - start
+
+    u, root = 4 * 12 * config.width**2, 4 * 2 * config.vocabulary * config.width
+    shards = 4 * (config.layers * u + root) // 2
+    saved = 4 * config.layers * batch * config.context * config.width
+    without_gradients = shards + 2 * u + root + _activations(config, batch) + saved
+    derived = without_gradients + 3 * 3 * u // 2
+    for peak in run_ranks(body, 2, timeout=180):
+        assert 0.85 * derived < peak < 1.1 * derived, (peak / derived, peak / without_gradients)

@@ -27,9 +27,6 @@ from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
 from zeroshard.policy import Policy
 
-IN_FLIGHT = 4
-"""Reductions that may be under way at once: one travels while the next one is filled. Each holds pool buffers."""
-
 
 class Schedule:
     """Drives the units of one model.
@@ -52,6 +49,8 @@ class Schedule:
         self._completed: list[Bucket] = []
         self._guess_order()
         self._in_flight: deque[Bucket] = deque()
+        self._in_flight_limit = 2 * max((unit.layout.numel for unit in self.units), default=0) if overlap else 0
+        """Elements whose reduction may be under way, while the next unit's gradients are made. Each holds pool buffers."""
         self._awaiting_step = False
         self._stepped = False
         self._backward_ended = False
@@ -222,7 +221,7 @@ class Schedule:
         if not bucket.reduce_gradients(self.is_last_microbatch):
             return
         self._in_flight.append(bucket)
-        while len(self._in_flight) > (IN_FLIGHT if self._overlap else 0):
+        while sum(bucket.layout.numel for bucket in self._in_flight) > self._in_flight_limit:
             self._land()
 
     def _land(self) -> None:

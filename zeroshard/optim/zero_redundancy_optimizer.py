@@ -18,7 +18,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zeroshard.core.buffer_pool import BufferPool
 from zeroshard.core.collectives import Collectives, create_collectives
-from zeroshard.core.schedule import IN_FLIGHT
 from zeroshard.errors import UsageError
 from zeroshard.optim.elementwise import looks_at_whole_parameters
 from zeroshard.optim.optimizer_state import consolidate, load, sharded_form
@@ -31,6 +30,9 @@ from zeroshard.optim.parameter_bucket import (
     lay_out_parameters,
 )
 from zeroshard.optim.uneven_inputs import share_gradients
+
+_IN_FLIGHT = 4
+"""All-gathers through scratch that may be under way at once."""
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -218,7 +220,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             if bucket.is_trainable:
                 holder = in_scratch if bucket.needs_scratch else in_place
                 holder.append(bucket.start_gather(self._collectives, self._pool))
-            while len(in_scratch) > IN_FLIGHT:
+            while len(in_scratch) > _IN_FLIGHT:
                 in_scratch.popleft()()
 
         def wait() -> None:

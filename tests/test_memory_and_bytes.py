@@ -13,7 +13,7 @@ from torch import Tensor
 import zeroshard
 from zeroshard import Policy, Precision
 from zeroshard.core.layout import ALIGNMENT
-from zeroshard.core.schedule import IN_FLIGHT
+from zeroshard.core.schedule import UNITS_IN_FLIGHT
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.wire import sent_bytes
@@ -45,7 +45,7 @@ def test_memory_at_rest_is_what_the_formulas_say(ranks: int, stage: int, precisi
 
 @pytest.mark.parametrize("stage", range(4))
 def test_transient_buffers_are_bounded_and_do_not_grow(stage: int) -> None:
-    """At most IN_FLIGHT reductions travel while one is taken in and the root's bucket fills for the whole backward.
+    """At most UNITS_IN_FLIGHT units' reductions travel while one is taken in and the root's bucket fills for the whole backward.
 
     Each holds its unreduced bucket and W - 1 received shards of it, so less than two buckets.
     """
@@ -57,10 +57,10 @@ def test_transient_buffers_are_bounded_and_do_not_grow(stage: int) -> None:
         def inspect(sharded: zeroshard.Sharded) -> None:
             seen.append(sharded.memory_report()["buffers"])
             units = sharded._schedule.units
-            largest.append(max(bucket.layout.numel for unit in units for bucket in unit.buckets) * 4)
+            largest.append(max(unit.layout.numel for unit in units) * 4)
 
         train(rank, work(steps=6), Policy.stage(stage), inspect=inspect)
-        assert 0 < seen[-1] <= (IN_FLIGHT + 2) * 2 * largest[0]
+        assert 0 < seen[-1] <= (UNITS_IN_FLIGHT + 2) * 2 * largest[0]
         assert len(set(seen[1:])) == 1, f"buffers changed from step to step: {seen}"
 
     run_ranks(body, 2)

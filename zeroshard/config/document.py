@@ -41,11 +41,11 @@ def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 
 
 def _purpose(block: type[BaseModel]) -> str:
-    return (block.__doc__ or "").strip().partition(": ")[2].replace("\n", " ")
+    return cleandoc(block.__doc__ or "").partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
 
 
 def _page(path: str, block: type[BaseModel]) -> str:
-    return f"# `{path}`\n\n{(block.__doc__ or '').strip()}\n\n{_table(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
+    return f"# `{path}`\n\n{cleandoc(block.__doc__ or '')}\n\n{_table(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
 
 
 def _table(prefix: str, block: type[BaseModel]) -> str:

@@ -27,6 +27,9 @@ from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
 from zeroshard.policy import Policy
 
+UNITS_IN_FLIGHT = 2
+"""Reductions that may be under way while the next gradients are made, in units, the largest one's size. Each holds pool buffers."""
+
 
 class Schedule:
     """Drives the units of one model.
@@ -49,8 +52,8 @@ class Schedule:
         self._completed: list[Bucket] = []
         self._guess_order()
         self._in_flight: deque[Bucket] = deque()
-        self._in_flight_limit = 2 * max((unit.layout.numel for unit in self.units), default=0) if overlap else 0
-        """Elements whose reduction may be under way, while the next unit's gradients are made. Each holds pool buffers."""
+        largest = max((unit.layout.numel for unit in self.units), default=0)
+        self._in_flight_limit = UNITS_IN_FLIGHT * largest if overlap else 0
         self._awaiting_step = False
         self._stepped = False
         self._backward_ended = False

@@ -32,10 +32,14 @@ LEVELS = [
     {"optim.optimizer_state", "optim.uneven_inputs", "optim.model_states"},
     {"optim.zero_redundancy_optimizer"},
     {"optim.ddp_hooks"},
+    {"checkpoint.manifest", "checkpoint.chunks", "checkpoint.values", "checkpoint.random_state"},
+    {"checkpoint.saving"},
+    {"checkpoint.loading"},
+    {"checkpoint.checkpoints"},
     {"shard"},
     {"activation_checkpointing.saved_inputs"},
     {"activation_checkpointing.checkpointer", "pretrained"},
-    {"checkpointing", "engine"},
+    {"checkpointing", "engine", "data"},
     {"initialize"},
 ]
 

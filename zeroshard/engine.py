@@ -48,6 +48,9 @@ class StepReport:
     loss_scale: float = 1.0
 
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
 class Engine:
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
@@ -55,6 +58,8 @@ class Engine:
         module: the user's own model.
         optimizer, lr_scheduler: what the config or the caller named.
         checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
+        training_dataloader: what has a `state_dict` of its position; it is saved in checkpoints. Set your own, or the loader that
+            `initialize` made is it.
         loss_scaler: knows the present loss scale (1 but under fp16).
         global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in all.
     """
@@ -73,6 +78,7 @@ class Engine:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._sharded = sharded
+        self.training_dataloader: Any = None
         self._last = StepReport(applied=False)
         self._backward_done = False
         self._losses: list[Tensor] = []
@@ -154,6 +160,7 @@ class Engine:
             self._last = self._take_step(lr_kwargs or {})
         self._tell(self._last)
         self.loss_scaler.update(not math.isfinite(self._last.grad_norm or 0.0))
+        self._sharded.checkpoints.raise_if_failed()
         return self._last
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> StepReport:
@@ -204,6 +211,95 @@ class Engine:
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present microbatch is the last of its step."""
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> bool:  # fmt: skip
+        """Save everything that training needs: it loads at any world size, stage and precision, whole or not at all.
+
+        Every rank must call it, after a step. Saved are parameters, master weights, optimizer states, buffers, the scheduler, the
+        loss scaler, counters, every rank's random state, the position of `training_dataloader`, and `client_state`.
+
+        Args:
+            save_dir: the folder of all checkpoints.
+            tag: default: `global_step` and the number of steps.
+            client_state: JSON and tensors; rank 0's is saved.
+            save_latest: `load_checkpoint` without a tag loads this one.
+            exclude_frozen_parameters: leave out what is not trained.
+            asynchronous: copy to CPU memory, and write behind the training. The next save waits for it; what went wrong with
+                it is raised by the next `step` or save.
+            keep_last: remove all but so many of the newest.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write. What was saved before is as it was.
+        """
+        loader = self.training_dataloader
+        values = {
+            "engine": {name: getattr(self, name) for name in _COUNTERS},
+            "lr_scheduler": self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None,
+            "loss_scaler": dict(vars(self.loss_scaler)),
+            "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
+            "client_state": dict(client_state or {}),
+        }
+        self._sharded.save(
+            save_dir,
+            tag or f"global_step{self.global_steps}",
+            values,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            asynchronous=asynchronous,
+            keep_last=keep_last,
+        )
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
+        fall_back: bool = False,
+    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
+        """Go on where a checkpoint was saved, at whatever world size, stage and precision. Every rank must call it.
+
+        Args:
+            load_dir: the folder of all checkpoints.
+            tag: default: what its file `latest` names.
+            load_module_strict: parameters that the checkpoint or the model lacks are errors.
+            load_optimizer_states: load the optimizer's states, and the loss scaler.
+            load_lr_scheduler_states: load the scheduler.
+            load_module_only: load parameters and buffers, nothing else.
+            fall_back: where a checkpoint is damaged, load the newest whole one in its place.
+
+        Returns:
+            (the checkpoint's folder, client_state)
+
+        Raises:
+            CheckpointError: on every rank; names the file and the cause.
+        """
+        states = load_optimizer_states and not load_module_only
+        loaded = self._sharded.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer_states=states,
+            random=not load_module_only,
+            fall_back=fall_back,
+        )
+        values = loaded.values
+        if not load_module_only:
+            for name, value in values.get("engine", {}).items():
+                setattr(self, name, value)
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+            if load_lr_scheduler_states and values.get("lr_scheduler") and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(values["lr_scheduler"])
+            if states and vars(self.loss_scaler).keys() == values.get("loss_scaler", {}).keys():
+                vars(self.loss_scaler).update(values["loss_scaler"])
+            if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
+                self.training_dataloader.load_state_dict(values["data"])
+            self._told_at = (time.perf_counter(), self.global_samples)
+        return str(loaded.path), values.get("client_state", {})
 
     # ------------------------------------------------------------------ what it knows
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.activation_checkpointing.checkpointer import Checkpointer, Checkpointing
 from zeroshard.config.load import Config, load_config
 from zeroshard.config.table import config_table
+from zeroshard.data import StatefulLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.optim.from_config import create_optimizer
@@ -83,7 +84,9 @@ def initialize(
     )
     lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
-    return Engine(sharded, resolved, lr_scheduler, device, checkpointing), sharded.optimizer, loader, lr_scheduler
+    engine = Engine(sharded, resolved, lr_scheduler, device, checkpointing)
+    engine.training_dataloader = loader
+    return engine, sharded.optimizer, loader, lr_scheduler
 
 
 def _checkpoint_units(config: Config, model: nn.Module) -> Checkpointer | None:
@@ -140,10 +143,8 @@ def _choose_scheduler(config: Config, optimizer: ShardedOptimizer, scheduler: An
 def _loader(
     data: Dataset[Any], config: Config, collate_fn: Callable[..., Any] | None, group: dist.ProcessGroup | None
 ) -> DataLoader[Any]:
-    world_size, rank = config.batch.world_size, dist.get_rank(group) if dist.is_initialized() else 0
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, world_size, rank, drop_last=config.schema.dataloader_drop_last
-    )
-    return DataLoader(
-        data, config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=config.schema.dataloader_drop_last
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    drop_last = config.schema.dataloader_drop_last
+    return StatefulLoader(
+        data, config.batch.micro, rank, config.batch.world_size, drop_last=drop_last, collate_fn=collate_fn
     )

@@ -11,10 +11,12 @@ for batch in data:
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeroshard.checkpoint.checkpoints import Checkpoints, Loaded
+from zeroshard.checkpoint.saving import Where
 from zeroshard.core.bucket import Context
 from zeroshard.core.bucketing import Group, group_parameters
 from zeroshard.core.buffer_pool import BufferPool
@@ -51,6 +55,7 @@ class Sharded:
         model: the user's own model.
         optimizer: what to call `step`, `zero_grad` and schedulers with.
         policy: the residencies in force.
+        checkpoints: where `save` and `load` go, see there.
     """
 
     model: nn.Module
@@ -62,6 +67,7 @@ class Sharded:
     _pool: BufferPool
     _precision: Precision
     _context: Context
+    checkpoints: Checkpoints
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
@@ -183,6 +189,54 @@ class Sharded:
         for fqn, values in kept.items():
             states.restore(fqn, values)
 
+    def save(
+        self, folder: str | os.PathLike[str], tag: str, values: Mapping[str, Any] | None = None, *, save_latest: bool = True,
+        exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None,
+    ) -> None:  # fmt: skip
+        """Save a checkpoint: model states, buffers, every rank's random state, `values`. Every rank must call it, after a step.
+
+        It loads at any world size and under any policy, and exists whole or not at all.
+
+        Args:
+            folder: that of all checkpoints.
+            tag: this one's name; one of the same name stays until this one is whole.
+            values: JSON and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; rank 0's are saved.
+            save_latest: `load` without a tag loads this one.
+            exclude_frozen: leave out parameters that are not trained.
+            asynchronous: copy to CPU memory and write behind the training. The next save, `checkpoints.wait()` and `remove`
+                wait for it, and raise what went wrong.
+            keep_last: remove all but so many of the newest.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write; names the file and the cause.
+        """
+        where = Where(Path(folder), tag, save_latest, keep_last)
+        self.checkpoints.save(where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous)
+
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
+        random: bool = True, fall_back: bool = False,
+    ) -> Loaded:  # fmt: skip
+        """Load a checkpoint, saved at whatever world size and policy; each rank reads what it needs. Every rank must call it.
+
+        Args:
+            folder: that of all checkpoints.
+            tag: default: the newest, by the file `latest`.
+            strict: parameters that the checkpoint or the model lacks are errors.
+            optimizer_states: load the optimizer's states and hyperparameters too.
+            random: restore every rank's random state, where the world size is the same.
+            fall_back: where a checkpoint is damaged, load the newest whole one in its place.
+
+        Returns:
+            Its path, tag, world size, and `values`.
+
+        Raises:
+            CheckpointError: on every rank; names the file and the cause.
+        """
+        return self.checkpoints.load(
+            folder, tag, strict=strict, optimizer_states=optimizer_states, random=random, fall_back=fall_back
+        )
+
     def remove(self) -> None:
         """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""
         self._hooks.remove()
@@ -190,6 +244,7 @@ class Sharded:
             unit.release()
             for entry in unit.named:
                 _unit_of.pop(entry.parameter, None)
+        self.checkpoints.close()
         self._collectives.close()
 
 
@@ -252,9 +307,10 @@ def shard(
     context = Context(policy, collectives, pool, bucket_numel, whole_parameters=whole)
     groups = group_parameters(model, optimized, units)
     schedule = Schedule(_make_units(groups, precision, context), collectives, policy, overlap=overlap)
+    sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, whole_parameters=whole)
     return Sharded(
         model,
-        ShardedOptimizer(optimizer, schedule, collectives, whole_parameters=whole),
+        sharded_optimizer,
         policy,
         schedule,
         Hooks(model, schedule),
@@ -262,6 +318,7 @@ def shard(
         pool,
         precision,
         context,
+        Checkpoints(model, schedule, sharded_optimizer, collectives, policy, group),
     )
 
 

@@ -132,10 +132,12 @@ class Bucket:
         elif self._master.data_ptr() != new.data_ptr() and self._master is not self._resting:
             self._master.copy_(new)
 
-    def take_masters(self) -> None:
-        """The master weights were set: the unsharded parameters, and what rests, follow. The rows have storage."""
+    def take_masters(self, *, regather: bool) -> None:
+        """The master weights were set: what rests follows, and, where the parameters are unsharded now, they do."""
         if self.trainable:
             self._write_masters_back()
+        if not regather:
+            return
         if self._resting is not None:
             self._rows[self._own].copy_(self._resting)
         self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of set {self.label}")

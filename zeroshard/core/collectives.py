@@ -119,6 +119,15 @@ def create_collectives(
     return (PointToPoint if backend == "gloo" else Native)(parent, device, predivide_factor)
 
 
+def create_control(group: dist.ProcessGroup | None) -> Collectives:
+    """Connections of their own for small messages, over gloo whatever the group's backend: for a thread beside the training."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Alone()
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    return Alone() if dist.get_world_size(parent) == 1 else PointToPoint(parent, torch.device("cpu"), 1.0)
+
+
 class Alone(Collectives):
     """One rank: nothing to send."""
 
@@ -158,12 +167,16 @@ class Alone(Collectives):
 class _Grouped(Collectives):
     """What the two multi-rank classes share: a process group of our own, and the report when a wait fails."""
 
+    _backend: str | None = None
+    """Of the process group; None is that of the group it is made from."""
+
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
         super().__init__(predivide_factor)
         self._device = device
         self._ranks = dist.get_process_group_ranks(parent)
         # The group's own timeout is the user's word on how long to wait; torch has no public reader of it.
-        self._timeout: timedelta = parent._get_backend(device).options._timeout
+        known = [one for one in parent._device_types if one.type == device.type] or parent._device_types
+        self._timeout: timedelta = parent._get_backend(known[0]).options._timeout
         self._group = self._new_group()
         self._store = self._group.get_group_store()
         self.rank = dist.get_rank(self._group)
@@ -172,7 +185,10 @@ class _Grouped(Collectives):
     def _new_group(self) -> dist.ProcessGroup:
         """A group of our own: our tags and our order of collectives never meet the user's."""
         group: dist.ProcessGroup | None = dist.new_group(
-            self._ranks, timeout=self._timeout, use_local_synchronization=self._is_subgroup
+            self._ranks,
+            timeout=self._timeout,
+            backend=self._backend,
+            use_local_synchronization=self._is_subgroup,
         )
         assert group is not None
         return group
@@ -240,6 +256,8 @@ class _Grouped(Collectives):
 
 class PointToPoint(_Grouped):
     """Pairwise transfers over gloo."""
+
+    _backend = "gloo"
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
         super().__init__(parent, device, predivide_factor)

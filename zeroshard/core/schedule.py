@@ -74,6 +74,11 @@ class Schedule:
         self._guess_order()
 
     @property
+    def awaits_step(self) -> bool:
+        """Gradients have arrived that no step has used."""
+        return self._awaiting_step
+
+    @property
     def is_between_steps(self) -> bool:
         """No gradient has arrived since the last `zero_grad`."""
         return not self._awaiting_step and not self._stepped

@@ -187,12 +187,10 @@ class Unit:
 
     def take_masters(self) -> None:
         """Master weights (or, of a frozen unit, what rests) were set: the parameters follow. Every rank must call it."""
-        was_sharded = self.state is State.SHARDED
-        self.unshard()
+        if self.state is State.ARRIVING:
+            self.unshard()
         for bucket in self.buckets:
-            bucket.take_masters()
-        if was_sharded:
-            self.reshard()
+            bucket.take_masters(regather=self.state is State.UNSHARDED)
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """(rank, start, stop): who holds which elements of the flattened parameter `index`."""

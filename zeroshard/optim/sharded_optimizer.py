@@ -224,6 +224,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take back what `state_dict` gave on this rank, with the same world size and policy."""
         self.inner.load_state_dict(state_dict)
 
+    @property
+    def groups_are_known(self) -> bool:
+        """Whether there is anything to update at all."""
+        return not isinstance(self.inner, NoOptimizer)
+
     def list_group(self, param_group: dict[str, Any]) -> None:
         """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
         known = {parameter for group in self.groups for parameter in group}

@@ -1,0 +1,249 @@
+"""Owns the checkpoints of one sharded model: save, load, and the save that is still being written. Called by shard and engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.loading import Loader, Reader, group_names
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.random_state import random_state, set_random_state
+from zeroshard.checkpoint.saving import PendingSave, Snapshot, Where, take_snapshot, write_checkpoint
+from zeroshard.core.collectives import Collectives, create_control
+from zeroshard.core.schedule import Schedule
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.optim.model_states import ModelStates
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.policy import Policy
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load found.
+
+    Attributes:
+        path: the checkpoint's folder.
+        tag: its tag.
+        values: what was saved beside the model states, by key.
+        world_size: how many ranks saved it.
+        nbytes: what this rank read.
+    """
+
+    path: Path
+    tag: str
+    values: dict[str, Any]
+    world_size: int
+    nbytes: int
+
+
+class Checkpoints:
+    """See the module's docstring."""
+
+    def __init__(
+        self, model: nn.Module, schedule: Schedule, optimizer: ShardedOptimizer, collectives: Collectives, policy: Policy,
+        group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        self._model, self._schedule, self._optimizer = model, schedule, optimizer
+        self._collectives, self._policy, self._group = collectives, policy, group
+        self._control: Collectives | None = None
+        self._pending: PendingSave | None = None
+
+    @property
+    def control(self) -> Collectives:
+        """Its own connections, made at first use: a save behind the training must not meet the training's messages."""
+        if self._control is None:
+            self._control = create_control(self._group)
+        return self._control
+
+    # ------------------------------------------------------------------ save
+
+    def save(
+        self, where: Where, values: Mapping[str, Any], *, exclude_frozen: bool = False, asynchronous: bool = False
+    ) -> None:
+        """Save everything that training needs, with `values` (JSON and tensors; rank 0's count). Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank, if it was not saved; what was there before is as it was. Also where the last
+                asynchronous save failed.
+        """
+        files.check_tag(where.tag)
+        self.wait()
+        if self._schedule.awaits_step:
+            raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
+        snapshot = self._agree_on_snapshot(values, exclude_frozen)
+        if not asynchronous:
+            write_checkpoint(snapshot, where, self.control)
+            return
+        staged, control = snapshot.staged(), self.control
+        self._pending = PendingSave(partial(write_checkpoint, staged, where, control))
+
+    def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool) -> Snapshot:
+        """What one rank cannot save, none does."""
+        snapshot, problem = None, None
+        try:
+            snapshot = take_snapshot(
+                self._model,
+                self._schedule.units,
+                ModelStates(self._schedule.units, self._optimizer, self._collectives),
+                self._optimizer.inner if self._optimizer.groups_are_known else None,
+                group_names(self._schedule.units, self._optimizer.groups),
+                self._policy,
+                self._collectives.rank,
+                values,
+                {"random": random_state()},
+                exclude_frozen,
+            )
+        except CheckpointError as error:
+            problem = f"rank {self._collectives.rank}: {error}"
+        problems = [one for one in self.control.exchange_json(problem, "what is saved") if one is not None]
+        if problems or snapshot is None:
+            raise CheckpointError("\n  ".join(problems))
+        return snapshot
+
+    def wait(self) -> None:
+        """Block until an asynchronous save is whole; raises what went wrong with it, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong with an asynchronous save that has ended."""
+        if self._pending is not None and self._pending.is_done:
+            self.wait()
+
+    def close(self) -> None:
+        """Wait, and give the connections back."""
+        try:
+            self.wait()
+        finally:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+
+    # ------------------------------------------------------------------ load
+
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
+        random: bool = True, fall_back: bool = False,
+    ) -> Loaded:  # fmt: skip
+        """Load a checkpoint, saved at whatever world size and policy. Every rank must call it.
+
+        Args:
+            folder: that of all checkpoints.
+            tag: default: what `latest` names.
+            strict: parameters that the checkpoint or the model lacks are errors.
+            optimizer_states: load the optimizer's states and hyperparameters.
+            random: restore random state, where the world size is the same.
+            fall_back: where a checkpoint is damaged, go on with the newest whole one before it.
+
+        Raises:
+            CheckpointError: on every rank. Parameters may have been overwritten in part: load another, or start anew.
+        """
+        self.wait()
+        if self._schedule.awaits_step:
+            raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
+        problems: list[str] = []
+        for candidate in self._candidates(Path(folder), tag, fall_back):
+            found = self._try(Path(folder) / candidate, candidate, strict, optimizer_states, random)
+            if isinstance(found, Loaded):
+                return found
+            problems.append(found)
+        raise CheckpointError("\n".join(problems) or f"{folder} holds no whole checkpoint.")
+
+    def _candidates(self, folder: Path, tag: str | None, fall_back: bool) -> list[str]:
+        """The tags to try, as rank 0 sees them."""
+        told: dict[str, Any] | None = None
+        if self.control.rank == 0:
+            try:
+                wanted = [files.check_tag(tag if tag is not None else files.latest_tag(folder))]
+                told = {"tags": wanted}
+            except CheckpointError as error:
+                wanted = []
+                told = {"tags": [], "error": str(error)}
+            if fall_back:
+                told = {"tags": wanted + [one for one in files.tags(folder) if one not in wanted]}
+        told = self.control.exchange_json(told, "the tags of checkpoints")[0]
+        if "error" in told:
+            raise CheckpointError(told["error"])
+        return list(told["tags"])
+
+    def _try(self, path: Path, tag: str, strict: bool, optimizer_states: bool, random: bool) -> Loaded | str:
+        """Load one, or say why not. A checkpoint that is replaced while it is read is read again."""
+        problem = ""
+        for _ in range(_ATTEMPTS):
+            manifest, problem = self._agree_on_manifest(path)
+            if manifest is None:
+                return problem
+            outcome = self._read(path, tag, manifest, strict, optimizer_states, random)
+            if isinstance(outcome, Loaded):
+                return outcome
+            problem = outcome
+            again, _ = self._agree_on_manifest(path)
+            if again is None or again.files == manifest.files:
+                break
+        return problem
+
+    def _agree_on_manifest(self, path: Path) -> tuple[Manifest | None, str]:
+        for _ in range(_ATTEMPTS):
+            manifest, problem = None, None
+            try:
+                manifest = files.read_manifest(path)
+            except CheckpointError as error:
+                problem = str(error)
+            said = {"error": problem, "files": [record.name for record in manifest.files] if manifest else []}
+            everyone = self.control.exchange_json(said, "the manifest that is read")
+            errors = [one["error"] for one in everyone if one["error"]]
+            if errors:
+                return None, errors[0]
+            if all(one == everyone[0] for one in everyone):
+                return manifest, ""
+        return None, f"{path} is replaced again and again while it is read."
+
+    def _read(
+        self, path: Path, tag: str, manifest: Manifest, strict: bool, optimizer_states: bool, random: bool
+    ) -> Loaded | str:
+        reader, rank = Reader(path, manifest), self._collectives.rank
+        states = ModelStates(self._schedule.units, self._optimizer, self._collectives)
+        groups = group_names(self._schedule.units, self._optimizer.groups)
+        loader = Loader(reader, self._model, self._schedule.units, states, self._optimizer.inner, groups)
+        optimizer_states = optimizer_states and self._optimizer.groups_are_known
+        problem, values = None, dict[str, Any]()
+        try:
+            loader.prepare(strict=strict, optimizer_states=optimizer_states)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = self._first(problem)
+        if problem is not None:
+            return problem
+        try:
+            loader.read(rank)
+            values = reader.values(manifest.values["shared"])
+            own = manifest.values["ranks"][rank] if manifest.world_size == self._collectives.world_size else {}
+            state = reader.values(own.get("random")) if random else None
+        except (CheckpointError, KeyError) as error:
+            problem = str(error)
+        problem = self._first(problem)
+        if problem is not None:
+            return problem
+        loader.apply(optimizer_states=optimizer_states)
+        if state is not None:
+            set_random_state(state)
+        return Loaded(path, tag, values, manifest.world_size, reader.nbytes)
+
+    def _first(self, problem: str | None) -> str | None:
+        """What is wrong on any rank is wrong on all."""
+        rank = self._collectives.rank
+        everyone = self.control.exchange_json(
+            None if problem is None else f"rank {rank}: {problem}", "how the load went"
+        )
+        return next((one for one in everyone if one is not None), None)

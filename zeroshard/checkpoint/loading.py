@@ -1,0 +1,217 @@
+"""Owns the loading of a checkpoint: each rank reads the ranges that it needs, whatever the world size they were saved at.
+
+Called by checkpoints, by export and by the command line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.chunks import Task, read_tasks
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord, dtype_of
+from zeroshard.checkpoint.saving import persistent_buffers
+from zeroshard.checkpoint.values import unpack
+from zeroshard.core.unit import NamedParameter, Unit
+from zeroshard.errors import CheckpointError
+from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates
+
+_IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
+"""How this run computes is its own affair."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """A task and the file that it is for."""
+
+    file: int
+    task: Task
+
+
+class Reader:
+    """Reads from one checkpoint. `nbytes` counts what was read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest, self.nbytes = folder, manifest, 0
+        self._by_name = {name: record for record in manifest.parameters.values() for name in record.names}
+
+    def parameter(self, names: Sequence[str]) -> ParameterRecord | None:
+        """The record of the parameter that has one of these names."""
+        return next((self._by_name[name] for name in names if name in self._by_name), None)
+
+    def read(self, located: Sequence[Located]) -> None:
+        """Carry out tasks, file by file, in the order of bytes."""
+        by_file: dict[int, list[Task]] = defaultdict(list)
+        for one in located:
+            by_file[one.file].append(one.task)
+        for number, tasks in sorted(by_file.items()):
+            record = self.manifest.files[number]
+            self.nbytes += read_tasks(self.folder / record.name, record.nbytes, record.checksums, tasks)
+
+    def values(self, packed: Any) -> Any:
+        """Unpack values, with the tensors that they name."""
+        wanted: dict[str, Tensor] = {}
+
+        def make(name: str) -> Tensor:
+            record = self.manifest.tensors[name]
+            wanted[name] = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+            return wanted[name]
+
+        unpack(packed, make)
+        tasks = []
+        for name, tensor in wanted.items():
+            record = self.manifest.tensors[name]
+            if tensor.numel():
+                tasks.append(Located(record.file, Task(record.offset, tensor.dtype, tensor.view(-1))))
+        self.read(tasks)
+        return unpack(packed, wanted.__getitem__)
+
+
+def tasks_for(state: StateRecord, start: int, out: Tensor, what: str) -> Iterator[Located]:
+    """Where elements [start, start + out.numel()) of one model state lie. `out` is 1-D.
+
+    Raises:
+        CheckpointError: the ranges of the manifest do not cover them.
+    """
+    dtype, stop, covered = dtype_of(state.dtype), start + out.numel(), start
+    for part in state.ranges:
+        low, high = max(part.start, start), min(part.stop, stop)
+        if low >= high:
+            continue
+        if low != covered:
+            break
+        offset = part.offset + (low - part.start) * dtype.itemsize
+        yield Located(part.file, Task(offset, dtype, out[low - start : high - start]))
+        covered = high
+    if covered != stop:
+        raise CheckpointError(f"the checkpoint holds no elements {covered} to {stop} of {what}.")
+
+
+class Loader:
+    """Brings one checkpoint into the units of a model. `prepare` first, then `read`, then `apply`."""
+
+    def __init__(
+        self, reader: Reader, model: nn.Module, units: Sequence[Unit], states: ModelStates, optimizer: torch.optim.Optimizer,
+        groups: list[list[str]],
+    ) -> None:  # fmt: skip
+        self.reader, self._model, self._units, self._states = reader, model, units, states
+        self._optimizer, self._groups = optimizer, groups
+        self._tasks: list[Located] = []
+        self._state: list[tuple[Held, dict[str, Any]]] = []
+        self._values: dict[str, dict[str, Any]] = {}
+        self._buffers: dict[str, Tensor] = {}
+
+    def prepare(self, *, strict: bool, optimizer_states: bool) -> None:
+        """Find out what to read; nothing is changed yet.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or optimizer; names the difference.
+        """
+        manifest = self.reader.manifest
+        entries = [entry for unit in self._units for entry in unit.named]
+        self._refuse_another_model(entries, strict)
+        if optimizer_states and manifest.optimizer != type(self._optimizer).__qualname__:
+            raise CheckpointError(
+                f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has "
+                f"{type(self._optimizer).__qualname__}: load_optimizer_states=False takes the parameters alone."
+            )
+        for held in self._states.held():
+            record = self.reader.parameter(held.named.fqns)
+            if record is None or PARAMETERS not in record.states:
+                continue
+            self._tasks += tasks_for(record.states[PARAMETERS], held.start, held.value, held.named.fqn)
+            if optimizer_states and held.view is not None:
+                self._state.append((held, self._new_state(held, record)))
+
+    def _refuse_another_model(self, entries: Sequence[NamedParameter], strict: bool) -> None:
+        manifest, known = self.reader.manifest, {name for entry in entries for name in entry.fqns}
+        missing = [
+            entry.fqn
+            for entry in entries
+            if self.reader.parameter(entry.fqns) is None and not set(entry.fqns) & set(manifest.excluded)
+        ]
+        unexpected = [fqn for fqn, record in manifest.parameters.items() if not set(record.names) & known]
+        for entry in entries:
+            record = self.reader.parameter(entry.fqns)
+            if record is not None and tuple(record.shape) != tuple(entry.shape):
+                raise CheckpointError(
+                    f"{self.reader.folder}: {entry.fqn} was saved with shape {tuple(record.shape)}, and the model's has "
+                    f"{tuple(entry.shape)}."
+                )
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"{self.reader.folder} is of another model: it lacks {_some(missing)}, and the model lacks {_some(unexpected)}. "
+                "load_module_strict=False loads what both have."
+            )
+
+    def _new_state(self, held: Held, record: ParameterRecord) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for name, saved in record.states.items():
+            if name != PARAMETERS:
+                assert held.view is not None
+                state[name] = torch.empty(held.view.value.shape, dtype=dtype_of(saved.dtype), device=held.value.device)
+                self._tasks += tasks_for(saved, held.start, state[name].view(-1), f"{name} of {held.named.fqn}")
+        self._values[held.named.fqn] = record.values
+        return state
+
+    def read(self, rank: int) -> None:
+        """Read this rank's part, and verify it. Parameters are overwritten as they come."""
+        self.reader.read(self._tasks)
+        self._values = self.reader.values(self._values)
+        ranks = self.reader.manifest.values.get("ranks", [])
+        same_world = rank < len(ranks)
+        common = ranks[0].get("buffers", {}) if ranks else {}
+        own = ranks[rank].get("buffers", {}) if same_world else {}
+        self._buffers = self.reader.values({**common, **own})
+
+    def apply(self, *, optimizer_states: bool) -> None:
+        """Everything was read on every rank: optimizer, buffers, and parameters take it. Every rank must call it."""
+        if optimizer_states:
+            for held, state in self._state:
+                assert held.view is not None
+                beside = {name: _fresh(value) for name, value in self._values.get(held.named.fqn, {}).items()}
+                self._optimizer.state[held.view.value] = {**beside, **state}
+                if not state and not beside:
+                    del self._optimizer.state[held.view.value]
+            self._apply_groups()
+        buffers = dict(persistent_buffers(self._model))
+        for name, value in self._buffers.items():
+            if name in buffers:
+                buffers[name].copy_(value)
+        for unit in self._units:
+            unit.take_masters()
+
+    def _apply_groups(self) -> None:
+        """Hyperparameters go by names: the order of groups may differ."""
+        saved = [
+            (set(group["names"]), self.reader.values(group["options"])) for group in self.reader.manifest.param_groups
+        ]
+        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
+            sources = [options for known, options in saved if known & set(names)]
+            if sources and all(source == sources[0] for source in sources):
+                group.update({key: value for key, value in sources[0].items() if key not in _IMPLEMENTATION})
+            elif sources:
+                raise CheckpointError(
+                    f"the parameters of one param group ({_some(names)}) were saved in groups with different hyperparameters: "
+                    "use the groups that were saved, or load_optimizer_states=False."
+                )
+
+
+def _fresh(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _some(names: Sequence[str]) -> str:
+    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"
+
+
+def group_names(units: Sequence[Unit], groups: Sequence[Sequence[int]]) -> list[list[str]]:
+    """The first names of each param group's parameters."""
+    fqn_of: Mapping[int, str] = {id(entry.parameter): entry.fqn for unit in units for entry in unit.named}
+    return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in groups]

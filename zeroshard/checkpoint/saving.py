@@ -1,0 +1,349 @@
+"""Owns the saving of a checkpoint: every rank writes its own shards, all agree, then it exists. Called by checkpoints.
+
+Nothing is ever whole on a rank: what is written are the very tensors that are at rest. An asynchronous save copies them to CPU
+memory first, and writes behind the training.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.chunks import CHUNK_NBYTES, write_file
+from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
+from zeroshard.checkpoint.safetensors_file import memory_of
+from zeroshard.checkpoint.values import Packer
+from zeroshard.core.collectives import Collectives
+from zeroshard.core.unit import Unit
+from zeroshard.errors import CheckpointError
+from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates
+from zeroshard.policy import Policy
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one model state of one parameter: what this rank writes of it."""
+
+    fqn: str
+    state: str
+    start: int
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+        return f"{self.state}/{self.fqn}/{self.start}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank has to say at the moment of a save.
+
+    Attributes:
+        pieces: this rank's part of the model states.
+        parameters: every parameter's record, without states.
+        values: by fqn, what the optimizer keeps beside, packed.
+        shared: client state, schedulers, counters, packed; rank 0's counts.
+        own: what differs from rank to rank (random state, buffers), packed.
+        tensors: those that packed values name.
+        buffers: the checksums of this rank's buffers.
+    """
+
+    pieces: list[Piece]
+    parameters: dict[str, ParameterRecord]
+    excluded: list[str]
+    param_groups: list[dict[str, Any]]
+    optimizer: str | None
+    policy: Policy
+    values: dict[str, dict[str, Any]]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    tensors: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def staged(self) -> Snapshot:
+        """A copy in CPU memory, which training does not touch."""
+        return replace(
+            self,
+            pieces=[replace(piece, tensor=_copy(piece.tensor)) for piece in self.pieces],
+            tensors={name: _copy(tensor) for name, tensor in self.tensors.items()},
+            buffers={name: _copy(tensor) for name, tensor in self.buffers.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Where:
+    """The folder of all checkpoints, the tag of this one, and what is done when it is whole."""
+
+    folder: Path
+    tag: str
+    save_latest: bool = True
+    keep_last: int | None = None
+
+
+def take_snapshot(
+    model: nn.Module, units: Sequence[Unit], states: ModelStates, optimizer: torch.optim.Optimizer | None, groups: list[list[str]],
+    policy: Policy, rank: int, shared: Mapping[str, Any], own: Mapping[str, Any], exclude_frozen: bool,
+) -> Snapshot:  # fmt: skip
+    """Look at what is there. Nothing is copied.
+
+    Raises:
+        CheckpointError: a value is neither JSON nor a tensor.
+    """
+    packer = Packer(f"rank_{rank:05d}/")
+    values: dict[str, dict[str, Any]] = {}
+    pieces = []
+    excluded = {entry.fqn for unit in units for entry in unit.named if not unit.trainable} if exclude_frozen else set()
+    for held in states.held():
+        if held.named.fqn in excluded:
+            continue
+        if held.owner == rank:
+            pieces += list(_pieces(held))
+        rest = {name: value for name, value in held.state.items() if held.along(name) is None}
+        if rest and held.named.fqn not in values:
+            values[held.named.fqn] = {name: packer.pack(v, f"{held.named.fqn}.{name}") for name, v in rest.items()}
+    parameters = {
+        entry.fqn: ParameterRecord(shape=list(entry.shape), names=list(entry.fqns), trained=unit.trainable, states={})
+        for unit in units
+        for entry in unit.named
+        if entry.fqn not in excluded
+    }
+    param_groups = [
+        {
+            "names": names,
+            "options": packer.pack(
+                {key: value for key, value in group.items() if key != "params"}, f"param_groups[{i}]"
+            ),
+        }
+        for i, (group, names) in enumerate(zip(optimizer.param_groups if optimizer else [], groups, strict=False))
+    ]
+    return Snapshot(
+        pieces,
+        parameters,
+        sorted(excluded),
+        param_groups,
+        type(optimizer).__qualname__ if optimizer is not None else None,
+        policy,
+        values,
+        {key: packer.pack(value, key) for key, value in shared.items()},
+        {key: packer.pack(value, key) for key, value in own.items()},
+        packer.tensors,
+        dict(persistent_buffers(model)),
+    )
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state dict holds."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer.detach()
+
+
+def _pieces(held: Held) -> Iterator[Piece]:
+    yield Piece(held.named.fqn, PARAMETERS, held.start, held.value)
+    for name in held.state:
+        tensor = held.along(name)
+        if tensor is not None:
+            yield Piece(held.named.fqn, name, held.start, tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> None:
+    """Write this rank's part, agree with the others, and let the checkpoint exist. Every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write: says which and why. What was there before is as it was.
+    """
+    folder = where.folder / where.tag
+    own_crcs = {name: zlib.crc32(memory_of(_cpu(buffer))) for name, buffer in snapshot.buffers.items()}
+    hello = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": own_crcs}, "the begin of a save")
+    save = hello[0]["save"]
+    path = folder / f"rank_{control.rank:05d}.{save}.safetensors"
+    if control.rank == 0:
+        _prepare(where, folder, control)
+    else:
+        _raise_errors(control.exchange_json(None, "the folder of a checkpoint"))
+    # Buffers are the same on all ranks but where each keeps statistics of its own.
+    different = {
+        name: buffer
+        for name, buffer in snapshot.buffers.items()
+        if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)
+    }
+    packer = Packer(f"rank_{control.rank:05d}/")
+    own = {
+        **snapshot.own,
+        "buffers": {name: packer.pack(buffer, f"buffers.{name}") for name, buffer in different.items()},
+    }
+    beside = {**snapshot.tensors, **packer.tensors}
+    report: dict[str, Any]
+    try:
+        tensors = {**{piece.name: piece.tensor for piece in snapshot.pieces}, **beside}
+        written = write_file(path, tensors, {"format": "pt", "tag": where.tag, "rank": str(control.rank)})
+        report = {
+            "nbytes": written.nbytes,
+            "checksums": written.checksums,
+            "pieces": [
+                [p.fqn, p.state, _name(p.tensor.dtype), p.start, p.start + p.tensor.numel(), written.offsets[p.name]]
+                for p in snapshot.pieces
+            ],
+            "values": snapshot.values,
+            "own": own,
+            "tensors": {n: [_name(t.dtype), list(t.shape), written.offsets[n]] for n, t in beside.items()},
+        }
+    except CheckpointError as error:
+        report = {"error": f"rank {control.rank}: {error}"}
+    reports = control.exchange_json(report, "the end of a save")
+    if any("error" in one for one in reports):
+        path.unlink(missing_ok=True)
+        _raise_errors(reports)
+    if control.rank != 0:
+        _raise_errors(control.exchange_json(None, "the manifest of a checkpoint"))
+        return
+    problem = _attempt(lambda: _finish(snapshot, where, save, reports))
+    _raise_errors(control.exchange_json(problem, "the manifest of a checkpoint"))
+
+
+def _prepare(where: Where, folder: Path, control: Collectives) -> None:
+    def prepare() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be made: {error.strerror}.") from error
+        files.clean(where.folder)
+        folder.mkdir(exist_ok=True)
+
+    _raise_errors(control.exchange_json(_attempt(prepare), "the folder of a checkpoint"))
+
+
+def _attempt(work: Callable[[], None]) -> dict[str, str] | None:
+    try:
+        work()
+    except (CheckpointError, OSError) as error:
+        return {"error": f"rank 0: {error}"}
+    return None
+
+
+def _raise_errors(reports: Sequence[dict[str, Any] | None]) -> None:
+    errors = [one["error"] for one in reports if one is not None and "error" in one]
+    if errors:
+        raise CheckpointError(
+            "the save failed; the checkpoints that were there are as they were.\n  " + "\n  ".join(errors)
+        )
+
+
+def _finish(snapshot: Snapshot, where: Where, save: str, reports: list[dict[str, Any]]) -> None:
+    """Rank 0: the manifest, `latest`, and what is not kept any longer."""
+    files.write_manifest(where.folder / where.tag, _merge(snapshot, where.tag, save, reports), save)
+    if where.save_latest:
+        try:
+            files.replace_file(where.folder / files.LATEST, where.tag.encode(), save)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where.tag} itself is whole, but {error}") from error
+    try:
+        files.clean(where.folder)
+        if where.keep_last is not None:
+            files.keep_newest(where.folder, where.keep_last, where.tag)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(f"{where.tag} was saved, but what is old could not be removed: {error}", stacklevel=2)
+
+
+def _merge(snapshot: Snapshot, tag: str, save: str, reports: list[dict[str, Any]]) -> Manifest:
+    from zeroshard import __version__
+
+    ranges: dict[str, dict[str, tuple[str, list[RangeRecord]]]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for number, report in enumerate(reports):
+        for fqn, state, dtype, start, stop, offset in report["pieces"]:
+            told = ranges.setdefault(fqn, {}).setdefault(state, (dtype, []))
+            told[1].append(RangeRecord(start=start, stop=stop, file=number, offset=offset))
+        for fqn, told_values in report["values"].items():
+            values.setdefault(fqn, told_values)
+        for name, (dtype, shape, offset) in report["tensors"].items():
+            tensors[name] = TensorRecord(dtype=dtype, shape=shape, file=number, offset=offset)
+    parameters = {
+        fqn: record.model_copy(
+            update={
+                "states": {
+                    state: StateRecord(dtype=dtype, ranges=sorted(parts, key=lambda part: part.start))
+                    for state, (dtype, parts) in ranges.get(fqn, {}).items()
+                },
+                "values": values.get(fqn, {}),
+            }
+        )
+        for fqn, record in snapshot.parameters.items()
+    }
+    return Manifest(
+        tag=tag,
+        created=time.time(),
+        written_by={"zeroshard": __version__, "torch": torch.__version__},
+        world_size=len(reports),
+        policy=asdict(snapshot.policy),
+        optimizer=snapshot.optimizer,
+        chunk_nbytes=CHUNK_NBYTES,
+        files=[
+            FileRecord(name=f"rank_{i:05d}.{save}.safetensors", nbytes=r["nbytes"], checksums=r["checksums"])
+            for i, r in enumerate(reports)
+        ],
+        parameters=parameters,
+        excluded=snapshot.excluded,
+        param_groups=snapshot.param_groups,
+        values={"shared": snapshot.shared, "ranks": [report["own"] for report in reports]},
+        tensors=tensors,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1)
+
+
+# ---------------------------------------------------------------------- behind the training
+
+
+class PendingSave:
+    """A save that is being written in a thread of its own."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="zeroshard checkpoint", daemon=False)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # it belongs to whoever waits
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Block until it has ended; raises what went wrong, once."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,108 @@
+"""Owns the way of small state (client state, schedulers, random state) into JSON plus tensors, and back. Called by saving.
+
+A tensor becomes {"$tensor": name} and is kept beside; what JSON does not know (tuples, keys that are no strings, numbers of
+numpy, scalar tensors with their dtype) becomes an object with one key that begins with "$".
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroshard.errors import CheckpointError
+
+_PLAIN = (type(None), bool, int, float, str)
+_SEQUENCES = {True: "$tuple", False: "$deque"}
+
+
+class Packer:
+    """Packs values; `tensors` collects what goes beside, by name."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._prefix = prefix
+
+    def pack(self, value: Any, path: str) -> Any:
+        """JSON for a value. `path` names it in errors, and its tensors.
+
+        Raises:
+            CheckpointError: it holds something that is neither JSON nor a tensor; names where.
+        """
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, list | tuple | deque):
+            items = [self.pack(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {_SEQUENCES[isinstance(value, tuple)]: items}
+        if isinstance(value, Mapping):
+            return self._pack_mapping(value, path)
+        if isinstance(value, Tensor):
+            return self._pack_tensor(value, path)
+        packed = self._pack_stranger(value, path)
+        if packed is not None:
+            return packed
+        raise CheckpointError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, strings, lists, "
+            "dicts) and tensors alone. Save what it is made from."
+        )
+
+    def _pack_stranger(self, value: Any, path: str) -> Any:
+        """What neither JSON nor torch has, and a state dict may hold."""
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return {"$ndarray": self.pack(torch.from_numpy(np.ascontiguousarray(value)), path)}
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+            return {"$number": [str(value.dtype), value.item()]}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        return {"$dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else None
+
+    def _pack_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        if isinstance(value, Counter):
+            kind = "$counter"
+        elif type(value) in (dict, OrderedDict) and all(isinstance(k, str) and not k.startswith("$") for k in value):
+            return {key: self.pack(item, f"{path}.{key}") for key, item in value.items()}
+        else:
+            kind = "$dict"
+        pairs = [
+            [self.pack(key, f"a key of {path}"), self.pack(item, f"{path}[{key!r}]")] for key, item in value.items()
+        ]
+        return {kind: pairs}
+
+    def _pack_tensor(self, value: Tensor, path: str) -> Any:
+        if value.ndim == 0 and not value.is_complex() and value.dtype.itemsize <= 8:
+            return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
+        name = f"{self._prefix}{path}"
+        self.tensors[name] = value.detach()
+        return {"$tensor": name}
+
+
+def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
+    """What was packed. `read` gives a tensor by its name."""
+    if isinstance(packed, list):
+        return [unpack(item, read) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if len(packed) != 1 or not next(iter(packed)).startswith("$"):
+        return {key: unpack(item, read) for key, item in packed.items()}
+    ((kind, content),) = packed.items()
+    if kind in ("$dict", "$counter"):
+        pairs = {unpack(key, read): unpack(item, read) for key, item in content}
+        return Counter(pairs) if kind == "$counter" else pairs
+    return _MAKERS[kind](content, read)
+
+
+_MAKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
+    "$tuple": lambda content, read: tuple(unpack(item, read) for item in content),
+    "$deque": lambda content, read: deque(unpack(item, read) for item in content),
+    "$tensor": lambda content, read: read(content),
+    "$scalar": lambda content, _: torch.tensor(content[1], dtype=getattr(torch, content[0])),
+    "$ndarray": lambda content, read: unpack(content, read).numpy(),
+    "$number": lambda content, _: np.dtype(content[0]).type(content[1]),
+    "$bytes": lambda content, _: base64.b64decode(content),
+    "$dtype": lambda content, _: getattr(torch, content),
+}

@@ -46,7 +46,11 @@ LEVELS = [
 
 def imports(module: str) -> set[str]:
     tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())
-    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            is_folder = (PACKAGE.parent / node.module.replace(".", "/")).is_dir() and node.module != "zeroshard"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_folder else {node.module}
     return {name.removeprefix("zeroshard.") for name in names if name.startswith("zeroshard.")}
 
 

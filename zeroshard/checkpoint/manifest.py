@@ -222,7 +222,7 @@ def clean(folder: Path) -> None:
             if file.name not in named:
                 file.unlink(missing_ok=True)
         if not named:
-            _remove_if_empty(path)
+            remove_if_empty(path)
 
 
 def remove(folder: Path) -> None:
@@ -231,7 +231,7 @@ def remove(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     for file in files:
         file.unlink(missing_ok=True)
-    _remove_if_empty(folder)
+    remove_if_empty(folder)
 
 
 def keep_newest(folder: Path, count: int, kept: str) -> None:
@@ -242,7 +242,8 @@ def keep_newest(folder: Path, count: int, kept: str) -> None:
             remove(folder / tag)
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder that holds nothing."""
     if not any(folder.iterdir()):
         folder.rmdir()
 

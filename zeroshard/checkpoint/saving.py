@@ -213,6 +213,9 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> 
     reports = control.exchange_json(report, "the end of a save")
     if any("error" in one for one in reports):
         path.unlink(missing_ok=True)
+        control.exchange_json(None, "the end of a save that failed")
+        if control.rank == 0:
+            files.remove_if_empty(folder)
         _raise_errors(reports)
     if control.rank != 0:
         _raise_errors(control.exchange_json(None, "the manifest of a checkpoint"))

@@ -301,6 +301,21 @@ class Engine:
             self._told_at = (time.perf_counter(), self.global_samples)
         return str(loaded.path), values.get("client_state", {})
 
+    def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write the model as transformers does (safetensors, ties once), each rank its own part. Every rank must call it.
+
+        Args:
+            out: the folder, for `from_pretrained` or `load_pretrained`.
+            dtype: of the floating-point tensors; default: fp32, from the master weights.
+        """
+        self._sharded.checkpoints.export(out, dtype)
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
+        """As `export`, in the dtype that the model trains in; bf16 where that is fp32. Every rank must call it."""
+        dtype = self.config.precision.param_dtype
+        self.export(save_dir, dtype if dtype is not None and dtype.itemsize == 2 else torch.bfloat16)
+        return True
+
     # ------------------------------------------------------------------ what it knows
 
     def get_global_grad_norm(self) -> float | None:

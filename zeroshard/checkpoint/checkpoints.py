@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.export import MAX_SHARD_NBYTES, begin, finish, live_sources, plan, write_ranges
 from zeroshard.checkpoint.loading import Loader, Reader, group_names
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.random_state import random_state, set_random_state
-from zeroshard.checkpoint.saving import PendingSave, Snapshot, Where, take_snapshot, write_checkpoint
+from zeroshard.checkpoint.saving import (
+    PendingSave,
+    Snapshot,
+    Where,
+    persistent_buffers,
+    take_snapshot,
+    write_checkpoint,
+)
 from zeroshard.core.collectives import Collectives, create_control
 from zeroshard.core.schedule import Schedule
 from zeroshard.errors import CheckpointError, UsageError
@@ -109,6 +118,38 @@ class Checkpoints:
         if problems or snapshot is None:
             raise CheckpointError("\n  ".join(problems))
         return snapshot
+
+    def export(
+        self, out: str | os.PathLike[str], dtype: torch.dtype | None = None, max_shard_nbytes: int = MAX_SHARD_NBYTES
+    ) -> None:
+        """Write the model as transformers does, see `export`: each rank its own ranges. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write.
+        """
+        folder, units = Path(out), self._schedule.units
+        buffers = dict(persistent_buffers(self._model))
+        plans = plan(live_sources(units, buffers, dtype), max_shard_nbytes)
+        states = ModelStates(units, self._optimizer, self._collectives)
+        parts = [(held.named.fqn, held.start, held.value) for held in states.held() if held.owner == self.control.rank]
+        if self.control.rank == 0:
+            parts += [(name, 0, buffer.reshape(-1)) for name, buffer in buffers.items()]
+            self._together(lambda: begin(folder, plans))
+        else:
+            self._together(lambda: None)
+        self._together(lambda: write_ranges(folder, plans, parts))
+        self._together(lambda: finish(folder, plans) if self.control.rank == 0 else None)
+
+    def _together(self, work: Callable[[], object]) -> None:
+        """Do a part of something; what goes wrong on any rank is an error on all."""
+        problem = None
+        try:
+            work()
+        except OSError as error:
+            problem = f"{error.filename or 'a file'} cannot be written: {error.strerror or error}."
+        problem = self._first(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
 
     def wait(self) -> None:
         """Block until an asynchronous save is whole; raises what went wrong with it, once."""
@@ -243,7 +284,5 @@ class Checkpoints:
     def _first(self, problem: str | None) -> str | None:
         """What is wrong on any rank is wrong on all."""
         rank = self._collectives.rank
-        everyone = self.control.exchange_json(
-            None if problem is None else f"rank {rank}: {problem}", "how the load went"
-        )
+        everyone = self.control.exchange_json(None if problem is None else f"rank {rank}: {problem}", "how it went")
         return next((one for one in everyone if one is not None), None)

@@ -116,7 +116,7 @@ class Loader:
         manifest = self.reader.manifest
         entries = [entry for unit in self._units for entry in unit.named]
         self._refuse_another_model(entries, strict)
-        if optimizer_states and manifest.optimizer != type(self._optimizer).__qualname__:
+        if optimizer_states and manifest.optimizer not in (None, type(self._optimizer).__qualname__):
             raise CheckpointError(
                 f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has "
                 f"{type(self._optimizer).__qualname__}: load_optimizer_states=False takes the parameters alone."

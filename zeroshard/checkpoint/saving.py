@@ -182,32 +182,9 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> 
     else:
         _raise_errors(control.exchange_json(None, "the folder of a checkpoint"))
     # Buffers are the same on all ranks but where each keeps statistics of its own.
-    different = {
-        name: buffer
-        for name, buffer in snapshot.buffers.items()
-        if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)
-    }
-    packer = Packer(f"rank_{control.rank:05d}/")
-    own = {
-        **snapshot.own,
-        "buffers": {name: packer.pack(buffer, f"buffers.{name}") for name, buffer in different.items()},
-    }
-    beside = {**snapshot.tensors, **packer.tensors}
-    report: dict[str, Any]
+    different = [name for name in own_crcs if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)]
     try:
-        tensors = {**{piece.name: piece.tensor for piece in snapshot.pieces}, **beside}
-        written = write_file(path, tensors, {"format": "pt", "tag": where.tag, "rank": str(control.rank)})
-        report = {
-            "nbytes": written.nbytes,
-            "checksums": written.checksums,
-            "pieces": [
-                [p.fqn, p.state, _name(p.tensor.dtype), p.start, p.start + p.tensor.numel(), written.offsets[p.name]]
-                for p in snapshot.pieces
-            ],
-            "values": snapshot.values,
-            "own": own,
-            "tensors": {n: [_name(t.dtype), list(t.shape), written.offsets[n]] for n, t in beside.items()},
-        }
+        report = write_part(snapshot, path, where.tag, control.rank, different)
     except CheckpointError as error:
         report = {"error": f"rank {control.rank}: {error}"}
     reports = control.exchange_json(report, "the end of a save")
@@ -220,8 +197,28 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> 
     if control.rank != 0:
         _raise_errors(control.exchange_json(None, "the manifest of a checkpoint"))
         return
-    problem = _attempt(lambda: _finish(snapshot, where, save, reports))
+    problem = _attempt(lambda: finish_save(snapshot, where, save, reports))
     _raise_errors(control.exchange_json(problem, "the manifest of a checkpoint"))
+
+
+def write_part(snapshot: Snapshot, path: Path, tag: str, rank: int, buffers: Sequence[str]) -> dict[str, Any]:
+    """Write one rank's file, with those of its buffers; returns what the manifest needs to know of it, as JSON."""
+    packer = Packer(f"rank_{rank:05d}/")
+    own = {**snapshot.own, "buffers": {n: packer.pack(snapshot.buffers[n], f"buffers.{n}") for n in buffers}}
+    beside = {**snapshot.tensors, **packer.tensors}
+    tensors = {**{piece.name: piece.tensor for piece in snapshot.pieces}, **beside}
+    written = write_file(path, tensors, {"format": "pt", "tag": tag, "rank": str(rank)})
+    return {
+        "nbytes": written.nbytes,
+        "checksums": written.checksums,
+        "pieces": [
+            [p.fqn, p.state, _name(p.tensor.dtype), p.start, p.start + p.tensor.numel(), written.offsets[p.name]]
+            for p in snapshot.pieces
+        ],
+        "values": snapshot.values,
+        "own": own,
+        "tensors": {n: [_name(t.dtype), list(t.shape), written.offsets[n]] for n, t in beside.items()},
+    }
 
 
 def _prepare(where: Where, folder: Path, control: Collectives) -> None:
@@ -252,8 +249,8 @@ def _raise_errors(reports: Sequence[dict[str, Any] | None]) -> None:
         )
 
 
-def _finish(snapshot: Snapshot, where: Where, save: str, reports: list[dict[str, Any]]) -> None:
-    """Rank 0: the manifest, `latest`, and what is not kept any longer."""
+def finish_save(snapshot: Snapshot, where: Where, save: str, reports: list[dict[str, Any]]) -> None:
+    """Every part is written: the manifest, `latest`, and what is not kept any longer."""
     files.write_manifest(where.folder / where.tag, _merge(snapshot, where.tag, save, reports), save)
     if where.save_latest:
         try:

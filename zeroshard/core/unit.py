@@ -86,6 +86,7 @@ class Unit:
     ) -> None:  # fmt: skip
         self.label, self.modules, self.named, self.trainable = label, tuple(modules), tuple(named), trainable
         self.sharded_at_rest = context.policy.parameters.sharded
+        self.master_dtype = dtypes.master if trainable else dtypes.param
         world_size = context.collectives.world_size
         numels = [entry.shape.numel() for entry in named]
         self.layout: UnitLayout = (

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 
-HEAVY = ("test_families", "test_pretrained", "test_sharded_init", "test_trainers")
+HEAVY = ("test_export", "test_families", "test_pretrained", "test_sharded_init", "test_trainers")
 """They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
 
 

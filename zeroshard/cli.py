@@ -1,4 +1,4 @@
-"""Owns the command-line program: `zeroshard compare | estimate | config`."""
+"""Owns the command-line program: `zeroshard compare | estimate | config | inspect | consolidate | import-deepspeed`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import statistics
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.commands import consolidate, import_from_deepspeed, inspect
+from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.config.document import pages
 from zeroshard.config.load import load_config
 from zeroshard.config.table import config_table
@@ -30,6 +31,9 @@ from zeroshard.testing.ranks import run_ranks
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="ZeRO for PyTorch.")
 config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: what they come to here.")
 app.add_typer(config_app, name="config")
+app.command()(inspect)
+app.command()(consolidate)
+app.command("import-deepspeed")(import_from_deepspeed)
 STAGES = (0, 1, 2, 3)
 MIB = 2**20
 
@@ -206,12 +210,8 @@ def estimate(
 def _count(model: str) -> float:
     """Parameters of a safetensors file (its header says), or of a module built without memory."""
     if model.endswith(".safetensors"):
-        with Path(model).open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        return float(
-            sum(torch.Size(entry["shape"]).numel() for name, entry in header.items() if name != "__metadata__")
-        )
+        with SafetensorsReader(model) as file:
+            return float(sum(entry.numel for entry in file.entries.values()))
     factory = load_factory(model)
     with torch.device("meta"):
         made = factory()

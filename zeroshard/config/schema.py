@@ -22,8 +22,6 @@ from zeroshard.config.fields import (
 )
 from zeroshard.config.zero_block import AioBlock, ZeroBlock
 
-_CHECKPOINTS = "checkpoints are not offered yet."
-
 
 class OptimizerBlock(Block):
     """`optimizer`: which one, and its arguments."""
@@ -200,14 +198,16 @@ class ActivationCheckpointingBlock(Block):
 
 
 class CheckpointBlock(Block):
-    """`checkpoint`: how checkpoints are written and read."""
+    """`checkpoint`: how DeepSpeed writes and reads checkpoints; here there is one way, see docs/checkpoint_format.md."""
 
-    tag_validation: Annotated[Any, no_meaning(_CHECKPOINTS)] = "Warn"
-    load_universal: Annotated[bool, no_meaning(_CHECKPOINTS)] = False
-    use_node_local_storage: Annotated[bool, no_meaning(_CHECKPOINTS)] = False
-    parallel_write: Annotated[Any, no_meaning(_CHECKPOINTS)] = None
-    checkpoint_serialization: Annotated[bool, no_meaning(_CHECKPOINTS)] = True
-    writer: Annotated[Any, no_meaning(_CHECKPOINTS)] = None
+    tag_validation: Annotated[Any, no_meaning("ranks always agree on what is saved and read.")] = "Warn"
+    load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
+    use_node_local_storage: Annotated[
+        bool, refused("rank 0 writes the manifest for all: the folder is one that all ranks see.")
+    ] = False
+    parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
+    checkpoint_serialization: Annotated[bool, no_meaning("safetensors; nothing is pickled.")] = True
+    writer: Annotated[Any, no_meaning("files are written straight from where the states lie.")] = None
 
 
 class Schema(BaseModel):
@@ -274,7 +274,7 @@ class Schema(BaseModel):
         ActivationCheckpointingBlock()
     )
     aio: Annotated[AioBlock, no_meaning("nothing is offloaded to disk.")] = AioBlock()
-    checkpoint: Annotated[CheckpointBlock, no_meaning(_CHECKPOINTS)] = CheckpointBlock()
+    checkpoint: Annotated[CheckpointBlock, works("see its page.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last incomplete batch of training_data.")] = False
     zero_allow_untested_optimizer: Annotated[
         bool, no_meaning("an optimizer is refused where it would be wrong, not where it is unknown to DeepSpeed.")
@@ -309,5 +309,7 @@ class Schema(BaseModel):
         None
     )
     amp: Annotated[dict[str, Any] | None, refused("Apex; use fp16, bf16 or torch_autocast.")] = None
-    datastates_ckpt: Annotated[dict[str, Any] | None, refused(_CHECKPOINTS)] = None
-    nebula: Annotated[dict[str, Any] | None, refused(_CHECKPOINTS)] = None
+    datastates_ckpt: Annotated[
+        dict[str, Any] | None, refused("save with engine.save_checkpoint(asynchronous=True).")
+    ] = None
+    nebula: Annotated[dict[str, Any] | None, refused("save with engine.save_checkpoint(asynchronous=True).")] = None

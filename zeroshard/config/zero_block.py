@@ -126,7 +126,7 @@ class ZeroBlock(Block):
         Count, works("a block of fewer elements is no unit of its own: it comes with what contains it.")
     ] = 0
     stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool, no_meaning("read parameters inside zeroshard.unsharded.")
+        bool, no_meaning("engine.save_16bit_model writes each rank's own part; nothing is gathered.")
     ] = False
     stage3_gather_fp16_weights_on_model_save: Annotated[
         bool, no_meaning("the old name of stage3_gather_16bit_weights_on_model_save.")

@@ -1,0 +1,159 @@
+"""Out of a checkpoint, or of a model that trains, into what transformers loads; and the commands that show it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from models import MODELS, tokens
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import CheckpointError, Policy
+from zeroshard.checkpoint.export import export, open_checkpoint
+from zeroshard.cli import app
+from zeroshard.testing import run_ranks
+
+
+def saved(
+    tmp_path: Path, make: Any = MODELS["tied"], stage: int = 3, ranks: int = 2, live: Any = None
+) -> dict[str, torch.Tensor]:
+    """A checkpoint in `tmp_path / "ckpt"`, and the parameters and buffers that it holds."""
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = make()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": live is not None and live[1]},
+        }
+        engine, *_ = zeroshard.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.1), config=config)
+        engine.save_checkpoint(tmp_path / "ckpt")
+        if live is not None:
+            live[0](engine)
+        states = engine._sharded.states
+        whole = {fqn: states.get(fqn).clone() for fqn, _ in model.named_parameters()}
+        state_dict_keys = model.state_dict().keys()
+        return whole | {fqn: b.clone() for fqn, b in model.named_buffers() if fqn in state_dict_keys}
+
+    return run_ranks(body, ranks)[0]
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("limit", [10**9, 2000])
+@pytest.mark.parametrize("name", ["tied", "frozen", "batch norm", "tiny"])
+def test_a_checkpoint_becomes_a_model_file(name: str, limit: int, tmp_path: Path) -> None:
+    expected = saved(tmp_path, MODELS[name])
+    for dtype in (None, torch.bfloat16):
+        written = export(open_checkpoint(tmp_path / "ckpt"), tmp_path / "out", dtype, max_shard_nbytes=limit)
+        got = read(tmp_path / "out")
+        assert got.keys() == expected.keys()
+        for fqn, value in expected.items():
+            assert torch.equal(got[fqn], value.to(dtype) if dtype and value.is_floating_point() else value), fqn
+        assert sorted(written) == sorted((tmp_path / "out").iterdir())
+        if limit == 2000 and len(written) > 1:
+            assert all(path.stat().st_size < 4000 for path in written if path.suffix == ".safetensors")
+            index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+            assert index["weight_map"].keys() == expected.keys()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_that_trains_exports_itself(stage: int, bf16: bool, tmp_path: Path) -> None:
+    def live(engine: zeroshard.Engine) -> None:
+        engine.export(tmp_path / "whole")
+        engine.save_16bit_model(tmp_path / "half")
+
+    expected = saved(tmp_path, MODELS["batch norm" if not bf16 else "tied"], stage, live=(live, bf16))
+    for folder, dtype in (("whole", None), ("half", torch.bfloat16)):
+        got = read(tmp_path / folder)
+        assert got.keys() == expected.keys()
+        for fqn, value in expected.items():
+            floating = value.is_floating_point() and dtype is not None
+            assert torch.equal(got[fqn], value.to(dtype) if floating else value), fqn
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
+def test_transformers_loads_it(name: str, tmp_path: Path) -> None:
+    make = next(f for key, (f, *_) in FAMILIES.items() if key.startswith(name))
+    expected = saved(tmp_path, make)
+    export(open_checkpoint(tmp_path / "ckpt"), tmp_path / "out", max_shard_nbytes=40_000)
+    model = make()
+    model.config.save_pretrained(tmp_path / "out")
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for fqn, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[fqn]), fqn
+
+
+def test_what_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("x")
+
+    def live(engine: zeroshard.Engine) -> None:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            engine.export(blocked)
+
+    saved(tmp_path, live=(live, False))
+
+
+def flat(output: str) -> str:
+    return re.sub(r"\s+", " ", output)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    expected = saved(tmp_path)
+    run = CliRunner().invoke
+    shown = run(app, ["inspect", str(tmp_path / "ckpt")])
+    assert shown.exit_code == 0, shown.output
+    assert "whole" in shown.output
+    assert "embedding.weight" in shown.output
+    told = json.loads(run(app, ["inspect", str(tmp_path / "ckpt"), "--json"]).output)
+    assert told["numel"] == sum(value.numel() for value in expected.values())
+    assert told["parameters"]["embedding.weight"]["names"] == ["embedding.weight", "head.weight"]
+    assert told["problems"] == []
+    done = run(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    assert done.exit_code == 0, done.output
+    assert torch.equal(read(tmp_path / "out")["embedding.weight"], expected["embedding.weight"].bfloat16())
+    victim = next((tmp_path / "ckpt" / "global_step0").glob("rank_00001*"))
+    victim.write_bytes(victim.read_bytes()[:-8] + b"12345678")
+    broken = run(app, ["inspect", str(tmp_path / "ckpt")])
+    assert broken.exit_code == 1
+    assert "is damaged" in flat(broken.output)
+    refused = run(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out2")])
+    assert isinstance(refused.exception, CheckpointError)
+    assert "is damaged" in str(refused.exception)
+    recorded = Path(__file__).parent / "recorded" / "deepspeed" / "stage3"
+    imported = run(app, ["import-deepspeed", str(recorded), str(tmp_path / "imported")])
+    assert imported.exit_code == 0, imported.output
+    assert "2 ranks" in flat(imported.output)
+    assert run(app, ["inspect", str(tmp_path / "imported")]).exit_code == 0
+
+
+def test_a_checkpoint_without_its_base_has_no_model(tmp_path: Path) -> None:
+    model = MODELS["frozen"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sharded = zeroshard.shard(model, torch.optim.SGD(trained), Policy.stage(0))
+    model(*tokens(0, 0)).backward()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    sharded.save(tmp_path, "a", exclude_frozen=True)
+    with pytest.raises(CheckpointError, match="leaves out"):
+        export(open_checkpoint(tmp_path / "a"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no file 'latest'"):
+        open_checkpoint(tmp_path / "nothing")

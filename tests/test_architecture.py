@@ -40,7 +40,7 @@ LEVELS = [
     {"shard"},
     {"activation_checkpointing.saved_inputs"},
     {"activation_checkpointing.checkpointer"},
-    {"checkpointing", "engine", "data"},
+    {"checkpointing", "engine", "data", "checkpoint.dcp"},
     {"initialize"},
 ]
 

@@ -1,6 +1,7 @@
 """ZeRO for PyTorch: sharded optimizer states, gradients and parameters, on stock torch."""
 
 from zeroshard import checkpointing
+from zeroshard.checkpoint.dcp import DistributedState
 from zeroshard.engine import Engine, StepReport
 from zeroshard.errors import (
     CheckpointError,
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
+    "DistributedState",
     "DynamicLossScaler",
     "Engine",
     "Lion",

@@ -141,6 +141,16 @@ class Sharded:
         return report
 
     @property
+    def rank(self) -> int:
+        """Of this process in the data-parallel group."""
+        return self._collectives.rank
+
+    def take_masters(self) -> None:
+        """Master weights were written to directly: the parameters follow. Every rank must call it."""
+        for unit in self._schedule.units:
+            unit.take_masters()
+
+    @property
     def trains(self) -> bool:
         """Whether there is anything to train."""
         return any(unit.trainable for unit in self._schedule.units)

@@ -1,0 +1,116 @@
+"""torch.distributed.checkpoint writes and reads our shards, at any world size, and FSDP2 understands what it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Stack, Untied, tokens
+
+import zeroshard
+from zeroshard import Policy
+from zeroshard.checkpoint.dcp import boxes
+from zeroshard.testing import run_ranks
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_boxes_are_the_range(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
+    whole = torch.arange(torch.Size(shape).numel())
+    start = data.draw(st.integers(0, whole.numel() - 1))
+    stop = data.draw(st.integers(start, whole.numel()))
+    rebuilt = torch.full(shape, -1)
+    for box in boxes(shape, start, whole[start:stop]):
+        where = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
+        assert (rebuilt[where] == -1).all()
+        rebuilt[where] = box.tensor
+    expected = torch.full_like(whole, -1)
+    expected[start:stop] = whole[start:stop]
+    assert torch.equal(rebuilt.view(-1), expected)
+
+
+def build(stage: int, seed: int = 0, steps: int = 0, rank: int = 0) -> tuple[Stack, zeroshard.Sharded]:
+    torch.manual_seed(seed)
+    model = Stack()
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
+    for step in range(steps):
+        model(*tokens(rank, step)).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    return model, sharded
+
+
+def states(sharded: zeroshard.Sharded, model: Stack) -> dict[str, torch.Tensor]:
+    names = ("parameters", "exp_avg", "exp_avg_sq", "step")
+    found = {(fqn, name): sharded.states.get(fqn, name) for fqn, _ in model.named_parameters() for name in names}
+    return {f"{fqn} {name}": value.clone() for (fqn, name), value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("target", [(1, 0), (2, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple[int, int], tmp_path: Path) -> None:
+    def save(rank: int) -> dict[str, torch.Tensor]:
+        model, sharded = build(stage, steps=2, rank=rank)
+        dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
+        return states(sharded, model)
+
+    expected = run_ranks(save, 2)[0]
+
+    def load(rank: int) -> None:
+        model, sharded = build(target[1], seed=4)
+        dcp.load({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
+        got = states(sharded, model)
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(got[key], value), key
+        with zeroshard.unsharded(model):
+            assert torch.equal(model.head.weight, expected["embedding.weight parameters"])
+        model(*tokens(rank, 2)).backward()
+        sharded.optimizer.step()
+
+    run_ranks(load, target[0])
+
+
+def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Untied()
+        for block in model.blocks:
+            block.scale = torch.nn.Parameter(torch.ones(1))  # FSDP2 takes no scalars
+            del block.empty
+            block.empty = torch.zeros(0)
+        expected = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+        sharded = zeroshard.shard(model, None, Policy.stage(3))
+        dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path / "ours")
+
+        torch.manual_seed(1)
+        other = Untied()
+        for block in other.blocks:
+            block.scale = torch.nn.Parameter(torch.zeros(1))
+            del block.empty
+            block.empty = torch.zeros(0)
+        fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
+        theirs = {"train": {"model": other.state_dict()}}
+        dcp.load(theirs, checkpoint_id=tmp_path / "ours")
+        for fqn, value in expected.items():
+            assert torch.equal(theirs["train"]["model"][fqn].full_tensor(), value), fqn
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2)
+        dcp.save({"train": {"model": other.state_dict()}}, checkpoint_id=tmp_path / "theirs")
+        dcp.load({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path / "theirs")
+        with zeroshard.unsharded(model):
+            for fqn, parameter in model.named_parameters():
+                assert torch.equal(parameter.detach(), 2 * expected[fqn]), fqn
+        dist.barrier()
+
+    run_ranks(body, 2)

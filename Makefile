@@ -18,6 +18,7 @@ test: .venv/ready
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/zero_redundancy.py
+	$(BIN)/python benchmarks/checkpoints.py
 
 compare: .venv/ready
 	$(BIN)/zeroshard compare --plot docs/compare.png

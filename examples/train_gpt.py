@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
+With --checkpoints FOLDER it saves as it goes, and goes on where it was stopped: with any number of ranks, under any stage.
+
 The text is the Python standard library's own source, unless --text names a file or a folder.
 """
 
@@ -45,12 +47,24 @@ def read_text(path: Path) -> Tensor:
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
-def batches(text: Tensor, batch: int, seed: int, device: torch.device) -> Iterator[Tensor]:
-    """Random windows of the text: int64 of shape [batch, LENGTH + 1]."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(0, len(text) - LENGTH - 1, (batch,), generator=generator)
-        yield torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()]).long().to(device)
+class Windows(Iterator[Tensor]):
+    """Random windows of the text: int64 of shape [batch, LENGTH + 1]. Its position is saved in checkpoints."""
+
+    def __init__(self, text: Tensor, batch: int, seed: int, device: torch.device) -> None:
+        self.text, self.batch, self.device, self.drawn = text, batch, device, 0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> Tensor:
+        self.drawn += 1
+        starts = torch.randint(0, len(self.text) - LENGTH - 1, (self.batch,), generator=self.generator)
+        return torch.stack([self.text[s : s + LENGTH + 1] for s in starts.tolist()]).long().to(self.device)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        while self.drawn < state["drawn"]:
+            next(self)
 
 
 @torch.no_grad()
@@ -96,16 +110,22 @@ def report(engine: zeroshard.Engine, rank: int, world_size: int, console: Consol
     console.print(table)
 
 
-def main() -> None:
-    """Train, validate, sample, and show where the memory is."""
+def parse() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
     parser.add_argument("--stage", type=int, choices=range(4), help="takes the place of the config's stage")
     parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
     parser.add_argument("--steps", type=int, default=650)
+    parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
     parser.add_argument("--fp16", action="store_true", help='where the config says "auto"')
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, validate, sample, and show where the memory is."""
+    options = parse()
 
     config = json5.loads(Path(options.config).read_text())
     if options.stage is not None:
@@ -128,15 +148,19 @@ def main() -> None:
     text = read_text(options.text)
     training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
     batch = engine.train_micro_batch_size_per_gpu()
-    data = batches(training, batch, seed=rank, device=engine.device)
+    data = engine.training_dataloader = Windows(training, batch, seed=rank, device=engine.device)
     numel = sum(p.numel() for p in engine.module.parameters())
     console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {world_size} ranks")
+
+    if options.checkpoints is not None and (options.checkpoints / "latest").exists():
+        path, _ = engine.load_checkpoint(options.checkpoints)
+        console.print(f"going on from {path}")
 
     columns = (BarColumn(), TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn())
     loss = torch.zeros(())
     with Progress(*columns, console=console, disable=rank != 0) as progress:
-        task = progress.add_task("", total=options.steps)
-        for step in range(options.steps):
+        task = progress.add_task("", total=options.steps, completed=engine.global_steps)
+        for step in range(engine.global_steps, options.steps):
             start = time.perf_counter()
             for _ in range(engine.gradient_accumulation_steps()):
                 tokens = next(data)
@@ -149,9 +173,13 @@ def main() -> None:
             progress.update(task, advance=1, description=figures)
             if step % 50 == 0 or step == options.steps - 1:
                 progress.console.print(f"step {step:4d}  {figures}")
+            if options.checkpoints is not None and (step + 1) % 100 == 0:
+                engine.save_checkpoint(options.checkpoints, asynchronous=True, keep_last=2)
+    if options.checkpoints is not None:
+        engine.save_checkpoint(options.checkpoints, keep_last=2)
 
     engine.eval()
-    bits = evaluate(engine, batches(validation, batch, seed=1000 + rank, device=engine.device), count=8)
+    bits = evaluate(engine, Windows(validation, batch, seed=1000 + rank, device=engine.device), count=8)
     console.print(f"validation: {bits:.3f} bits per byte (8.000 before training)")
     console.rule("a sample")
     console.print(sample(engine, "def read(self, ", options.sample), markup=False, highlight=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.export import MAX_SHARD_NBYTES, begin, finish, live_sources, plan, write_ranges
@@ -66,6 +66,7 @@ class Checkpoints:
         self._collectives, self._policy, self._group = collectives, policy, group
         self._control: Collectives | None = None
         self._pending: PendingSave | None = None
+        self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
 
     @property
     def control(self) -> Collectives:
@@ -93,7 +94,7 @@ class Checkpoints:
         if not asynchronous:
             write_checkpoint(snapshot, where, self.control)
             return
-        staged, control = snapshot.staged(), self.control
+        staged, control = snapshot.staged(self._staging), self.control
         self._pending = PendingSave(partial(write_checkpoint, staged, where, control))
 
     def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool) -> Snapshot:
@@ -167,6 +168,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._staging.clear()
             if self._control is not None:
                 self._control.close()
                 self._control = None

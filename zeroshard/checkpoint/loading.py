@@ -155,13 +155,16 @@ class Loader:
         for name, saved in record.states.items():
             if name != PARAMETERS:
                 assert held.view is not None
-                state[name] = torch.empty(held.view.value.shape, dtype=dtype_of(saved.dtype), device=held.value.device)
+                there, dtype = held.state.get(name), dtype_of(saved.dtype)
+                if not isinstance(there, Tensor) or there.shape != held.view.value.shape or there.dtype != dtype:
+                    there = torch.empty(held.view.value.shape, dtype=dtype, device=held.value.device)
+                state[name] = there
                 self._tasks += tasks_for(saved, held.start, state[name].view(-1), f"{name} of {held.named.fqn}")
         self._values[held.named.fqn] = record.values
         return state
 
     def read(self, rank: int) -> None:
-        """Read this rank's part, and verify it. Parameters are overwritten as they come."""
+        """Read this rank's part, and verify it. What is there is overwritten as it comes."""
         self.reader.read(self._tasks)
         self._values = self.reader.values(self._values)
         ranks = self.reader.manifest.values.get("ranks", [])

@@ -72,13 +72,24 @@ class Snapshot:
     tensors: dict[str, Tensor]
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def staged(self) -> Snapshot:
-        """A copy in CPU memory, which training does not touch."""
+    def staged(self, memory: dict[str, Tensor]) -> Snapshot:
+        """A copy in CPU memory, which training does not touch.
+
+        Args:
+            memory: what the copies lie in, by name; kept by the caller, so that the next save need not allocate it anew.
+        """
+
+        def copy(name: str, tensor: Tensor) -> Tensor:
+            there = memory.get(name)
+            if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
+                there = memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            return there.copy_(tensor.detach())
+
         return replace(
             self,
-            pieces=[replace(piece, tensor=_copy(piece.tensor)) for piece in self.pieces],
-            tensors={name: _copy(tensor) for name, tensor in self.tensors.items()},
-            buffers={name: _copy(tensor) for name, tensor in self.buffers.items()},
+            pieces=[replace(piece, tensor=copy(piece.name, piece.tensor)) for piece in self.pieces],
+            tensors={name: copy(f"beside/{name}", tensor) for name, tensor in self.tensors.items()},
+            buffers={name: copy(f"buffers/{name}", tensor) for name, tensor in self.buffers.items()},
         )
 
 
@@ -157,10 +168,6 @@ def _pieces(held: Held) -> Iterator[Piece]:
         tensor = held.along(name)
         if tensor is not None:
             yield Piece(held.named.fqn, name, held.start, tensor)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 # ---------------------------------------------------------------------- writing

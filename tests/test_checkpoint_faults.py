@@ -318,3 +318,32 @@ def test_a_manifest_of_another_version_is_refused(saved: tuple[Path, dict[str, T
             SHARDED.load(folder)
     finally:
         path.write_text(content)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    folder, _ = saved
+    path = folder / "a" / "manifest.json"
+    content = path.read_text()
+    body = json.loads(content)
+    del body["checksum"]
+    body["files"][0]["name"] = "../../victim.safetensors"
+    try:
+        path.write_text(json.dumps({**body, "checksum": files._digest(body)}))
+        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+            SHARDED.load(folder)
+    finally:
+        path.write_text(content)
+
+
+def test_a_folder_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost+found").mkdir()
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    SHARDED.save(tmp_path, "a")
+    SHARDED.load(tmp_path)

@@ -6,7 +6,8 @@ import ctypes
 import gc
 import json
 import random
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,16 +197,18 @@ class Text(torch.utils.data.Dataset[Tensor]):
         return torch.randint(0, 31, (6,), generator=torch.Generator().manual_seed(index))
 
 
-def run(engine: zeroshard.Engine, loader: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and batches of so many steps, epoch after epoch."""
+def epochs(loader: Any) -> Iterator[Tensor]:
+    """Batches, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def run(engine: zeroshard.Engine, batch_of: Iterator[Tensor], steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and batches up to so many steps."""
     losses, batches = [], []
-    batch_of = iter(loader)
     while engine.global_steps < steps:
         for _ in range(engine.gradient_accumulation_steps()):
-            batch = next(batch_of, None)
-            if batch is None:
-                batch_of = iter(loader)
-                batch = next(batch_of)
+            batch = next(batch_of)
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
@@ -238,12 +241,13 @@ def test_an_engine_resumes_bit_for_bit(stage: int, precision: str, tmp_path: Pat
 
     def body(rank: int) -> None:
         engine, loader = make(1, rank)
-        run(engine, loader, 6)  # 50 samples are 8 batches of 6: in the second epoch
+        batch_of = epochs(loader)
+        run(engine, batch_of, 6)  # 50 samples are 8 batches of 6: in the second epoch
         engine.save_checkpoint(tmp_path, client_state={"best": 0.5, "table": torch.arange(6).view(2, 3)})
         position = loader.state_dict()
         assert position["epoch"] == 1
         assert 0 < position["position"] < 50
-        expected, _ = run(engine, loader, 14)
+        expected, _ = run(engine, batch_of, 14)
         figures = (engine.get_lr(), engine.loss_scaler.scale, engine.skipped_steps, engine.global_samples)
         again, loader = make(99, rank + 7)
         path, client = again.load_checkpoint(tmp_path)
@@ -251,7 +255,7 @@ def test_an_engine_resumes_bit_for_bit(stage: int, precision: str, tmp_path: Pat
         assert client["best"] == 0.5
         assert torch.equal(client["table"], torch.arange(6).view(2, 3))
         assert again.global_steps == 6
-        got, _ = run(again, loader, 14)
+        got, _ = run(again, epochs(loader), 14)
         assert all(map(torch.equal, got, expected))
         assert (again.get_lr(), again.loss_scaler.scale, again.skipped_steps, again.global_samples) == figures
         if precision == "fp16":
@@ -272,14 +276,15 @@ def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -
 
     def first(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         engine, loader = make(rank, 2)
-        run(engine, loader, 2)
+        batch_of = epochs(loader)
+        run(engine, batch_of, 2)
         engine.save_checkpoint(tmp_path)
-        return run(engine, loader, 4)
+        return run(engine, batch_of, 4)
 
     def later(rank: int, accumulation: int) -> tuple[list[Tensor], list[Tensor]]:
         engine, loader = make(rank, accumulation)
         engine.load_checkpoint(tmp_path)
-        return run(engine, loader, 4)
+        return run(engine, epochs(loader), 4)
 
     def steps(results: list[tuple[list[Tensor], list[Tensor]]]) -> tuple[list[set[tuple[int, ...]]], list[float]]:
         """By step: the samples, and the mean loss."""
@@ -362,6 +367,8 @@ def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
         "tuple": (1, 2.5, None), "keys": {1: "a", (2, 3): [True]}, "counter": Counter({5: 2}), "$dollar": {"$x": 1},
         "array": np.arange(3, dtype=np.uint32), "number": np.float32(0.1), "bytes": b"\x00\xff", "dtype": torch.bfloat16,
         "scalar": torch.tensor(3, dtype=torch.int16), "bf16": torch.randn(3, 2).bfloat16(), "nan": float("inf"),
+        "dotted": {"a": torch.ones(1), "a.b": torch.ones(2)}, "dotted.a": torch.ones(3), "random": {"torch": torch.ones(4)},
+        "buffers": {"old": torch.ones(5)}, "deque": deque([1, 2], maxlen=2), "array0": np.array(3),
         "transposed": torch.randn(4, 3).T, "empty": torch.zeros(0, 2), "bool": torch.tensor([True, False]),
     }  # fmt: skip
     sharded.save(tmp_path, "a", state)
@@ -373,6 +380,9 @@ def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
             assert got[key].dtype == value.dtype
         elif isinstance(value, np.ndarray):
             assert np.array_equal(got[key], value)
+            assert got[key].shape == value.shape
+        elif isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
+            assert all(torch.equal(got[key][name], item) for name, item in value.items())
         else:
             assert got[key] == value
             assert type(got[key]) is type(value)
@@ -388,9 +398,17 @@ def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
 
 def test_what_one_rank_cannot_save_none_does(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        _model, sharded = build(1)
-        with pytest.raises(CheckpointError, match="rank 1: bad is a"):
-            sharded.save(tmp_path, "a", {"bad": object() if rank == 1 else 1})
+        model, sharded = build(1)
+        with pytest.raises(CheckpointError, match="rank 0: bad is a"):
+            sharded.save(tmp_path, "a", {"bad": object()})
+        model.blocks[0].register_buffer(
+            "strange", torch.zeros(3, dtype=torch.complex128 if rank == 1 else torch.float32)
+        )
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: the buffer blocks\.0\.strange is a tensor of torch\.complex128"
+        ):
+            sharded.save(tmp_path, "a")
+        del model.blocks[0].strange
         sharded.save(tmp_path, "a", {"bad": 1})
 
     run_ranks(body, 2)
@@ -462,6 +480,59 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path
             assert torch.equal(third.head.weight, other.head.weight)
 
     run_ranks(body, 2)
+
+
+def test_buffers_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(3)
+    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(0))
+    sharded.save(tmp_path, "a")
+    model.register_buffer("more", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="it lacks the buffers more"):
+        sharded.load(tmp_path)
+    sharded.load(tmp_path, strict=False)
+    sharded.save(tmp_path, "b")
+    model.more = torch.zeros(1)
+    with pytest.raises(CheckpointError, match=r"the buffer more was saved with shape \(2,\)"):
+        sharded.load(tmp_path)
+
+
+def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
+    """From fp16 with a fixed scale to bf16: gradients are not divided by it."""
+
+    def make(precision: dict[str, Any]) -> zeroshard.Engine:
+        torch.manual_seed(0)
+        return zeroshard.initialize(model=Stack(), config=config(0, precision, accumulation=1))[0]
+
+    engine = make({"fp16": {"enabled": True, "loss_scale": 128}})
+    engine.save_checkpoint(tmp_path)
+    norms = []
+    for load in (False, True):
+        other = make({"bf16": {"enabled": True}})
+        if load:
+            other.load_checkpoint(tmp_path)
+        other.backward(other(*tokens(0, 0)))
+        other.step()
+        norms.append(other.get_global_grad_norm())
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+
+
+def test_a_loader_begins_its_epoch_anew_unless_it_was_loaded() -> None:
+    from zeroshard.data import StatefulLoader
+
+    loader = StatefulLoader(Text(), 5, 0, 2, drop_last=False)
+    assert len(loader) == 5
+    first = next(iter(loader))
+    before = torch.get_rng_state()
+    batches = list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(batches) == 5
+    assert torch.equal(batches[0], first)
+    seconds = iter(loader)
+    kept = [next(seconds) for _ in range(3)]
+    again = StatefulLoader(Text(), 5, 0, 2, drop_last=False)
+    again.load_state_dict(loader.state_dict())
+    assert torch.equal(next(iter(again)), next(seconds))
+    assert not torch.equal(kept[0], first), "another epoch, another order"
 
 
 # ---------------------------------------------------------------------- asynchronous

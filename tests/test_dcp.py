@@ -77,6 +77,16 @@ def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple
     run_ranks(load, target[0])
 
 
+def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
+    model, sharded = build(0)
+    zeroshard.DistributedState(sharded).state_dict()
+    other, plain = build(0)
+    for one, trained in ((model, sharded), (other, plain)):
+        one(*tokens(0, 0)).backward()
+        trained.optimizer.step()
+    assert torch.equal(model.head.weight, other.head.weight)
+
+
 def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

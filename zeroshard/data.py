@@ -31,13 +31,14 @@ class ShardedSampler(Sampler[int]):
         yield from order[self.position + self._rank :: self._world_size]
 
     def __len__(self) -> int:
-        return max(self.total - self.position, 0) // self._world_size
+        return self.total // self._world_size
 
 
 class StatefulLoader(DataLoader[Any]):
     """A DataLoader over this rank's part of a dataset that shuffles anew each epoch and goes on where its state says.
 
-    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all ranks.
+    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all ranks. The
+    first iteration after a load goes on there; any other begins the epoch.
     """
 
     def __init__(
@@ -46,9 +47,21 @@ class StatefulLoader(DataLoader[Any]):
     ) -> None:  # fmt: skip
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
-        super().__init__(data, batch_size, sampler=self._shard, collate_fn=collate_fn, drop_last=drop_last)
+        self._is_loaded = False
+        # A generator of its own: what it draws for workers must not be missing from the training's random numbers.
+        super().__init__(
+            data,
+            batch_size,
+            sampler=self._shard,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            generator=torch.Generator(),
+        )
 
     def __iter__(self) -> Any:
+        if not self._is_loaded:
+            self._shard.position = 0
+        self._is_loaded = False
         # What was handed out counts, not what workers have fetched ahead.
         samples = (self.batch_size or 1) * self._world_size
         for batch in super().__iter__():
@@ -67,4 +80,4 @@ class StatefulLoader(DataLoader[Any]):
             raise UsageError(
                 f"the position was saved over {state['length']} samples, and this dataset has {self._shard.length}."
             )
-        self._shard.epoch, self._shard.position = state["epoch"], state["position"]
+        self._shard.epoch, self._shard.position, self._is_loaded = state["epoch"], state["position"], True

@@ -58,8 +58,8 @@ class Engine:
         module: the user's own model.
         optimizer, lr_scheduler: what the config or the caller named.
         checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
-        training_dataloader: what has a `state_dict` of its position; it is saved in checkpoints. Set your own, or the loader that
-            `initialize` made is it.
+        training_dataloader: what has a `state_dict` of its position; rank 0's is saved in checkpoints, and loaded on all. Set your
+            own, or the loader that `initialize` made is it.
         loss_scaler: knows the present loss scale (1 but under fp16).
         global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in all.
     """
@@ -164,7 +164,7 @@ class Engine:
         return self._last
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> StepReport:
-        scale = self.loss_scaler.scale
+        scale = self.loss_scaler.scale if self.config.scales_loss else 1.0
         not_finite: tuple[str, ...] = ()
         reason = None
         norm = self._sharded.clip_grad_norm_(self.config.schema.gradient_clipping or None, scale)
@@ -288,14 +288,15 @@ class Engine:
             fall_back=fall_back,
         )
         values = loaded.values
+        self._backward_done = False
         if not load_module_only:
-            for name, value in values.get("engine", {}).items():
-                setattr(self, name, value)
+            for name in _COUNTERS:
+                setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
             if load_lr_scheduler_states and values.get("lr_scheduler") and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(values["lr_scheduler"])
-            if states and vars(self.loss_scaler).keys() == values.get("loss_scaler", {}).keys():
-                vars(self.loss_scaler).update(values["loss_scaler"])
+            if states and isinstance(self.loss_scaler, DynamicLossScaler):
+                self.loss_scaler.load(values.get("loss_scaler", {}))
             if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
                 self.training_dataloader.load_state_dict(values["data"])
             self._told_at = (time.perf_counter(), self.global_samples)

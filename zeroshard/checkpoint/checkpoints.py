@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,18 +88,17 @@ class Checkpoints:
                 asynchronous save failed.
         """
         files.check_tag(where.tag)
-        self.wait()
+        self._wait_together()
         if self._schedule.awaits_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
-        snapshot = self._agree_on_snapshot(values, exclude_frozen)
+        snapshot = self._agree_on_snapshot(values, exclude_frozen, asynchronous)
         if not asynchronous:
             write_checkpoint(snapshot, where, self.control)
             return
-        staged, control = snapshot.staged(self._staging), self.control
-        self._pending = PendingSave(partial(write_checkpoint, staged, where, control))
+        self._pending = PendingSave(partial(write_checkpoint, snapshot, where, self.control))
 
-    def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool) -> Snapshot:
-        """What one rank cannot save, none does."""
+    def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool, staged: bool) -> Snapshot:
+        """What one rank cannot save, none does. `staged` makes it a copy."""
         snapshot, problem = None, None
         try:
             snapshot = take_snapshot(
@@ -113,7 +113,8 @@ class Checkpoints:
                 {"random": random_state()},
                 exclude_frozen,
             )
-        except CheckpointError as error:
+            snapshot = snapshot.staged(self._staging) if staged else snapshot
+        except Exception as error:  # the others wait for this rank's word
             problem = f"rank {self._collectives.rank}: {error}"
         problems = [one for one in self.control.exchange_json(problem, "what is saved") if one is not None]
         if problems or snapshot is None:
@@ -128,6 +129,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, where any could not write.
         """
+        self._wait_together()
         folder, units = Path(out), self._schedule.units
         buffers = dict(persistent_buffers(self._model))
         plans = plan(live_sources(units, buffers, dtype), max_shard_nbytes)
@@ -148,6 +150,8 @@ class Checkpoints:
             work()
         except OSError as error:
             problem = f"{error.filename or 'a file'} cannot be written: {error.strerror or error}."
+        except Exception as error:  # the others wait for this rank's word
+            problem = str(error)
         problem = self._first(problem)
         if problem is not None:
             raise CheckpointError(problem)
@@ -157,6 +161,17 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+
+    def _wait_together(self) -> None:
+        """As `wait`; what went wrong is raised on every rank now, also where one was told before."""
+        problem = None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            problem = str(error)
+        problem = self._first(problem)
+        if problem is not None:
+            raise CheckpointError(f"the asynchronous save before failed: {problem}")
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong with an asynchronous save that has ended."""
@@ -187,12 +202,12 @@ class Checkpoints:
             strict: parameters that the checkpoint or the model lacks are errors.
             optimizer_states: load the optimizer's states and hyperparameters.
             random: restore random state, where the world size is the same.
-            fall_back: where a checkpoint is damaged, go on with the newest whole one before it.
+            fall_back: where a checkpoint is damaged, go on with the newest whole one.
 
         Raises:
             CheckpointError: on every rank. Parameters may have been overwritten in part: load another, or start anew.
         """
-        self.wait()
+        self._wait_together()
         if self._schedule.awaits_step:
             raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
         problems: list[str] = []
@@ -214,7 +229,8 @@ class Checkpoints:
                 wanted = []
                 told = {"tags": [], "error": str(error)}
             if fall_back:
-                told = {"tags": wanted + [one for one in files.tags(folder) if one not in wanted]}
+                with suppress(OSError):
+                    told = {"tags": wanted + [one for one in files.tags(folder) if one not in wanted]}
         told = self.control.exchange_json(told, "the tags of checkpoints")[0]
         if "error" in told:
             raise CheckpointError(told["error"])
@@ -263,7 +279,7 @@ class Checkpoints:
         problem, values = None, dict[str, Any]()
         try:
             loader.prepare(strict=strict, optimizer_states=optimizer_states)
-        except CheckpointError as error:
+        except Exception as error:  # the others wait for this rank's word
             problem = str(error)
         problem = self._first(problem)
         if problem is not None:
@@ -273,8 +289,8 @@ class Checkpoints:
             values = reader.values(manifest.values["shared"])
             own = manifest.values["ranks"][rank] if manifest.world_size == self._collectives.world_size else {}
             state = reader.values(own.get("random")) if random else None
-        except (CheckpointError, KeyError) as error:
-            problem = str(error)
+        except Exception as error:
+            problem = str(error) if isinstance(error, CheckpointError) else f"{path} is damaged: {error!r}"
         problem = self._first(problem)
         if problem is not None:
             return problem

@@ -10,6 +10,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         finally:
             file.close()
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
     return Written(file.nbytes, file.checksums, offsets)
 

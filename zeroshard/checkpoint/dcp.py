@@ -24,9 +24,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.model_states import PARAMETERS, Held
 from zeroshard.shard import Sharded
+
+_MADE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "SGD", "Lion", "MuonWithAdamW"}
+"""Optimizers whose first states are zeros, whatever the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,14 @@ class DistributedState(Stateful):
         self._sharded.take_masters()
 
     def _make_states(self) -> None:
-        """A step with gradients of zero and a rate of zero: it changes nothing but that states are there."""
+        """A step with gradients of zero and a rate of zero, counted as none: the states are those before the first step."""
         optimizer = self._sharded.optimizer
         if optimizer.state or not optimizer.views:
             return
+        if type(optimizer.inner).__name__ not in _MADE:
+            raise UsageError(
+                f"the states of {type(optimizer.inner).__name__} cannot be made without a step: take one before."
+            )
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -181,5 +188,9 @@ class DistributedState(Stateful):
         optimizer.inner.step()
         for view in optimizer.views:
             view.value.grad = None
+            state = optimizer.state[view.value]
+            for name, start in (("step", 0), ("mu_product", 1)):
+                if isinstance(state.get(name), Tensor):
+                    state[name].fill_(start)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

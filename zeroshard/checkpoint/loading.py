@@ -121,6 +121,7 @@ class Loader:
                 f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has "
                 f"{type(self._optimizer).__qualname__}: load_optimizer_states=False takes the parameters alone."
             )
+        self._refuse_other_buffers(strict)
         for held in self._states.held():
             record = self.reader.parameter(held.named.fqns)
             if record is None or PARAMETERS not in record.states:
@@ -150,6 +151,27 @@ class Loader:
                 "load_module_strict=False loads what both have."
             )
 
+    def _refuse_other_buffers(self, strict: bool) -> None:
+        ranks = self.reader.manifest.values.get("ranks", [])
+        packed = ranks[0].get("buffers") if ranks else None
+        if packed is None:
+            return
+        saved = {
+            name: tuple(self.reader.manifest.tensors[one["$tensor"]].shape) if "$tensor" in one else ()
+            for name, one in packed.items()
+        }
+        own = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model)}
+        for name in saved.keys() & own.keys():
+            if saved[name] != own[name]:
+                raise CheckpointError(
+                    f"{self.reader.folder}: the buffer {name} was saved with shape {saved[name]}, and the model's has {own[name]}."
+                )
+        if strict and saved.keys() != own.keys():
+            raise CheckpointError(
+                f"{self.reader.folder} is of another model: it lacks the buffers {_some(sorted(own.keys() - saved.keys()))}, "
+                f"and the model lacks {_some(sorted(saved.keys() - own.keys()))}. load_module_strict=False loads what both have."
+            )
+
     def _new_state(self, held: Held, record: ParameterRecord) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for name, saved in record.states.items():
@@ -176,9 +198,16 @@ class Loader:
     def apply(self, *, optimizer_states: bool) -> None:
         """Everything was read on every rank: optimizer, buffers, and parameters take it. Every rank must call it."""
         if optimizer_states:
+            moved = {
+                id(value): value.device
+                for group in self._optimizer.param_groups
+                for value in group["params"]
+                if group.get("fused") or group.get("capturable")  # these count their steps on the device
+            }
             for held, state in self._state:
                 assert held.view is not None
-                beside = {name: _fresh(value) for name, value in self._values.get(held.named.fqn, {}).items()}
+                device = moved.get(id(held.view.value), torch.device("cpu"))
+                beside = {name: _fresh(value, device) for name, value in self._values.get(held.named.fqn, {}).items()}
                 self._optimizer.state[held.view.value] = {**beside, **state}
                 if not state and not beside:
                     del self._optimizer.state[held.view.value]
@@ -206,8 +235,8 @@ class Loader:
                 )
 
 
-def _fresh(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _fresh(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _some(names: Sequence[str]) -> str:

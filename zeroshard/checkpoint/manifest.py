@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class _Record(BaseModel):
 class FileRecord(_Record):
     """A file beside the manifest."""
 
-    name: str
+    name: str = Field(pattern=r"^rank_\d+\.[0-9a-f]+\.safetensors$")
     nbytes: int
     checksums: list[int]
     """CRC-32 of each chunk of `chunk_nbytes`; the last may be shorter."""
@@ -189,7 +190,8 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
         temporary.replace(path)
         flush_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
@@ -205,24 +207,28 @@ def flush_folder(path: Path) -> None:
 def clean(folder: Path) -> None:
     """Remove what saves that never ended left behind: files that no manifest names, and folders of nothing else."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_file() and re.fullmatch(rf"{LATEST}\.[0-9a-f]+\.tmp", path.name):
-            path.unlink(missing_ok=True)
-        if not path.is_dir():
-            continue
-        ours = [file for file in path.iterdir() if _OURS.fullmatch(file.name)]
-        if not ours:
-            continue
-        try:
-            named = {MANIFEST, *(record.name for record in read_manifest(path).files)}
-        except CheckpointError:
-            if (path / MANIFEST).exists():
-                continue  # damaged, and for a person to look at
-            named = set()
-        for file in ours:
-            if file.name not in named:
-                file.unlink(missing_ok=True)
-        if not named:
-            remove_if_empty(path)
+        with suppress(OSError):  # another program's, or unreadable: not ours to look after
+            if path.is_dir():
+                _clean_tag(path)
+            elif re.fullmatch(rf"{LATEST}\.[0-9a-f]+\.tmp", path.name):
+                path.unlink(missing_ok=True)
+
+
+def _clean_tag(path: Path) -> None:
+    ours = [file for file in path.iterdir() if _OURS.fullmatch(file.name)]
+    if not ours:
+        return
+    try:
+        named = {MANIFEST, *(record.name for record in read_manifest(path).files)}
+    except CheckpointError:
+        if (path / MANIFEST).exists():
+            return  # damaged, and for a person to look at
+        named = set()
+    for file in ours:
+        if file.name not in named:
+            file.unlink(missing_ok=True)
+    if not named:
+        remove_if_empty(path)
 
 
 def remove(folder: Path) -> None:

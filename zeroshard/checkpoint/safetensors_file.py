@@ -26,7 +26,7 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
     "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 _CHUNK_NUMEL = 1 << 22
 """Elements that are read at once where they have to be converted."""
@@ -166,7 +166,7 @@ def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: M
     start = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = prod(shape) * dtype.itemsize
-        told[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        told[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
         start += nbytes
     text = json.dumps(told, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8

@@ -12,6 +12,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import CHUNK_NBYTES, write_file
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
 from zeroshard.checkpoint.safetensors_file import memory_of
-from zeroshard.checkpoint.values import Packer
+from zeroshard.checkpoint.values import Packer, storable
 from zeroshard.core.collectives import Collectives
 from zeroshard.core.unit import Unit
 from zeroshard.errors import CheckpointError
@@ -147,10 +148,10 @@ def take_snapshot(
         type(optimizer).__qualname__ if optimizer is not None else None,
         policy,
         values,
-        {key: packer.pack(value, key) for key, value in shared.items()},
+        {key: packer.pack(value, key) for key, value in shared.items()} if rank == 0 else {},
         {key: packer.pack(value, key) for key, value in own.items()},
         packer.tensors,
-        dict(persistent_buffers(model)),
+        {name: storable(buffer, f"the buffer {name}") for name, buffer in persistent_buffers(model)},
     )
 
 
@@ -192,14 +193,16 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> 
     different = [name for name in own_crcs if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)]
     try:
         report = write_part(snapshot, path, where.tag, control.rank, different)
-    except CheckpointError as error:
+    except Exception as error:  # the others wait for this rank's word
         report = {"error": f"rank {control.rank}: {error}"}
     reports = control.exchange_json(report, "the end of a save")
     if any("error" in one for one in reports):
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         control.exchange_json(None, "the end of a save that failed")
         if control.rank == 0:
-            files.remove_if_empty(folder)
+            with suppress(OSError):
+                files.remove_if_empty(folder)
         _raise_errors(reports)
     if control.rank != 0:
         _raise_errors(control.exchange_json(None, "the manifest of a checkpoint"))
@@ -210,7 +213,7 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> 
 
 def write_part(snapshot: Snapshot, path: Path, tag: str, rank: int, buffers: Sequence[str]) -> dict[str, Any]:
     """Write one rank's file, with those of its buffers; returns what the manifest needs to know of it, as JSON."""
-    packer = Packer(f"rank_{rank:05d}/")
+    packer = Packer(f"rank_{rank:05d}/buffers/")
     own = {**snapshot.own, "buffers": {n: packer.pack(snapshot.buffers[n], f"buffers.{n}") for n in buffers}}
     beside = {**snapshot.tensors, **packer.tensors}
     tensors = {**{piece.name: piece.tensor for piece in snapshot.pieces}, **beside}
@@ -243,7 +246,7 @@ def _prepare(where: Where, folder: Path, control: Collectives) -> None:
 def _attempt(work: Callable[[], None]) -> dict[str, str] | None:
     try:
         work()
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # the others wait for rank 0's word
         return {"error": f"rank 0: {error}"}
     return None
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.safetensors_file import DTYPE_NAMES
 from zeroshard.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, float, str)
-_SEQUENCES = {True: "$tuple", False: "$deque"}
 
 
 class Packer:
@@ -38,7 +38,9 @@ class Packer:
             return value
         if isinstance(value, list | tuple | deque):
             items = [self.pack(item, f"{path}[{i}]") for i, item in enumerate(value)]
-            return items if isinstance(value, list) else {_SEQUENCES[isinstance(value, tuple)]: items}
+            if isinstance(value, deque):
+                return {"$deque": [items, value.maxlen]}
+            return items if isinstance(value, list) else {"$tuple": items}
         if isinstance(value, Mapping):
             return self._pack_mapping(value, path)
         if isinstance(value, Tensor):
@@ -54,7 +56,7 @@ class Packer:
     def _pack_stranger(self, value: Any, path: str) -> Any:
         """What neither JSON nor torch has, and a state dict may hold."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return {"$ndarray": self.pack(torch.from_numpy(np.ascontiguousarray(value)), path)}
+            return {"$ndarray": self.pack(torch.from_numpy(value.copy()), path)}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             return {"$number": [str(value.dtype), value.item()]}
         if isinstance(value, bytes):
@@ -76,9 +78,22 @@ class Packer:
     def _pack_tensor(self, value: Tensor, path: str) -> Any:
         if value.ndim == 0 and not value.is_complex() and value.dtype.itemsize <= 8:
             return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
-        name = f"{self._prefix}{path}"
-        self.tensors[name] = value.detach()
+        name = f"{self._prefix}{path}#{len(self.tensors)}"  # paths may coincide: a key may hold a dot
+        self.tensors[name] = storable(value, path)
         return {"$tensor": name}
+
+
+def storable(tensor: Tensor, path: str) -> Tensor:
+    """The tensor as a file can hold it.
+
+    Raises:
+        CheckpointError: it is sparse, or of a dtype that safetensors does not know; names it.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that."
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
@@ -98,7 +113,7 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
 
 _MAKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$tuple": lambda content, read: tuple(unpack(item, read) for item in content),
-    "$deque": lambda content, read: deque(unpack(item, read) for item in content),
+    "$deque": lambda content, read: deque((unpack(item, read) for item in content[0]), content[1]),
     "$tensor": lambda content, read: read(content),
     "$scalar": lambda content, _: torch.tensor(content[1], dtype=getattr(torch, content[0])),
     "$ndarray": lambda content, read: unpack(content, read).numpy(),

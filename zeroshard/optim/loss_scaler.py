@@ -17,6 +17,7 @@ gradients are divided by that same scale after, and the scale grows while all gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -91,6 +92,13 @@ class DynamicLossScaler(LossScaler):
             if doubles:
                 self.scale *= 2
         self._step += 1
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on where another was saved, if it was dynamic; window, hysteresis and smallest scale are this one's own."""
+        if "_step" in saved:
+            self.scale = float(saved["scale"])
+            self._left, self._step = int(saved["_left"]), int(saved["_step"])
+            self._last_overflow = int(saved["_last_overflow"])
 
     def _lower(self) -> None:
         if self._left > 1:

@@ -260,6 +260,35 @@ def test_a_config_checkpoints_units_without_touching_the_model(chosen: Any) -> N
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_input_that_is_changed_in_place_is_never_silently_wrong(options: str) -> None:
+    linear = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+
+    def function(h: Tensor) -> Tensor:
+        return linear(h.mul_(2)).sin()
+
+    expected = torch.autograd.grad(linear(2 * (x + 0)).sin().sum(), linear.weight)[0]
+    hidden = x.clone().requires_grad_() + 0
+    out = Checkpointer(OPTIONS[options]).checkpoint(function, hidden)
+    try:
+        got = torch.autograd.grad(out.sum(), linear.weight)[0]
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        torch.testing.assert_close(got, expected)
+
+
+def test_of_modules_inside_one_another_the_outermost_is_checkpointed() -> None:
+    checkpointer, model = Checkpointer(Checkpointing(profile=True)), Model()
+    checkpointer.checkpoint_units(model, ["blocks.*"])
+    model(*tokens(0, 0)).backward()
+    assert list(checkpointer.costs) == [f"blocks.{number}" for number in range(DEPTH)]
+    checkpointer.checkpoint_units(model)
+    checkpointer.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_a_second_backward_and_eval() -> None:
     for options in OPTIONS.values():
         checkpointer = Checkpointer(options)

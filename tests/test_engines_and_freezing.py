@@ -135,6 +135,71 @@ def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None
     run_ranks(body, 2)
 
 
+def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
+    model = Stack(tied=False)
+    model.embedding.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    trained = list(model.blocks[:2].parameters())
+    sharded = zeroshard.shard(model, make_optimizer(trained), Policy.stage(0))
+    model(*tokens(0, 0)).backward()
+    sharded.optimizer.zero_grad()  # a backward that no step used
+    assert model.head.weight.grad is not None, "trainable, and outside of the optimizer: gathered, and nobody's"
+    model.embedding.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"embedding\.weight was freed and is in no param group"):
+        sharded.update_trainable()
+    sharded.update_trainable({"params": (p for m in (model.embedding, model.head) for p in m.parameters())})
+    assert model.head.weight.grad is None
+    before = model.embedding.weight.detach().clone()
+    model(*tokens(0, 1)).backward()
+    gradient = sharded.states.get("head.weight", "gradients")
+    (expected,) = torch.autograd.grad(model(*tokens(0, 1)), model.head.weight)
+    torch.testing.assert_close(gradient, expected)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    assert not torch.equal(before, model.embedding.weight)
+    muon = zeroshard.shard(nn.Linear(3, 3), zeroshard.MuonWithAdamW, Policy.stage(0))
+    with pytest.raises(UsageError, match="MuonWithAdamW takes its groups"):
+        muon.update_trainable({"params": []})
+    other = Stack(tied=False)
+    engine, *_ = zeroshard.initialize(
+        model=other, config=config(0, **ADAMW, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}})
+    )
+    with pytest.raises(UsageError, match="WarmupLR was made for the param groups"):
+        engine.update_trainable({"params": []})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_adagrad_has_its_state_from_the_start(stage: int) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.3)
+
+    torch.manual_seed(0)
+    plain = Stack()
+    optimizer = make(plain.parameters())
+    for step in range(3):
+        plain(*tokens(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    model = Stack()
+    sharded = zeroshard.shard(model, make(model.parameters()), Policy.stage(stage))
+    for step in range(3):
+        model(*tokens(0, step)).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    with zeroshard.unsharded(model):
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_loaded_state_dict_is_the_one_in_force() -> None:
+    model = Stack()
+    sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(0))
+    sharded.optimizer.load_state_dict(sharded.optimizer.state_dict())
+    sharded.optimizer.param_groups[0]["lr"] = 0.5
+    assert sharded.optimizer.inner.param_groups[0]["lr"] == 0.5
+    assert sharded.optimizer.state is sharded.optimizer.inner.state
+
+
 def config(stage: int, **more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, **more}
 

@@ -180,8 +180,10 @@ def test_a_rank_reads_its_part_and_the_whole_never_exists(tmp_path: Path) -> Non
 
     for loaded, bytes_read, taken in run_ranks(body, 4):
         assert bytes_read < 4 * numel / 4 + 200_000, "a quarter, the headers, and what Python reads itself"
-        assert loaded < 4 * numel / 4 + 2_000_000
-        assert taken < 2 * 4 * numel / 4 + 4 * block, "shards and gradients, and what it takes to lay out one block"
+        assert loaded < 4 * numel / 4 + 4_000_000
+        assert taken < 2 * 4 * numel / 4 + 4 * block + 4_000_000, (
+            "shards and gradients, and what it takes to lay out a block"
+        )
         assert taken < 0.8 * 4 * numel
 
 

@@ -22,6 +22,7 @@ from zeroshard.config.load import load_checkpointing
 __all__ = ["Checkpointer", "Checkpointing", "checkpoint", "configure", "configured", "is_configured", "reset"]
 
 _configured: list[Checkpointer] = []
+_DEFAULT = Checkpointer()
 
 
 def configure(
@@ -69,9 +70,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def configured() -> Checkpointer:
     """What `checkpoint` uses: its costs, and their table."""
-    if not _configured:
-        _configured.append(Checkpointer())
-    return _configured[0]
+    return _configured[0] if _configured else _DEFAULT
 
 
 def is_configured() -> bool:

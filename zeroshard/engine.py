@@ -25,6 +25,7 @@ from zeroshard.observe.log import Log, StepFigures
 from zeroshard.observe.timers import Timers
 from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from zeroshard.optim.lr_schedules import Floor, LRSchedule
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.shard import Sharded
 
@@ -398,6 +399,11 @@ class Engine:
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
         """Take note of parameters that were frozen or freed, see `Sharded.update_trainable`. Every rank must call it."""
+        if param_group is not None and isinstance(self.lr_scheduler, LRSchedule | Floor):
+            raise UsageError(
+                f"{type(self.lr_scheduler).__name__} was made for the param groups that there were: list the parameters when the "
+                "optimizer is made, frozen as they are, or use a scheduler of torch's."
+            )
         self._sharded.update_trainable(param_group)
 
     def train(self, mode: bool = True) -> Engine:

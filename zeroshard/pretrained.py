@@ -143,10 +143,10 @@ def _read(
             reader.read_into(name, 0, target)
             tensor.detach().copy_(target)
         return
-    if not isinstance(tensor, nn.Parameter):  # a buffer on the meta device
+    if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():  # whole on every rank
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=births.device)
         reader.read_into(name, 0, whole)
-        _replace(model, fqns, whole)
+        _replace(model, fqns, nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole)
         return
     if type(tensor) is BornSharded:
         shard, own = shard_of[tensor], shard_of[tensor].own

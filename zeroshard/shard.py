@@ -68,6 +68,8 @@ class Sharded:
     _precision: Precision
     _context: Context
     checkpoints: Checkpoints
+    _frozen: set[str]
+    """Parameters that took no gradient when that was last looked at."""
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
@@ -172,6 +174,21 @@ class Sharded:
         if param_group is not None:
             self.optimizer.list_group(param_group)
         listed = {parameter for group in self.optimizer.groups for parameter in group}
+        freed = [
+            entry
+            for unit in self._schedule.units
+            for entry in (() if unit.trainable else unit.named)
+            if entry.parameter.requires_grad and (id(entry.parameter) in listed or entry.fqn in self._frozen)
+        ]
+        unknown = [entry.fqn for entry in freed if id(entry.parameter) not in listed]
+        if unknown:
+            raise UsageError(
+                f"{unknown[0]} was freed and is in no param group of the optimizer: give update_trainable a param_group with it."
+            )
+        for entry in freed:
+            entry.parameter.grad = None  # what a parameter outside of the optimizer has gathered belongs to no step
+        self._frozen.clear()
+        self._frozen.update(_frozen(self._schedule.units))
         for unit in list(self._schedule.units):
             now = [entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named]
             if any(trains != unit.trainable for trains in now):
@@ -329,6 +346,7 @@ def shard(
         precision,
         context,
         Checkpoints(model, schedule, sharded_optimizer, collectives, policy, group),
+        _frozen(schedule.units),
     )
 
 
@@ -339,6 +357,10 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
         dtype = precision.buffer_dtype or precision.param_dtype
         if dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
+
+
+def _frozen(units: Sequence[Unit]) -> set[str]:
+    return {entry.fqn for unit in units for entry in unit.named if not entry.parameter.requires_grad}
 
 
 def _make_units(groups: Sequence[Group], precision: Precision, context: Context, first_bucket: int = 0) -> list[Unit]:
@@ -404,7 +426,9 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if optimizer.state:
+    if any(
+        float(state.get("step", 1)) != 0 for state in optimizer.state.values()
+    ):  # Adagrad has a state from the start
         raise UsageError(
             f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. "
             "Shard before the first step, and load a checkpoint after."

@@ -30,6 +30,7 @@ from zeroshard.core.collectives import Collectives, create_collectives
 
 _METADATA = {
     "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
+    "_has_compatible_shallow_copy_type",
     "__hash__", "__len__", "is_signed", "__get__", "get_device", "requires_grad_", "__set__", "__format__", "__repr__",
 }  # fmt: skip
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}

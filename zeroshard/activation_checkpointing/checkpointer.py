@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,6 +30,8 @@ from zeroshard.core.bucketing import find_units
 from zeroshard.core.collectives import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.policy import Units
+
+_Version = tuple[weakref.ref[Tensor], int]
 
 
 @dataclass(frozen=True)
@@ -110,23 +113,30 @@ class Checkpointer:
 
         if self._slots is not None:
             self._slots.begin()
-        # Weights, masks and positions are not activations: moving them would only copy what stays anyway.
-        activations = {
-            (leaf.data_ptr(), leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        }
-        with saved_tensors_hooks(partial(self._pack, name, activations), _unpack):
+        with self._hooks(name, leaves):
             if self.options.profile or self.options.synchronize_checkpoint_boundary:
                 return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=partial(self._measured, name))
             return torch_checkpoint(call, *leaves, use_reentrant=False)
 
     # ------------------------------------------------------------------ saved inputs
 
-    def _pack(self, name: str, activations: set[tuple[int, torch.Size]], tensor: Tensor) -> Recall:
-        if (tensor.data_ptr(), tensor.shape) not in activations or tensor.numel() == 0:
+    def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
+        """What torch's checkpointing hands its inputs to; nothing where it may keep them as it does."""
+        options = self.options
+        if not (options.profile or options.partition_activations or options.cpu_checkpointing or self._slots):
+            return nullcontext()
+        # Weights, masks and positions are not activations: moving them would only copy what stays anyway.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), leaf._version) for leaf in tensors}
+        return saved_tensors_hooks(partial(self._pack, name, activations), _unpack)
+
+    def _pack(self, name: str, activations: Mapping[tuple[int, torch.Size], _Version], tensor: Tensor) -> Recall:
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in activations or tensor.numel() == 0:
             return keep(tensor)
         if self.options.profile:
             self.costs.setdefault(name, Cost()).nbytes += tensor.nbytes
-        return self._keeper(tensor.device)(tensor)
+        return partial(_unless_changed, self._keeper(tensor.device)(tensor), *activations[key])
 
     def _keeper(self, device: torch.device) -> Keeper:
         if device not in self._keepers:
@@ -184,7 +194,7 @@ class Checkpointer:
 
     def remove(self) -> None:
         """Take what `checkpoint_units` did off again."""
-        for module, forward in self._wrapped:
+        for module, forward in reversed(self._wrapped):
             del module.forward
             if forward is not None:
                 module.forward = forward  # type: ignore[method-assign]
@@ -213,6 +223,16 @@ class _Clock(AbstractContextManager[None]):
             self._cost.recompute += seconds
 
 
+def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
+    """As torch does without hooks: an input that was changed in place since is no input to compute from."""
+    alive = reference()
+    if alive is not None and alive._version != version:
+        raise RuntimeError(
+            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be computed again."
+        )
+    return recall()
+
+
 def _unpack(recall: Recall) -> Tensor:
     return recall()
 
@@ -230,4 +250,6 @@ def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str
         if not matching:
             raise UsageError(f"checkpoint_units: no module of the model is called {pattern!r}.")
         found += [pair for pair in matching if pair not in found]
-    return found
+    # Of modules inside one another the outermost: a checkpoint in a checkpoint would keep what the outer one does not.
+    names = {name for name, _ in found}
+    return [(n, m) for n, m in found if not any(n[:i] in names for i, letter in enumerate(n) if letter == ".")]

@@ -108,6 +108,7 @@ class _HostCopy:
             number,
         )
         self._back: Tensor | None = None
+        self._is_recalled = False
         if stream is None:
             host.copy_(tensor.detach())
             return
@@ -124,6 +125,7 @@ class _HostCopy:
 
     def recall(self) -> Tensor:
         """The input on its own device."""
+        self._is_recalled = True
         if self._stream is None:
             return self._host.to(self._device)
         self.start()
@@ -132,7 +134,8 @@ class _HostCopy:
         current = torch.accelerator.current_stream()
         current.wait_stream(self._stream)  # type: ignore[attr-defined]
         tensor.record_stream(current)
-        before = [copy for copy in (ref() for ref in self._earlier[: self._number]) if copy is not None]
+        earlier = [copy for copy in (ref() for ref in self._earlier[: self._number]) if copy is not None]
+        before = [copy for copy in earlier if not copy._is_recalled]
         if before:
             before[-1].start()
         return tensor

@@ -20,7 +20,7 @@ from zeroshard.checkpoint.saving import persistent_buffers
 from zeroshard.checkpoint.values import unpack
 from zeroshard.core.unit import NamedParameter, Unit
 from zeroshard.errors import CheckpointError
-from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates
+from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates, counting_on_device
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 """How this run computes is its own affair."""
@@ -198,15 +198,10 @@ class Loader:
     def apply(self, *, optimizer_states: bool) -> None:
         """Everything was read on every rank: optimizer, buffers, and parameters take it. Every rank must call it."""
         if optimizer_states:
-            moved = {
-                id(value): value.device
-                for group in self._optimizer.param_groups
-                for value in group["params"]
-                if group.get("fused") or group.get("capturable")  # these count their steps on the device
-            }
+            on_device = counting_on_device(self._optimizer)
             for held, state in self._state:
                 assert held.view is not None
-                device = moved.get(id(held.view.value), torch.device("cpu"))
+                device = held.value.device if id(held.view.value) in on_device else torch.device("cpu")
                 beside = {name: _fresh(value, device) for name, value in self._values.get(held.named.fqn, {}).items()}
                 self._optimizer.state[held.view.value] = {**beside, **state}
                 if not state and not beside:

@@ -115,7 +115,8 @@ def create_collectives(
         return Alone(predivide_factor)
     config = dist.distributed_c10d.get_backend_config(parent)
     backends = dict(part.split(":") for part in config.split(",") if ":" in part)
-    backend = backends.get(device.type, config)
+    # Tensors on the CPU travel over gloo, also where the group's backend serves accelerators alone.
+    backend = backends.get(device.type, "gloo" if device.type == "cpu" else config)
     return (PointToPoint if backend == "gloo" else Native)(parent, device, predivide_factor)
 
 

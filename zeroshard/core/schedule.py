@@ -49,7 +49,7 @@ class Schedule:
         self._policy = policy
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._next = 0
-        self._completed: list[Bucket] = []
+        self._completed: list[Bucket]
         self._guess_order()
         self._in_flight: deque[Bucket] = deque()
         largest = max((unit.layout.numel for unit in self.units), default=0)
@@ -64,7 +64,7 @@ class Schedule:
     def _guess_order(self) -> None:
         buckets = [bucket for unit in self.units if unit.trainable for bucket in unit.buckets]
         self._order = buckets[::-1]  # a first guess, see [Note: order]
-        self._order_is_agreed = False
+        self._order_is_agreed, self._completed = False, []
 
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
         """Between steps: other units hold the parameters of `unit` from now on."""

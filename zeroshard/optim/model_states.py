@@ -176,6 +176,7 @@ class ModelStates:
         value = values[PARAMETERS]
         assert value is not None
         self.set(fqn, PARAMETERS, value)
+        on_device = counting_on_device(self._optimizer.inner) if self._optimizer is not None else set()
         for held in self._parts(fqn):
             if held.view is None or self._optimizer is None:
                 continue
@@ -187,7 +188,8 @@ class ModelStates:
                     part = whole.reshape(-1)[held.start : held.start + held.numel]
                     target[name] = part.reshape(held.view.value.shape).clone()
                 else:
-                    target[name] = whole.clone()
+                    moves = whole.ndim > 0 or id(held.view.value) in on_device
+                    target[name] = whole.to(held.value.device if moves else "cpu", copy=True)
 
     # ------------------------------------------------------------------ pieces
 
@@ -236,6 +238,12 @@ class ModelStates:
                 own = {"dtype": dtype, "value": value.tolist() if is_tensor else value}
         told = self._collectives.exchange_json(own, f"the description of {state} of {fqn}")
         return next((one for one in told if one is not None), None)
+
+
+def counting_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """`id`s of the tensors whose step count torch keeps on their device: those of fused and capturable groups."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {id(value) for group in groups for value in group["params"]}
 
 
 def _dtype(told: Mapping[str, Any]) -> torch.dtype:

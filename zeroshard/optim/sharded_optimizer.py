@@ -22,6 +22,7 @@ from zeroshard.core.schedule import Schedule
 from zeroshard.core.unit import NamedParameter
 from zeroshard.errors import UsageError
 from zeroshard.optim.grad_clip import clip_coefficient, scale_, sum_of_squares
+from zeroshard.optim.muon import MuonWithAdamW
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What gradients in a dtype narrower than the master weights' are still to be multiplied by, see `_scale`."""
         self._whole_parameters = whole_parameters
         self.views: list[ShardView] = []
+        self._first_state = dict(next(iter(inner.state.values()), {}))
+        """What an optimizer keeps of a parameter before its first step: nothing, or, as Adagrad, some constants."""
+        inner.state.clear()
         self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
         """`id`s of the user's parameters, group by group."""
         self.lay_out()
@@ -101,6 +105,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
         for group, parameters in zip(self.inner.param_groups, self.groups, strict=True):
             group["params"] = [value for parameter in parameters for value in by_parameter.get(parameter, [])]
+        for view in self.views if self._first_state else ():
+            if view.value not in self.inner.state:
+                self.inner.state[view.value] = {
+                    name: first.clone() if first.ndim == 0 else torch.full_like(view.value, first.reshape(-1)[0].item())
+                    for name, first in self._first_state.items()
+                }
         alive = {view.value for view in self.views}
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
@@ -223,6 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank, with the same world size and policy."""
         self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @property
     def groups_are_known(self) -> bool:
@@ -231,12 +242,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def list_group(self, param_group: dict[str, Any]) -> None:
         """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
+        if isinstance(self.inner, MuonWithAdamW):
+            raise UsageError(
+                "MuonWithAdamW takes its groups when it is made: list the parameters there, frozen as they are."
+            )
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
         known = {parameter for group in self.groups for parameter in group}
-        again = sum(id(parameter) in known for parameter in param_group["params"])
+        again = sum(id(parameter) in known for parameter in parameters)
         if again:
             raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
-        self.groups.append([id(parameter) for parameter in param_group["params"]])
-        self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
+        self.groups.append([id(parameter) for parameter in parameters])
+        self.inner.add_param_group({**param_group, "params": parameters})
         self.inner.param_groups[-1]["params"] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

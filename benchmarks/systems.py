@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,11 +63,21 @@ def fsdp2(reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> Tra
     return _loop(model, _adamw(model))
 
 
-def zeroshard_stage(stage: int, reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """zeroshard's plain road."""
+def zeroshard_stage(
+    stage: int,
+    reshard: bool,
+    model: nn.Module,
+    *,
+    checkpointed: bool = False,
+    optimizer: zeroshard.Place | None = None,
+    parameters: zeroshard.Place | None = None,
+) -> TrainStep:
+    """zeroshard's plain road, with states at rest elsewhere: on disk through 64 MiB of CPU memory, in $FOLDER."""
     if checkpointed:
         zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
     policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
+    offload = zeroshard.Offload(os.environ.get("FOLDER", tempfile.gettempdir()), buffer_numel=4 << 20)
+    policy = policy.offloaded(optimizer=optimizer, parameters=parameters, offload=offload)
     sharded = zeroshard.shard(model, _adamw(model), policy)
     return _loop(model, sharded.optimizer)
 
@@ -108,6 +119,13 @@ SYSTEMS: dict[str, Callable[[nn.Module], TrainStep]] = {
 SYSTEMS |= {
     "FSDP2, checkpointed": partial(fsdp2, True, checkpointed=True),
     "zeroshard stage 3, checkpointed": partial(zeroshard_stage, 3, True, checkpointed=True),
+}
+SYSTEMS |= {
+    "zeroshard stage 3, optimizer in CPU memory": partial(zeroshard_stage, 3, True, optimizer=zeroshard.Place.CPU),
+    "zeroshard stage 3, optimizer on disk": partial(zeroshard_stage, 3, True, optimizer=zeroshard.Place.DISK),
+    "zeroshard stage 3, all on disk": partial(
+        zeroshard_stage, 3, True, optimizer=zeroshard.Place.DISK, parameters=zeroshard.Place.DISK
+    ),
 }
 if importlib.util.find_spec("deepspeed"):
     SYSTEMS |= {f"DeepSpeed stage {stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}

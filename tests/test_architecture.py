@@ -12,7 +12,7 @@ import zeroshard
 
 PACKAGE = Path(zeroshard.__file__).parent
 LEVELS = [
-    {"errors"},
+    {"errors", "core.raw_memory"},
     {
         "policy",
         "core.layout",
@@ -23,13 +23,27 @@ LEVELS = [
         "observe.timers",
         "checkpoint.safetensors_file",
     },
-    {"core.flat_buffer", "core.buffer_pool", "core.collectives", "config.zero_block", "observe.underflow"},
+    {"storage.transfers"},
+    {
+        "core.flat_buffer",
+        "core.buffer_pool",
+        "core.collectives",
+        "core.grad_norm",
+        "config.zero_block",
+        "observe.underflow",
+    },
+    {"storage.base"},
+    {"storage.memory_slot", "storage.direct_file"},
+    {"storage.accelerator", "storage.cpu", "storage.disk"},
+    {"storage.storages"},
     {"core.bucket", "config.schema", "config.auto", "sharded_init"},
     {"core.unit", "config.batch_size", "observe.monitors"},
     {"core.bucketing", "core.schedule", "config.load", "observe.log"},
     {"core.probe", "observe.memory", "optim.grad_clip", "optim.elementwise", "optim.from_config", "optim.lr_schedules"},
+    {"optim.shard_view"},
+    {"optim.sub_groups"},
     {"core.hooks", "optim.sharded_optimizer", "config.table", "config.document", "optim.parameter_bucket"},
-    {"optim.optimizer_state", "optim.uneven_inputs", "optim.model_states"},
+    {"optim.optimizer_state", "optim.uneven_inputs", "optim.model_states", "optim.parking"},
     {"optim.zero_redundancy_optimizer"},
     {"optim.ddp_hooks"},
     {"pretrained", "checkpoint.manifest", "checkpoint.chunks", "checkpoint.values", "checkpoint.random_state"},

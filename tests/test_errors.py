@@ -142,7 +142,14 @@ def test_policies_without_meaning() -> None:
     assert "Shard the gradients too" in refusal(lambda: Policy(on, off, off))
     assert "Shard the optimizer too" in refusal(lambda: Policy(off, on, off))
     assert "0, 1, 2 or 3" in refusal(lambda: Policy.stage(4))
-    assert "not available yet" in refusal(lambda: Policy(off, off, Residency(True, zeroshard.Place.DISK)))
+    disk = Residency(True, zeroshard.Place.DISK)
+    assert "no folder is named" in refusal(lambda: Policy(off, off, disk))
+    assert "not sharded" in refusal(lambda: Policy.stage(0).offloaded(optimizer=zeroshard.Place.CPU))
+    assert "summed where they are made" in refusal(lambda: Policy(off, Residency(False, zeroshard.Place.CPU), on))
+    assert "Policy.stage(3)" in refusal(lambda: Policy.stage(2).offloaded(parameters=zeroshard.Place.DISK, path="."))
+    assert "multiple of 4096" in refusal(lambda: zeroshard.Offload(block_nbytes=1000))
+    assert "between 0 and 1" in refusal(lambda: zeroshard.Offload(ratio=1.5))
+    assert "at least 1" in refusal(lambda: zeroshard.Offload(buffer_count=0))
     assert issubclass(PolicyError, ValueError)
 
 
@@ -176,8 +183,8 @@ def test_call_order_of_the_engine() -> None:
         ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            "zero_optimization.offload_optimizer.device",
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.nvme_path",
         ),
         ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),

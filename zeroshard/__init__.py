@@ -9,6 +9,7 @@ from zeroshard.errors import (
     ConfigError,
     LossScaleError,
     PolicyError,
+    StorageError,
     UsageError,
     ZeroshardError,
 )
@@ -18,7 +19,7 @@ from zeroshard.optim.lion import Lion
 from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zeroshard.policy import Place, Policy, Precision, Residency, Units
+from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
 from zeroshard.pretrained import load_pretrained, materialise
 from zeroshard.shard import Sharded, shard, unsharded
 from zeroshard.sharded_init import sharded_init
@@ -35,6 +36,7 @@ __all__ = [
     "Lion",
     "LossScaleError",
     "MuonWithAdamW",
+    "Offload",
     "Place",
     "Policy",
     "PolicyError",
@@ -43,6 +45,7 @@ __all__ = [
     "Sharded",
     "StaticLossScaler",
     "StepReport",
+    "StorageError",
     "Units",
     "UsageError",
     "ZeroRedundancyOptimizer",

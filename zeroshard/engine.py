@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,9 @@ from zeroshard.observe.timers import Timers
 from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.lr_schedules import Floor, LRSchedule
+from zeroshard.optim.parking import STATES
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.policy import Offload, Place
 from zeroshard.shard import Sharded
 
 
@@ -50,6 +52,11 @@ class StepReport:
 
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_STATES = {
+    "lp_params": "parameters", "lp_grads": "gradients", "contiguous_grad_buffer": "gradients", "hp_params": "optimizer",
+    "optim_states": "optimizer",
+}  # fmt: skip
+"""DeepSpeed's names of model states, as it writes them in `offload_states`."""
 
 
 class Engine:
@@ -405,6 +412,42 @@ class Engine:
                 "optimizer is made, frozen as they are, or use a scheduler of torch's."
             )
         self._sharded.update_trainable(param_group)
+
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+        nvme_path: str | os.PathLike[str] | None = None,
+    ) -> int:
+        """Park model states off the accelerator, between steps: see `Sharded.offload_states`.
+
+        Args:
+            include: of "parameters", "gradients", "optimizer", or as DeepSpeed calls them: "lp_params", "lp_grads",
+                "contiguous_grad_buffer", "hp_params", "optim_states". Default: all.
+            device: "cpu", or "nvme" for the disk.
+            pin_memory: pin the CPU memory that they go through.
+            non_blocking: has no meaning here: when this returns, the accelerator's memory is free.
+            nvme_path: the folder; default: the one that the config names.
+
+        Returns:
+            The bytes that were given back.
+        """
+        names = [str(getattr(name, "value", name)) for name in include] if include is not None else list(STATES)
+        device = str(getattr(device, "value", device))
+        if device not in ("cpu", "nvme"):
+            raise UsageError(f'offload_states goes to device "cpu" or "nvme", not {device!r}.')
+        known = nvme_path or self.config.policy.offload_optimizer.path or self.config.policy.offload_parameters.path
+        if device == "nvme" and known is None:
+            raise UsageError("offload_states to nvme needs nvme_path: the config names no folder.")
+        offload = Offload(None if known is None else str(known), pin_memory)
+        place = Place.DISK if device == "nvme" else Place.CPU
+        return self._sharded.offload_states(dict.fromkeys(_STATES.get(name, name) for name in names), place, offload)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` parked."""
+        self._sharded.reload_states()
 
     def train(self, mode: bool = True) -> Engine:
         """As `module.train`."""

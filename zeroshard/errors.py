@@ -27,3 +27,7 @@ class CheckpointError(ZeroshardError, RuntimeError):
 
 class LossScaleError(ZeroshardError, FloatingPointError):
     """Gradients overflow at the smallest loss scale: fp16 training cannot go on."""
+
+
+class StorageError(ZeroshardError, RuntimeError):
+    """Model states cannot be brought to CPU memory or disk, or back. The message names the place and the cause."""

@@ -17,11 +17,14 @@ The policy never changes a result: see docs/design.md, "Numbers".
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from zeroshard.errors import PolicyError
+
+PAGE_NBYTES = 4096
+"""What direct I/O wants addresses, offsets and lengths to be multiples of."""
 
 
 class Place(enum.StrEnum):
@@ -41,6 +44,55 @@ class Residency:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """How a model state travels between its place and where it is used. Applies where its place is cpu or disk.
+
+    Attributes:
+        path: disk: the folder for its file, which must be there. Nothing in it has a name, so nothing is left behind.
+        pin_memory: CPU memory that an accelerator reads and writes is pinned.
+        buffer_count, buffer_numel: disk: the CPU memory for what is on its way or in use is at most `buffer_count` buffers of
+            `buffer_numel` elements; for the optimizer, elements of the master weights, gradients and states together.
+        max_in_cpu_numel: disk, parameters: so many elements of this rank's shards stay in CPU memory, the first ones.
+        ratio: optimizer: the share of the parameters whose optimizer states leave the accelerator; the rest is updated there.
+        sub_group_numel: optimizer: the most elements that are updated by one call of the torch optimizer.
+        read_ahead, write_behind: disk, optimizer: sub-groups are read before their turn, and written behind the next one's.
+        block_nbytes, requests: disk: bytes of one request, and how many are under way at once.
+    """
+
+    path: str | None = None
+    pin_memory: bool = True
+    buffer_count: int = 4
+    buffer_numel: int = 100_000_000
+    max_in_cpu_numel: int = 0
+    ratio: float = 1.0
+    sub_group_numel: int = 1_000_000_000
+    read_ahead: bool = True
+    write_behind: bool = True
+    block_nbytes: int = 4 << 20
+    requests: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise PolicyError(f"ratio is a share between 0 and 1, not {self.ratio!r}.")
+        if self.block_nbytes % PAGE_NBYTES:
+            raise PolicyError(
+                f"block_nbytes (in a config, aio.block_size) is a multiple of {PAGE_NBYTES}, as direct I/O needs it; "
+                f"{self.block_nbytes} is not."
+            )
+        for name in ("buffer_count", "buffer_numel", "sub_group_numel", "block_nbytes", "requests"):
+            if getattr(self, name) < 1:
+                raise PolicyError(f"{name} is at least 1, not {getattr(self, name)!r}.")
+
+
+def largest_shard_numel(offload: Offload) -> int:
+    """Elements of an optimizer's shard on disk of which several fit into the buffers: one is read, one updated, one written.
+
+    Master weights, gradient and two states in fp32, four sub-groups of which one is to spare, and a half is left for other shapes.
+    """
+    return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
+
+
+@dataclass(frozen=True)
 class Policy:
     """The residencies of the three model states.
 
@@ -55,6 +107,8 @@ class Policy:
             elements above it. The units in use (the root, and the block that runs) may.
         max_reuse_numel: where parameters are sharded, a unit is kept after its forward if at most this many elements
             are used before its backward. 0: only the last of the forward is.
+        offload_parameters, offload_optimizer: how these states travel, where they rest on cpu or disk; gradients as the
+            optimizer.
     """
 
     parameters: Residency
@@ -64,6 +118,8 @@ class Policy:
     prefetch_numel: int | None = None
     max_live_numel: int | None = None
     max_reuse_numel: int = 0
+    offload_parameters: Offload = Offload()
+    offload_optimizer: Offload = Offload()
 
     def __post_init__(self) -> None:
         if self.parameters.sharded and not self.gradients.sharded:
@@ -76,19 +132,31 @@ class Policy:
                 "gradients are sharded but the optimizer is not: this rank would update elements whose gradient it "
                 "does not hold. Shard the optimizer too, or use Policy.stage(2)."
             )
-        for state in ("parameters", "gradients", "optimizer"):
-            place = getattr(self, state).place
-            if place is Place.DISK:
-                raise PolicyError(f"{state} at rest on disk are not available yet: use Place.ACCELERATOR or Place.CPU.")
-
-    def refuse_unless_it_rests_on(self, device: torch.device) -> None:
-        """Raise `PolicyError` where a state would have to be copied between the CPU and `device`, which is not there yet."""
-        for state in ("parameters", "gradients", "optimizer"):
-            if getattr(self, state).place is Place.CPU and device.type != "cpu":
+        if self.optimizer.place is not Place.ACCELERATOR and not self.optimizer.sharded:
+            raise PolicyError(
+                f"the optimizer is to rest on {self.optimizer.place}, and it is not sharded: every rank would move the whole of "
+                "it. Shard it: Policy.stage(1) or above, on one rank too."
+            )
+        if self.gradients.place is not Place.ACCELERATOR and not self.gradients.sharded:
+            raise PolicyError(
+                f"gradients are to rest on {self.gradients.place}, and they are not sharded: they are summed where they are made. "
+                "Shard them (Policy.stage(2) or above), or leave them on the accelerator."
+            )
+        if self.parameters.place is Place.DISK and not self.parameters.sharded:
+            raise PolicyError(
+                "parameters are to rest on disk, and they are not sharded: every rank would write the whole of them. Shard them "
+                "(Policy.stage(3)), or let them rest in CPU memory between steps."
+            )
+        for state in ("parameters", "optimizer"):
+            if getattr(self, state).place is Place.DISK and getattr(self, f"offload_{state}").path is None:
                 raise PolicyError(
-                    f"{state} at rest in CPU memory while the model computes on {device} are not available yet: use "
-                    "Place.ACCELERATOR (in a config, leave out offload_param and offload_optimizer)."
+                    f"{state} are to rest on disk, and no folder is named: offload_{state}=Offload(path=...) "
+                    f"(in a config, {'offload_param' if state == 'parameters' else 'offload_optimizer'}.nvme_path)."
                 )
+        if self.gradients.place is Place.DISK and self.offload_optimizer.path is None:
+            raise PolicyError(
+                "gradients are to rest on disk, and no folder is named: offload_optimizer=Offload(path=...)."
+            )
 
     @classmethod
     def stage(cls, stage: int, *, reshard_after_forward: bool = True) -> Policy:
@@ -101,6 +169,34 @@ class Policy:
             optimizer=Residency(sharded=stage >= 1),
             reshard_after_forward=reshard_after_forward,
         )
+
+    def offloaded(
+        self,
+        *,
+        optimizer: Place | None = None,
+        parameters: Place | None = None,
+        offload: Offload | None = None,
+        path: str | None = None,
+    ) -> Policy:
+        """This policy with states at rest elsewhere, as ZeRO-Offload and ZeRO-Infinity have them.
+
+        Args:
+            optimizer: the place of optimizer states and master weights, and of gradients where they are sharded.
+            parameters: the place of parameters: their shards (stage 3), or the whole between steps (below).
+            offload: how they travel; default: see `Offload`.
+            path: the folder for what rests on disk; instead of `offload.path`.
+        """
+        how = offload or Offload()
+        how = how if path is None else replace(how, path=path)
+        changed = self
+        if optimizer is not None:
+            gradients = replace(self.gradients, place=optimizer) if self.gradients.sharded else self.gradients
+            moved = replace(self.optimizer, place=optimizer)
+            changed = replace(changed, optimizer=moved, gradients=gradients, offload_optimizer=how)
+        if parameters is not None:
+            moved = replace(self.parameters, place=parameters)
+            changed = replace(changed, parameters=moved, offload_parameters=how)
+        return changed
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def load_pretrained(
     rename: Callable[[str], str] = lambda fqn: fqn,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Give a model the values of safetensors files. Each rank reads its own part of each parameter, 1 / world_size of the bytes.
 
@@ -47,6 +48,7 @@ def load_pretrained(
         rename: from a name of the model to the name in the file.
         device: default: torch's default device.
         group: the data-parallel process group. Every rank of it must call.
+        folder: see `sharded_init`.
 
     Returns:
         The names that the files lack, and the names that the model lacks.
@@ -54,7 +56,7 @@ def load_pretrained(
     Raises:
         CheckpointError: names the file, the parameter, and what is wrong.
     """
-    births = Births(group, torch.device(device or torch.get_default_device()))
+    births = Births(group, torch.device(device or torch.get_default_device()), folder)
     with ExitStack() as stack:
         readers = {
             name: stack.enter_context(SafetensorsReader(name)) for name in dict.fromkeys(_files(Path(path)).values())
@@ -84,6 +86,7 @@ def materialise(
     *,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> None:
     """Give a model on the meta device its values, one module at a time; they are cut at once. Every rank must call it.
 
@@ -93,8 +96,9 @@ def materialise(
             numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
         device: default: torch's default device.
         group: the data-parallel process group.
+        folder: see `sharded_init`.
     """
-    births = Births(group, torch.device(device or torch.get_default_device()))
+    births = Births(group, torch.device(device or torch.get_default_device()), folder)
     made: dict[int, nn.Parameter] = {}
     for fqn, module in model.named_modules():
         own = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
@@ -152,7 +156,7 @@ def _read(
         shard, own = shard_of[tensor], shard_of[tensor].own
     else:
         shard = Shard(tensor.shape, births)
-        own = torch.zeros(shard.numel, dtype=tensor.dtype, device=births.device)
+        own = births.room(shard.numel, tensor.dtype, births.device)
     start, stop = shard.range
     reader.read_into(name, start, own[: stop - start])
     shard.own = own

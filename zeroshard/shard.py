@@ -34,11 +34,13 @@ from zeroshard.core.hooks import Hooks
 from zeroshard.core.schedule import Schedule
 from zeroshard.core.unit import State, Unit
 from zeroshard.errors import UsageError
-from zeroshard.observe.memory import formula, memory_report
+from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.optim.elementwise import needs_whole_parameters
 from zeroshard.optim.model_states import PARAMETERS, ModelStates
+from zeroshard.optim.parking import STATES, Parking
 from zeroshard.optim.sharded_optimizer import NoOptimizer, ShardedOptimizer
-from zeroshard.policy import Policy, Precision, Units
+from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
+from zeroshard.storage.storages import Storages
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """As DeepSpeed's reduce_bucket_size: in practice, a bucket is a unit or a large parameter."""
@@ -68,6 +70,7 @@ class Sharded:
     _precision: Precision
     _context: Context
     checkpoints: Checkpoints
+    _parking: Parking
     _frozen: set[str]
     """Parameters that took no gradient when that was last looked at."""
 
@@ -127,8 +130,45 @@ class Sharded:
         return ModelStates(self._schedule.units, self.optimizer, self._collectives)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch)."""
-        return memory_report(self._schedule.units, self.optimizer, self._pool)
+        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch).
+
+        With offload also what is off the accelerator: `cpu`, with the buffers through which the disk is used, and `disk`.
+        """
+        storages = self._context.storages
+        report = memory_report(self._schedule.units, self.optimizer.kept_in(storages.accelerator), self._pool)
+        away = storages.nbytes()
+        away["cpu"] += self.optimizer.frames_nbytes
+        if storages.host is not storages.accelerator:
+            away["cpu"] += live_nbytes(self.optimizer.kept_in(storages.host), set())
+        return report | away if any(away.values()) else report
+
+    def offload_states(
+        self,
+        states: Iterable[str] = STATES,
+        place: Place = Place.CPU,
+        offload: Offload | None = None,
+    ) -> int:
+        """Park model states off the accelerator, between steps, so that something else may use its memory. Every rank may call it.
+
+        Until `reload_states` nothing may use them: a forward, a step, a save says so.
+
+        Args:
+            states: of "parameters", "gradients", "optimizer" (its states, and master weights that are tensors of their own).
+            place: CPU memory, where that is not the accelerator's own; or the disk.
+            offload: disk: its `path` says where.
+
+        Returns:
+            The bytes that were given back.
+
+        Raises:
+            UsageError: a step has begun, or states are parked already.
+            StorageError: there is no room; everything is as it was.
+        """
+        return self._parking.offload(states, place, offload or Offload())
+
+    def reload_states(self) -> None:
+        """Bring back what `offload_states` parked."""
+        self._parking.reload()
 
     def memory_formula(self, states: int = 2) -> dict[str, float]:
         """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
@@ -266,6 +306,7 @@ class Sharded:
 
     def remove(self) -> None:
         """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""
+        self.reload_states()
         self._hooks.remove()
         for unit in self._schedule.units:
             unit.release()
@@ -273,6 +314,7 @@ class Sharded:
                 _unit_of.pop(entry.parameter, None)
         self.checkpoints.close()
         self._collectives.close()
+        self._context.storages.close()
 
 
 def shard(
@@ -325,16 +367,18 @@ def shard(
     whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
-    policy.refuse_unless_it_rests_on(device)
     collectives = create_collectives(group, device, precision.predivide_factor)
     _refuse_different_models(model, collectives)
     _take_buffers(model, collectives, precision)
     pool = BufferPool(device)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    context = Context(policy, collectives, pool, bucket_numel, whole_parameters=whole)
+    param_dtype = precision.resolve(parameters[0].dtype).param
+    storages = Storages(policy, device, param_dtype.itemsize)
+    context = Context(policy, collectives, pool, storages, bucket_numel, whole_parameters=whole)
     groups = group_parameters(model, optimized, units)
     schedule = Schedule(_make_units(groups, precision, context), collectives, policy, overlap=overlap)
-    sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, whole_parameters=whole)
+    offload = policy.offload_optimizer
+    sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, storages, offload, whole_parameters=whole)
     return Sharded(
         model,
         sharded_optimizer,
@@ -346,6 +390,7 @@ def shard(
         precision,
         context,
         Checkpoints(model, schedule, sharded_optimizer, collectives, policy, group),
+        Parking(schedule, sharded_optimizer, storages, pool),
         _frozen(schedule.units),
     )
 
@@ -364,17 +409,30 @@ def _frozen(units: Sequence[Unit]) -> set[str]:
 
 
 def _make_units(groups: Sequence[Group], precision: Precision, context: Context, first_bucket: int = 0) -> list[Unit]:
-    policy, units = context.policy, list[Unit]()
-    unsharded_at_rest = replace(policy, parameters=replace(policy.parameters, sharded=False))
+    units = list[Unit]()
+    numel = sum(entry.shape.numel() for group in groups for entry in group.named)
+    left = context.policy.offload_optimizer.ratio * numel
     for group in groups:
         dtypes = precision.resolve(group.dtype)
-        own = replace(context, policy=unsharded_at_rest) if group.persistent else context
+        left -= sum(entry.shape.numel() for entry in group.named) if group.trainable else 0
+        own = replace(context, policy=_policy_of(group, context.policy, leaves=left >= 0))
         unit = Unit(group.label, [group.module], group.named, group.trainable, dtypes, first_bucket, own)
         for entry in group.named:
             _unit_of[entry.parameter] = weakref.ref(unit)
         units.append(unit)
         first_bucket += len(unit.buckets)
     return units
+
+
+def _policy_of(group: Group, policy: Policy, *, leaves: bool) -> Policy:
+    """Small parameters stay unsharded on the accelerator; beyond the ratio that leaves it, so do optimizer states."""
+    here = Place.ACCELERATOR
+    if group.persistent:
+        policy = replace(policy, parameters=Residency(sharded=False, place=here))
+    if not leaves:
+        optimizer, gradients = replace(policy.optimizer, place=here), replace(policy.gradients, place=here)
+        policy = replace(policy, optimizer=optimizer, gradients=gradients)
+    return policy
 
 
 @contextmanager

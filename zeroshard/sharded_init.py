@@ -13,6 +13,9 @@ same code.
 from __future__ import annotations
 
 import copy
+import mmap
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -27,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.core.collectives import Collectives, create_collectives
+from zeroshard.errors import StorageError
 
 _METADATA = {
     "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
@@ -35,6 +39,8 @@ _METADATA = {
 }  # fmt: skip
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
 """What `module.to`, `module.half` and their like call: each rank converts its own part."""
+_MAPPED_NBYTES = 1 << 16
+"""Smaller parts stay in memory, where there is a folder for them too."""
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values, where all others tell of the tensor."""
 
@@ -45,9 +51,12 @@ shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class Births:
     """What the parameters of one `sharded_init` share."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, folder: str | os.PathLike[str] | None = None
+    ) -> None:
         self.device = device
         """Where parameters are made that are on the meta device so far."""
+        self._folder = folder
         self.open: list[Shard] = []
         """Those that are whole for a view's sake, see `_on_whole`."""
         self._group = group
@@ -59,6 +68,21 @@ class Births:
         if device.type not in self._collectives:
             self._collectives[device.type] = create_collectives(self._group, device)
         return self._collectives[device.type]
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros for this rank's part of a parameter; where a folder was named, in a file there that has no name."""
+        nbytes = numel * dtype.itemsize
+        if self._folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        try:
+            with tempfile.TemporaryFile(dir=self._folder, prefix="zeroshard-") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=dtype)
+        except OSError as error:
+            raise StorageError(
+                f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder that is "
+                "there, can be written to, and has room."
+            ) from error
 
     def close(self) -> None:
         """Cut them again."""
@@ -92,7 +116,7 @@ class Shard:
         """Keep this rank's part of new values."""
         start, stop = self.range
         part = whole.detach().reshape(-1)[start:stop]
-        self.own = part.new_zeros(self.numel)
+        self.own = self.births.room(self.numel, part.dtype, part.device)
         self.own[: part.numel()].copy_(part)
 
     def whole(self) -> Tensor:
@@ -215,7 +239,9 @@ def _release(parameter: nn.Parameter) -> None:
 
 
 @contextmanager
-def sharded_init(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def sharded_init(
+    group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None
+) -> Iterator[None]:
     """Modules that are built inside keep only this rank's part of their parameters. Every rank must enter it.
 
     The most that is whole at any time is the parameters of one module that is being built (not of its children), and one
@@ -223,8 +249,10 @@ def sharded_init(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
     Args:
         group: the data-parallel process group; default: all ranks. Random numbers must be the same on all of them.
+        folder: parts on the CPU lie in files there, that have no names, until `shard` takes them: for a model of which this
+            rank's part is larger than its memory.
     """
-    births = Births(group, torch.get_default_device())
+    births = Births(group, torch.get_default_device(), folder)
 
     def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         births.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from zeroshard.core.schedule import Schedule
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.model_states import ModelStates
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-from zeroshard.policy import Policy
+from zeroshard.policy import Place, Policy
 
 _ATTEMPTS = 3
 
@@ -88,6 +88,11 @@ class Checkpoints:
                 asynchronous save failed.
         """
         files.check_tag(where.tag)
+        if asynchronous and Place.DISK in (self._policy.parameters.place, self._policy.optimizer.place):
+            raise UsageError(
+                "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
+                "disk, where there is room for them: save without asynchronous=True."
+            )
         self._wait_together()
         if self._schedule.awaits_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
@@ -134,13 +139,17 @@ class Checkpoints:
         buffers = dict(persistent_buffers(self._model))
         plans = plan(live_sources(units, buffers, dtype), max_shard_nbytes)
         states = ModelStates(units, self._optimizer, self._collectives)
-        parts = [(held.named.fqn, held.start, held.value) for held in states.held() if held.owner == self.control.rank]
-        if self.control.rank == 0:
-            parts += [(name, 0, buffer.reshape(-1)) for name, buffer in buffers.items()]
-            self._together(lambda: begin(folder, plans))
-        else:
-            self._together(lambda: None)
-        self._together(lambda: write_ranges(folder, plans, parts))
+        mine = [held for held in states.held() if held.owner == self.control.rank]
+
+        def parts() -> Iterator[tuple[str, int, Tensor]]:
+            for held in mine:
+                with held.shard.opened():
+                    yield held.named.fqn, held.start, held.value
+            if self.control.rank == 0:
+                yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items())
+
+        self._together(lambda: begin(folder, plans) if self.control.rank == 0 else None)
+        self._together(lambda: write_ranges(folder, plans, parts()))
         self._together(lambda: finish(folder, plans) if self.control.rank == 0 else None)
 
     def _together(self, work: Callable[[], object]) -> None:

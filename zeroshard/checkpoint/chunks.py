@@ -10,14 +10,16 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.safetensors_file import header, memory_of
+from zeroshard.checkpoint.safetensors_file import header
+from zeroshard.core.raw_memory import memory_of
 from zeroshard.errors import CheckpointError
 
 CHUNK_NBYTES = 4 << 20
@@ -50,6 +52,39 @@ class Task:
         return self.offset + self.out.numel() * self.dtype.itemsize
 
 
+class Source(Protocol):
+    """A tensor that is to be written, and need not be in memory before."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def opened(self) -> AbstractContextManager[Tensor]:
+        """Inside, it is in memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A source that is in memory."""
+
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def opened(self) -> AbstractContextManager[Tensor]:
+        """The tensor itself."""
+        return nullcontext(self.tensor)
+
+
 class _ChecksummedFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=1 << 20)
@@ -78,15 +113,15 @@ class _ChecksummedFile:
             self.checksums.append(self._checksum)
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
-    """Write a safetensors file and flush it to the disk. The tensors are written from where they lie.
+def write_file(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str]) -> Written:
+    """Write a safetensors file and flush it to the disk. The tensors are written from where they lie, one opened at a time.
 
     Raises:
         CheckpointError: names the file and the cause; what was written of it is removed.
     """
     # Wide dtypes first: then every element lies at a multiple of its size, and in one chunk.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    told = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
+    told = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
     offsets: dict[str, int] = {}
     try:
         file = _ChecksummedFile(path)
@@ -94,8 +129,9 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
             file.write(header(told, metadata))
             for name in names:
                 offsets[name] = file.nbytes
-                for part in _on_cpu(tensors[name].detach().contiguous().view(-1)):
-                    file.write(memory_of(part))
+                with tensors[name].opened() as tensor:
+                    for part in _on_cpu(tensor.detach().contiguous().view(-1)):
+                        file.write(memory_of(part))
         finally:
             file.close()
     except OSError as error:

@@ -126,7 +126,16 @@ class DistributedState(Stateful):
         self._sharded = sharded
 
     def state_dict(self) -> dict[str, Any]:
-        """Live memory. Before the first step the optimizer's states are made, so that a load has where to read to."""
+        """Live memory. Before the first step the optimizer's states are made, so that a load has where to read to.
+
+        Raises:
+            UsageError: states rest on disk, and there is no memory to show.
+        """
+        if not all(held.shard.is_here for held in self._sharded.states.held()):
+            raise UsageError(
+                "torch.distributed.checkpoint reads and writes memory, and under this policy model states rest elsewhere: use "
+                "sharded.save and sharded.load."
+            )
         self._make_states()
         parts: dict[tuple[str, str], list[Held]] = {}
         scalars: dict[str, dict[str, Any]] = {}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.manifest import ParameterRecord
-from zeroshard.checkpoint.saving import Piece, Snapshot, Where, finish_save, write_part
+from zeroshard.checkpoint.saving import Copied, Snapshot, Where, finish_save, write_part
 from zeroshard.checkpoint.values import Packer
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.model_states import PARAMETERS
@@ -187,8 +187,8 @@ def _pieces(
     world_size: int,
     done: dict[str, int],
     path: Path,
-) -> tuple[list[Piece], dict[str, dict[str, Any]]]:
-    pieces: list[Piece] = []
+) -> tuple[list[Copied], dict[str, dict[str, Any]]]:
+    pieces: list[Copied] = []
     values: dict[str, dict[str, Any]] = {}
     if "param_slice_mappings" in saved:
         fragments = _fragments_of_slices(saved, done)
@@ -199,7 +199,7 @@ def _pieces(
     for name, start, low, numel, flat in fragments:
         values[name] = flat.values
         if numel:
-            pieces += [Piece(name, state, start, tensor[low : low + numel]) for state, tensor in flat.states.items()]
+            pieces += [Copied(name, state, start, tensor[low : low + numel]) for state, tensor in flat.states.items()]
     return pieces, values
 
 
@@ -255,7 +255,7 @@ def _frozen(model: Mapping[str, Any], trained: Mapping[str, ParameterRecord]) ->
 
 def _frozen_pieces(
     model: Mapping[str, Any], frozen: Mapping[str, torch.Size], rank: int, world_size: int
-) -> list[Piece]:
+) -> list[Copied]:
     """What one model file holds of them: with `world_size` 1 all, else this rank's fragment."""
     fragments = model.get("frozen_param_fragments") or {}
     pieces = []
@@ -264,7 +264,7 @@ def _frozen_pieces(
         start = rank * flat.numel() if world_size > 1 else 0
         numel = min(flat.numel(), shape.numel() - start)
         if numel > 0:
-            pieces.append(Piece(name, PARAMETERS, start, flat[:numel]))
+            pieces.append(Copied(name, PARAMETERS, start, flat[:numel]))
     return pieces
 
 

@@ -22,7 +22,8 @@ from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import Task
 from zeroshard.checkpoint.loading import Located, Reader, tasks_for
 from zeroshard.checkpoint.manifest import Manifest, dtype_of
-from zeroshard.checkpoint.safetensors_file import header, memory_of
+from zeroshard.checkpoint.safetensors_file import header
+from zeroshard.core.raw_memory import memory_of
 from zeroshard.core.unit import Unit
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.model_states import PARAMETERS
@@ -165,7 +166,7 @@ def live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: to
 
 
 def write_ranges(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write (name, start, 1-D tensor) to where they belong in files that are there."""
+    """Write (name, start, 1-D tensor) to where they belong in files that are there. A tensor is asked for in its turn."""
     home = {source.name: (one, source) for one in plans for source in one.sources}
     descriptors = {one.name: os.open(folder / one.temporary, os.O_WRONLY) for one in plans}
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ class Loader:
         self._optimizer, self._groups = optimizer, groups
         self._tasks: list[Located] = []
         self._state: list[tuple[Held, dict[str, Any]]] = []
+        self._elsewhere: list[tuple[Held, ParameterRecord]] = []
+        self._takes_states = False
         self._values: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, Tensor] = {}
 
@@ -113,6 +116,7 @@ class Loader:
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer; names the difference.
         """
+        self._takes_states = optimizer_states
         manifest = self.reader.manifest
         entries = [entry for unit in self._units for entry in unit.named]
         self._refuse_another_model(entries, strict)
@@ -126,9 +130,25 @@ class Loader:
             record = self.reader.parameter(held.named.fqns)
             if record is None or PARAMETERS not in record.states:
                 continue
-            self._tasks += tasks_for(record.states[PARAMETERS], held.start, held.value, held.named.fqn)
-            if optimizer_states and held.view is not None:
-                self._state.append((held, self._new_state(held, record)))
+            if held.shard.is_here:
+                self._tasks += self._tasks_of(held, record)
+            else:
+                self._elsewhere.append((held, record))
+                for name, saved in record.states.items():
+                    list(
+                        tasks_for(
+                            saved, held.start, torch.empty(held.numel, device="meta"), f"{name} of {held.named.fqn}"
+                        )
+                    )
+
+    def _tasks_of(self, held: Held, record: ParameterRecord) -> list[Located]:
+        """What to read for one part of a parameter, which is in memory."""
+        tasks = list(tasks_for(record.states[PARAMETERS], held.start, held.value, held.named.fqn))
+        if self._takes_states and held.view is not None:
+            state: dict[str, Any] = {}
+            self._state.append((held, state))
+            tasks += self._new_state(held, record, state)
+        return tasks
 
     def _refuse_another_model(self, entries: Sequence[NamedParameter], strict: bool) -> None:
         manifest, known = self.reader.manifest, {name for entry in entries for name in entry.fqns}
@@ -172,22 +192,28 @@ class Loader:
                 f"and the model lacks {_some(sorted(saved.keys() - own.keys()))}. load_module_strict=False loads what both have."
             )
 
-    def _new_state(self, held: Held, record: ParameterRecord) -> dict[str, Any]:
-        state: dict[str, Any] = {}
+    def _new_state(self, held: Held, record: ParameterRecord, state: dict[str, Any]) -> Iterator[Located]:
+        assert held.view is not None
+        self._values[held.named.fqn] = record.values
         for name, saved in record.states.items():
             if name != PARAMETERS:
-                assert held.view is not None
                 there, dtype = held.state.get(name), dtype_of(saved.dtype)
                 if not isinstance(there, Tensor) or there.shape != held.view.value.shape or there.dtype != dtype:
                     there = torch.empty(held.view.value.shape, dtype=dtype, device=held.value.device)
                 state[name] = there
-                self._tasks += tasks_for(saved, held.start, state[name].view(-1), f"{name} of {held.named.fqn}")
-        self._values[held.named.fqn] = record.values
-        return state
+                yield from tasks_for(saved, held.start, there.view(-1), f"{name} of {held.named.fqn}")
 
     def read(self, rank: int) -> None:
         """Read this rank's part, and verify it. What is there is overwritten as it comes."""
         self.reader.read(self._tasks)
+        for shard, parts in groupby(self._elsewhere, key=lambda part: part[0].shard):
+            with shard.opened(write=True):
+                tasks = []
+                for held, record in parts:
+                    tasks += self._tasks_of(held, record)
+                    if self._takes_states and held.view is not None:
+                        self._optimizer.state[held.view.value] = self._state[-1][1]
+                self.reader.read(tasks)
         self._values = self.reader.values(self._values)
         ranks = self.reader.manifest.values.get("ranks", [])
         same_world = rank < len(ranks)

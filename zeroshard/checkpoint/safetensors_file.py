@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroshard.core.raw_memory import memory_of
 from zeroshard.errors import CheckpointError
 
 _DTYPES = {
@@ -151,13 +152,6 @@ class SafetensorsReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def memory_of(flat: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to be read from or written to."""
-    if flat.numel() == 0:
-        return memoryview(b"")
-    return memoryview(cast("Any", flat.detach().view(-1).view(torch.uint8).numpy()))
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:

@@ -12,7 +12,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.chunks import CHUNK_NBYTES, write_file
+from zeroshard.checkpoint.chunks import CHUNK_NBYTES, Lying, write_file
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
-from zeroshard.checkpoint.safetensors_file import memory_of
 from zeroshard.checkpoint.values import Packer, storable
 from zeroshard.core.collectives import Collectives
+from zeroshard.core.raw_memory import memory_of
 from zeroshard.core.unit import Unit
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates
@@ -39,12 +39,59 @@ class Piece:
     fqn: str
     state: str
     start: int
+    held: Held
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+        return f"{self.state}/{self.fqn}/{self.start}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype if self.state == PARAMETERS else self._tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.held.numel,)
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """The elements, in memory. Those of one shard follow one another, so that each shard is brought there once."""
+        with self.held.shard.opened():
+            yield self._tensor
+
+    @property
+    def _tensor(self) -> Tensor:
+        tensor = self.held.value if self.state == PARAMETERS else self.held.along(self.state)
+        assert tensor is not None
+        return tensor
+
+
+@dataclass(frozen=True)
+class Copied:
+    """As `Piece`, of elements that training does not touch."""
+
+    fqn: str
+    state: str
+    start: int
     tensor: Tensor
 
     @property
     def name(self) -> str:
         """In the file."""
         return f"{self.state}/{self.fqn}/{self.start}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def opened(self) -> AbstractContextManager[Tensor]:
+        """The elements."""
+        return nullcontext(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -61,7 +108,7 @@ class Snapshot:
         buffers: the checksums of this rank's buffers.
     """
 
-    pieces: list[Piece]
+    pieces: Sequence[Piece | Copied]
     parameters: dict[str, ParameterRecord]
     excluded: list[str]
     param_groups: list[dict[str, Any]]
@@ -80,6 +127,10 @@ class Snapshot:
             memory: what the copies lie in, by name; kept by the caller, so that the next save need not allocate it anew.
         """
 
+        def copy_piece(piece: Piece | Copied) -> Copied:
+            with piece.opened() as tensor:
+                return Copied(piece.fqn, piece.state, piece.start, copy(piece.name, tensor))
+
         def copy(name: str, tensor: Tensor) -> Tensor:
             there = memory.get(name)
             if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
@@ -88,7 +139,7 @@ class Snapshot:
 
         return replace(
             self,
-            pieces=[replace(piece, tensor=copy(piece.name, piece.tensor)) for piece in self.pieces],
+            pieces=[copy_piece(piece) for piece in self.pieces],
             tensors={name: copy(f"beside/{name}", tensor) for name, tensor in self.tensors.items()},
             buffers={name: copy(f"buffers/{name}", tensor) for name, tensor in self.buffers.items()},
         )
@@ -164,11 +215,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pieces(held: Held) -> Iterator[Piece]:
-    yield Piece(held.named.fqn, PARAMETERS, held.start, held.value)
-    for name in held.state:
-        tensor = held.along(name)
-        if tensor is not None:
-            yield Piece(held.named.fqn, name, held.start, tensor)
+    for name in (PARAMETERS, *held.state):
+        if name == PARAMETERS or held.along(name) is not None:
+            yield Piece(held.named.fqn, name, held.start, held)
 
 
 # ---------------------------------------------------------------------- writing
@@ -216,13 +265,13 @@ def write_part(snapshot: Snapshot, path: Path, tag: str, rank: int, buffers: Seq
     packer = Packer(f"rank_{rank:05d}/buffers/")
     own = {**snapshot.own, "buffers": {n: packer.pack(snapshot.buffers[n], f"buffers.{n}") for n in buffers}}
     beside = {**snapshot.tensors, **packer.tensors}
-    tensors = {**{piece.name: piece.tensor for piece in snapshot.pieces}, **beside}
+    tensors = {**{piece.name: piece for piece in snapshot.pieces}, **{n: Lying(t) for n, t in beside.items()}}
     written = write_file(path, tensors, {"format": "pt", "tag": tag, "rank": str(rank)})
     return {
         "nbytes": written.nbytes,
         "checksums": written.checksums,
         "pieces": [
-            [p.fqn, p.state, _name(p.tensor.dtype), p.start, p.start + p.tensor.numel(), written.offsets[p.name]]
+            [p.fqn, p.state, _name(p.dtype), p.start, p.start + p.shape[0], written.offsets[p.name]]
             for p in snapshot.pieces
         ],
         "values": snapshot.values,

@@ -20,14 +20,17 @@ from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
 from zeroshard.config.fields import Effect, Kind, is_off
 from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
-from zeroshard.config.zero_block import LeafModuleBlock
-from zeroshard.errors import ConfigError
-from zeroshard.policy import Place, Policy, Precision, Residency, Units
+from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock
+from zeroshard.errors import ConfigError, PolicyError
+from zeroshard.policy import Offload, Place, Policy, Precision, Units, largest_shard_numel
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
+
+
+_PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,49 @@ class Config:
 
     @cached_property
     def policy(self) -> Policy:
-        """Where model states rest."""
-        zero, preset = self.schema.zero_optimization, Policy.stage(self.stage)
-        parameters, optimizer = zero.offload_param, zero.offload_optimizer
+        """Where model states rest.
 
-        def at(residency: Residency, on_cpu: bool) -> Residency:
-            return replace(residency, place=Place.CPU) if on_cpu else residency
+        Raises:
+            ConfigError: what the stage and the offload blocks ask for has no meaning.
+        """
+        try:
+            return self._policy()
+        except PolicyError as error:
+            raise ConfigError(f"zero_optimization with stage {self.stage}: {error}") from error
 
+    def _policy(self) -> Policy:
+        zero = self.schema.zero_optimization
+        # The old keys and none of the new: {"device": "cpu"}.
+        parameters = zero.offload_param or OffloadParamBlock(device="cpu" if zero.cpu_offload_param else "none")
+        optimizer = zero.offload_optimizer or OffloadOptimizerBlock(device="cpu" if zero.cpu_offload else "none")
+        aio = self.schema.aio
+        common = Offload(
+            sub_group_numel=zero.sub_group_size,
+            block_nbytes=aio.block_size,
+            requests=aio.queue_depth * (aio.thread_count or aio.intra_op_parallelism),
+        )
+        of_parameters = replace(
+            common,
+            path=parameters.nvme_path,
+            pin_memory=parameters.pin_memory,
+            buffer_count=parameters.buffer_count,
+            buffer_numel=parameters.buffer_size,
+            max_in_cpu_numel=parameters.max_in_cpu,
+        )
+        of_optimizer = replace(
+            common,
+            path=optimizer.nvme_path,
+            pin_memory=optimizer.pin_memory,
+            buffer_count=optimizer.buffer_count,
+            buffer_numel=optimizer.buffer_size,
+            ratio=optimizer.ratio,
+            read_ahead=optimizer.pipeline_read is not False,
+            write_behind=optimizer.pipeline_write is not False,
+        )
+        policy = Policy.stage(self.stage).offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
+        policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)
         return replace(
-            preset,
-            parameters=at(
-                preset.parameters, zero.cpu_offload_param or (parameters is not None and parameters.device == "cpu")
-            ),
-            optimizer=at(preset.optimizer, zero.cpu_offload or (optimizer is not None and optimizer.device == "cpu")),
+            policy,
             prefetch_numel=zero.stage3_prefetch_bucket_size,
             max_live_numel=zero.stage3_max_live_parameters,
             max_reuse_numel=zero.stage3_max_reuse_distance,
@@ -127,9 +160,14 @@ class Config:
 
     @property
     def bucket_numel(self) -> int:
-        """Elements of the largest bucket."""
+        """Elements of the largest bucket. A shard of what rests on disk fits into the buffers that the config allows."""
         zero = self.schema.zero_optimization
-        return min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+        numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+        if self.policy.optimizer.place is Place.DISK:
+            numel = min(numel, self.batch.world_size * largest_shard_numel(self.policy.offload_optimizer))
+        if self.policy.parameters.place is Place.DISK:
+            numel = min(numel, self.batch.world_size * self.policy.offload_parameters.buffer_numel)
+        return max(numel, 1)
 
     @property
     def overlap(self) -> bool:
@@ -184,7 +222,9 @@ def load_config(
         if effect.kind is Kind.REFUSED and not is_off(value):
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
     _refuse_conflicts(schema)
-    return Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))
+    resolved = Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))
+    _ = resolved.policy  # now is the time to refuse what has no meaning
+    return resolved
 
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:

@@ -273,7 +273,7 @@ class Schema(BaseModel):
     activation_checkpointing: Annotated[ActivationCheckpointingBlock, works("see its page.")] = (
         ActivationCheckpointingBlock()
     )
-    aio: Annotated[AioBlock, no_meaning("nothing is offloaded to disk.")] = AioBlock()
+    aio: Annotated[AioBlock, works("how the disk is read and written.")] = AioBlock()
     checkpoint: Annotated[CheckpointBlock, works("see its page.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last incomplete batch of training_data.")] = False
     zero_allow_untested_optimizer: Annotated[

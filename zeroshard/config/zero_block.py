@@ -10,38 +10,61 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 
 
 class OffloadParamBlock(Block):
-    """`offload_param`: where parameters rest."""
+    """`offload_param`: where parameters rest. Stage 3: their shards. Below: the whole of them, between steps."""
 
     device: Annotated[
-        Literal["none", "cpu"],
+        Literal["none", "cpu", "nvme"],
         works(
-            "cpu: parameters rest in CPU memory. Only where that is the accelerator's own memory so far; nvme is not offered."
+            "cpu: parameters rest in CPU memory. nvme, for stage 3: on disk. Where the model computes on the CPU, its memory and the "
+            "accelerator's are one, and cpu moves nothing."
         ),
     ] = "none"
-    nvme_path: Annotated[str | None, no_meaning("nothing is offloaded to disk.")] = None
-    buffer_count: Annotated[Count, no_meaning("nothing is copied between places.")] = 5
-    buffer_size: Annotated[Count, no_meaning("nothing is copied between places.")] = 100_000_000
-    max_in_cpu: Annotated[Count, no_meaning("nothing is offloaded to disk.")] = 1_000_000_000
-    pin_memory: Annotated[bool, no_meaning("nothing is copied between places.")] = True
+    nvme_path: Annotated[str | None, works("nvme: the folder; it must be there. No file in it has a name.")] = None
+    buffer_count: Annotated[
+        Positive, works("nvme: buffers in CPU memory for shards that are read ahead or on their way.")
+    ] = 5
+    buffer_size: Annotated[
+        Positive, works("nvme: elements of each of these buffers. Buckets are cut so that a shard fits into one.")
+    ] = 100_000_000
+    max_in_cpu: Annotated[
+        Count,
+        works(
+            "nvme: so many elements of this rank's shards stay in CPU memory, the first ones; the rest goes to disk."
+        ),
+    ] = 1_000_000_000
+    pin_memory: Annotated[bool, works("CPU memory that an accelerator reads and writes is pinned.")] = True
 
 
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`: where optimizer states rest."""
+    """`offload_optimizer`: where optimizer states and master weights rest, and gradients where they are sharded."""
 
     device: Annotated[
-        Literal["none", "cpu"],
+        Literal["none", "cpu", "nvme"],
         works(
-            "cpu: optimizer states rest in CPU memory. Only where that is the accelerator's own memory so far; nvme is not offered."
+            "cpu: they rest in CPU memory, and the CPU steps. nvme: on disk; the CPU steps, sub-group by sub-group. For stages 1 to 3."
         ),
     ] = "none"
-    nvme_path: Annotated[str | None, no_meaning("nothing is offloaded to disk.")] = None
-    buffer_count: Annotated[Count, no_meaning("nothing is copied between places.")] = 4
-    buffer_size: Annotated[Count, no_meaning("nothing is copied between places.")] = 100_000_000
-    pin_memory: Annotated[bool, no_meaning("nothing is copied between places.")] = True
-    pipeline_read: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
-    pipeline_write: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
-    fast_init: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
-    ratio: Annotated[NonNegative, Field(le=1), no_meaning("accelerator and CPU are one place.")] = 1.0
+    nvme_path: Annotated[str | None, works("nvme: the folder; it must be there. No file in it has a name.")] = None
+    buffer_count: Annotated[
+        Positive, works("nvme: with buffer_size: the CPU memory for what is on its way or in use, over all states.")
+    ] = 4
+    buffer_size: Annotated[
+        Positive, works("nvme: buffer_count x buffer_size fp32 elements are never exceeded, whatever the model's size.")
+    ] = 100_000_000
+    pin_memory: Annotated[bool, works("CPU memory that an accelerator reads and writes is pinned.")] = True
+    pipeline_read: Annotated[
+        bool | None, works("nvme: sub-groups are read before their turn. Left out: yes. The bits are the same.")
+    ] = None
+    pipeline_write: Annotated[
+        bool | None,
+        works("nvme: sub-groups are written behind the next one's step. Left out: yes. The bits are the same."),
+    ] = None
+    fast_init: Annotated[bool, no_meaning("space on the disk is taken without writing it.")] = False
+    ratio: Annotated[
+        NonNegative,
+        Field(le=1),
+        works("the share of the parameters whose optimizer states leave the accelerator, by units."),
+    ] = 1.0
     super_offload: Annotated[bool, no_meaning("torch's fused optimizer steps.")] = False
     cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads are used.")] = 0.8
 
@@ -97,7 +120,10 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is ordinary state.")] = False
     sub_group_size: Annotated[
-        Positive, no_meaning("without offload to disk the optimizer steps over everything in one call.")
+        Positive,
+        works(
+            "the most elements that the optimizer updates in one call, where they come from elsewhere. 4 Mi at most in any case."
+        ),
     ] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[
         Count | None,
@@ -138,7 +164,9 @@ class ZeroBlock(Block):
     offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("where optimizer states rest.")] = None
     cpu_offload: Annotated[bool, works('the old name of "offload_optimizer": {"device": "cpu"}.')] = False
     cpu_offload_param: Annotated[bool, works('the old name of "offload_param": {"device": "cpu"}.')] = False
-    cpu_offload_use_pin_memory: Annotated[bool, no_meaning("nothing is copied between places.")] = False
+    cpu_offload_use_pin_memory: Annotated[
+        bool, no_meaning("memory for offload is pinned; pin_memory of a block says otherwise.")
+    ] = False
     zero_hpz_partition_size: Annotated[
         Annotated[int, Field(ge=0, le=1)], works("1: secondary shards (ZeRO++ hpZ) are not offered.")
     ] = 1
@@ -151,10 +179,14 @@ class ZeroBlock(Block):
 class AioBlock(Block):
     """`aio`: how the disk is read and written."""
 
-    block_size: Annotated[Positive, no_meaning("nothing is offloaded to disk.")] = 1_048_576
-    queue_depth: Annotated[Positive, no_meaning("nothing is offloaded to disk.")] = 8
-    intra_op_parallelism: Annotated[Positive, no_meaning("nothing is offloaded to disk.")] = 1
-    thread_count: Annotated[Positive, no_meaning("the old name of intra_op_parallelism.")] = 1
-    single_submit: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
-    overlap_events: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = True
-    use_gds: Annotated[bool, no_meaning("nothing is offloaded to disk.")] = False
+    block_size: Annotated[
+        Positive, works("bytes of one request, with one checksum; a multiple of 4096. Left out: 4 MiB.")
+    ] = 4 << 20
+    queue_depth: Annotated[
+        Positive, works("requests that are under way at once, in each of intra_op_parallelism lanes.")
+    ] = 4
+    intra_op_parallelism: Annotated[Positive, works("multiplies queue_depth.")] = 1
+    thread_count: Annotated[Positive | None, works("the old name of intra_op_parallelism.")] = None
+    single_submit: Annotated[bool, no_meaning("threads submit requests, one at a time each.")] = False
+    overlap_events: Annotated[bool, no_meaning("reads and writes always go on together.")] = True
+    use_gds: Annotated[bool, refused("the disk is read through CPU memory.")] = False

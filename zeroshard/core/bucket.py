@@ -6,14 +6,16 @@ same five questions: `unshard`, `reshard`, `reduce_gradients`, `optimizer_shards
 Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
 
     rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
-    resting    [1, S]  this rank's shard of the parameters, where they are sharded at rest
-    master     [W, S] or [1, S]  what the optimizer updates: the rows (or resting) themselves where the dtype allows
-    gradient   [W, S] or [1, S]  reduced (or, unsharded and between microbatches, this rank's sum)
+    resting    [S]     this rank's shard of the parameters, where they are sharded at rest
+    gradient   [W, S]  where gradients are not sharded: this rank's sum between microbatches, then the mean
+
+and, for each shard that this rank updates, three slots of [S], each in the storage that the policy names: `rest`, the
+parameters; `master`, what the optimizer updates, the same slot where the dtype allows; `gradient`, the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,18 +23,39 @@ from torch import Tensor
 
 from zeroshard.core.buffer_pool import BufferPool
 from zeroshard.core.collectives import Collectives, Pending, PendingReduction
+from zeroshard.core.grad_norm import sum_of_squares
 from zeroshard.core.layout import BucketLayout, Piece
 from zeroshard.policy import DTypes, Policy
+from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.storages import Storages
+from zeroshard.storage.transfers import Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shard:
-    """One rank's part of a bucket, as the optimizer sees it: `master` and `gradient` are [shard_numel]."""
+    """One rank's part of a bucket, as the optimizer sees it: slots of [shard_numel].
+
+    Attributes:
+        rest: the parameters at rest, in the dtype of the forward.
+        master: what the optimizer updates; `rest` itself where the dtype is the same.
+        gradient: the mean over ranks.
+        step: where the optimizer steps.
+        home: where its states rest.
+        squares: the sum of squares of the gradient, where that left the accelerator and was not changed since.
+    """
 
     rank: int
     pieces: tuple[Piece, ...]
-    master: Tensor
-    gradient: Tensor
+    rest: Slot
+    master: Slot
+    gradient: Slot
+    step: Storage
+    home: Storage
+    squares: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.master.numel
 
 
 @dataclass(frozen=True)
@@ -42,37 +65,48 @@ class Context:
     policy: Policy
     collectives: Collectives
     pool: BufferPool
+    storages: Storages
     bucket_numel: int
     whole_parameters: bool = False
     """No parameter is cut: the optimizer looks at whole tensors."""
 
 
 class Bucket:
-    """See the module's docstring. `whole` is the bucket's initial content in the master dtype, the same on all ranks."""
+    """See the module's docstring.
+
+    Args:
+        whole: the bucket's initial content in the master dtype, the same on all ranks.
+        resting_rows: [W, S] in CPU memory, where the unsharded parameters rest there between steps.
+    """
 
     def __init__(
-        self, number: int, label: str, layout: BucketLayout, rows: Tensor, whole: Tensor, dtypes: DTypes,
-        trainable: bool, context: Context,
+        self, number: int, label: str, layout: BucketLayout, rows: Tensor, whole: Tensor, resting_rows: Tensor | None,
+        dtypes: DTypes, trainable: bool, context: Context,
     ) -> None:  # fmt: skip
         self.number, self.label, self.layout, self.trainable = number, label, layout, trainable
         self._dtypes, self._policy = dtypes, context.policy
         self._collectives, self._pool = context.collectives, context.pool
-        self._rows = rows
+        self._rows, self.storages = rows, context.storages
+        self._accelerator = context.storages.accelerator
         rank, world_size = self._collectives.rank, self._collectives.world_size
         whole = whole.view(world_size, layout.shard_numel)
         rows.copy_(whole)
-        self._own = slice(rank, rank + 1)
-        self._updated = self._own if self._policy.optimizer.sharded else slice(0, world_size)
-        self._resting = rows[self._own].clone() if self._policy.parameters.sharded else None
+        self._own_row = rows[rank]
+        self._resting: Slot | None = None
+        if self._policy.parameters.sharded:
+            self._resting = self.storages.parameter_slot(self._policy, label, layout.shard_numel, dtypes.param)
+            self._resting.write(self._own_row)
+            self._resting.wait()
+        self._rests = self._make_rests(resting_rows)
+        self._reloading: Transfer | None = None
         self._gathering: Pending | None = None
         if not trainable:
             return
-        at_rest = self._resting if self._resting is not None else rows[self._updated]
-        # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
-        self._master = at_rest if dtypes.master == dtypes.param else whole[self._updated].to(dtypes.master, copy=True)
-        kept = 1 if self._policy.gradients.sharded else world_size
-        self._gradient = torch.zeros(kept, layout.shard_numel, dtype=dtypes.accumulate, device=rows.device)
-        self._shards = self._make_shards()
+        self._gradient: Tensor | None = None
+        if not self._policy.gradients.sharded:
+            self._gradient = torch.zeros(rows.shape, dtype=dtypes.accumulate, device=rows.device)
+        self._shards = self._make_shards(whole)
+        self._own = next(shard for shard in self._shards if shard.rank == rank)
         # Within one microbatch:
         self._missing = self._everything = frozenset(piece.index for piece in layout.pieces)
         self._is_closed = False
@@ -89,8 +123,24 @@ class Bucket:
     def unshard(self) -> None:
         """The parameters are about to be used: start to bring them together. The rows have storage."""
         if self._resting is not None and self._gathering is None:
-            self._rows[self._own].copy_(self._resting)
+            self.start_reload()
+            self._finish_reload()
             self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of {self.label}")
+
+    def start_reload(self) -> None:
+        """Start to bring this rank's part from where it rests to its row."""
+        if self._reloading is None:
+            self._reloading = self._rests[self.rank].read(self._own_row)
+
+    def _finish_reload(self) -> None:
+        if self._reloading is not None:
+            reloading, self._reloading = self._reloading, None
+            reloading.wait(self._rows.device)
+
+    def prefetch(self) -> None:
+        """The shard at rest is needed soon."""
+        if self._resting is not None:
+            self._resting.prefetch()
 
     def wait_unsharded(self) -> None:
         """Block until what `unshard` or `sync_parameters` started has arrived."""
@@ -104,17 +154,14 @@ class Bucket:
         return self._gathering is not None
 
     def sync_parameters(self) -> None:
-        """The optimizer has updated the master shards: bring the parameters up to date."""
-        self._write_masters_back()
+        """The optimizer has updated what rests on this rank: bring the parameters up to date."""
         if self._resting is None and self._policy.optimizer.sharded:
+            if self._rests[self.rank].memory_in(self._accelerator) is None:
+                self.start_reload()
+                self._finish_reload()
             self._gathering = self._collectives.all_gather(
                 self._rows, self.number, f"all-gather of updated {self.label}"
             )
-
-    def _write_masters_back(self) -> None:
-        target = self._resting if self._resting is not None else self._rows[self._updated]
-        if target.data_ptr() != self._master.data_ptr():
-            target.copy_(self._master)
 
     def take_parameters(self, source: int) -> None:
         """The unsharded parameters were changed on rank `source`: make its values everybody's, at rest and in the masters.
@@ -122,32 +169,33 @@ class Bucket:
         A master keeps its digits where the value in the parameter's own dtype is what it was.
         """
         self._collectives.broadcast(self._rows, source)
-        if self._resting is not None:
-            self._resting.copy_(self._rows[self._own])
-        if not self.trainable:
-            return
-        new = self._rows[self._updated]
-        if self._master.dtype != new.dtype:
-            torch.where(new == self._master.to(new.dtype), self._master, new.to(self._master.dtype), out=self._master)
-        elif self._master.data_ptr() != new.data_ptr() and self._master is not self._resting:
-            self._master.copy_(new)
+        for rank, rest in self._rests.items():
+            if rest.memory_in(self._accelerator) is None or rest is self._resting:
+                rest.write(self._rows[rank]).wait(self._rows.device)
+        for shard in self._shards if self.trainable else ():
+            if shard.master is not shard.rest:
+                new = self._rows[shard.rank]
+                with shard.master.borrowed(self._accelerator, self._pool, write=True) as master:
+                    torch.where(new == master.to(new.dtype), master, new.to(master.dtype), out=master)
 
     def take_masters(self, *, regather: bool) -> None:
         """The master weights were set: what rests follows, and, where the parameters are unsharded now, they do."""
-        if self.trainable:
-            self._write_masters_back()
+        for shard in self._shards if self.trainable else ():
+            if shard.master is not shard.rest:
+                with shard.master.borrowed(self._accelerator, self._pool) as master:
+                    shard.rest.write(master).wait(master.device)
         if not regather:
             return
-        if self._resting is not None:
-            self._rows[self._own].copy_(self._resting)
+        if self._rests[self.rank].memory_in(self._accelerator) is None or self._resting is not None:
+            self.start_reload()
+            self._finish_reload()
         self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of set {self.label}")
         self.wait_unsharded()
 
-    def own_parameters(self) -> Iterator[tuple[Piece, Tensor]]:
-        """This rank's shard of the parameters at rest, [numel] for each parameter in it."""
-        own = self._rows[self._own] if self._resting is None else self._resting
-        for piece in self.layout.shard_pieces(self.rank):
-            yield piece, own[0, piece.start : piece.start + piece.numel]
+    @property
+    def own_rest(self) -> Slot:
+        """This rank's shard of the parameters at rest."""
+        return self._rests[self.rank]
 
     @property
     def rank(self) -> int:
@@ -158,7 +206,8 @@ class Bucket:
         """Whether unsharded parameters are no longer what rests, on any rank. Where they are sharded, every rank must ask."""
         if self._resting is None:
             return False
-        same = torch.equal(self._rows[self._own].view(torch.uint8), self._resting.view(torch.uint8))
+        with self._resting.borrowed(self._accelerator, self._pool) as at_rest:
+            same = torch.equal(self._own_row.view(torch.uint8), at_rest.view(torch.uint8))
         return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
 
     # ------------------------------------------------------------------ gradients
@@ -177,6 +226,7 @@ class Bucket:
         self.finish_reduction()  # a second gradient of one step may find its predecessor's buffers still busy
         part = gradient[piece.parameter_start : piece.parameter_start + piece.numel]
         if self._sums_before_reducing:
+            assert self._gradient is not None
             target = self._gradient.view(-1)[piece.start : piece.start + piece.numel]
             first = piece.index not in self._has_local_sum
             self._has_local_sum.add(piece.index)
@@ -213,6 +263,7 @@ class Bucket:
             self._missing = self._everything
             if not is_last_microbatch:
                 return False
+            assert self._gradient is not None
             self._zero(self._gradient.view(-1), self._everything - self._has_local_sum)
             rows = self._gradient
             if rows.dtype != self._dtypes.reduce:
@@ -238,13 +289,18 @@ class Bucket:
         if self._reduction is None:
             return
         self.wait_gradient_gather()  # it still reads the shard that is about to change
-        self._reduction.finish(self._own_gradient, accumulate=self._has_mean)
+        slot = self._own.gradient
+        with slot.borrowed(self._accelerator, self._pool, read=self._has_mean, write=True) as own:
+            self._reduction.finish(own, accumulate=self._has_mean)
+            if slot.memory_in(self._accelerator) is None:
+                self._own.squares = sum_of_squares(own)  # while it is here
         self._reduction, self._unreduced, self._has_mean = None, None, True
         self._return_scratch()
 
     def start_gradient_gather(self) -> None:
         """Where the optimizer is unsharded, every rank needs every row of the mean."""
         if not self._policy.optimizer.sharded:
+            assert self._gradient is not None
             self.wait_gradient_gather()
             label = f"all-gather of gradients of {self.label}"
             self._gathering_gradient = self._collectives.all_gather(self._gradient, self.number, label)
@@ -276,10 +332,6 @@ class Bucket:
         """Microbatches were summed on this rank and never reduced."""
         return bool(self._has_local_sum) and not self._has_mean
 
-    @property
-    def _own_gradient(self) -> Tensor:
-        return self._gradient[0 if self._policy.gradients.sharded else self._collectives.rank]
-
     def _borrow(self, numel: int) -> Tensor:
         scratch = self._pool.acquire(numel, self._dtypes.reduce)
         self._borrowed.append(scratch)
@@ -301,20 +353,49 @@ class Bucket:
         """The ranges that this rank updates: its own, or all of them where the optimizer is unsharded."""
         return self._shards
 
-    def _make_shards(self) -> tuple[Shard, ...]:
-        ranks = range(self._collectives.world_size)[self._updated]
-        first_gradient = self._collectives.rank if self._policy.gradients.sharded else 0
-        return tuple(
-            Shard(rank, self.layout.shard_pieces(rank), self._master[i], self._gradient[rank - first_gradient])
-            for i, rank in enumerate(ranks)
-        )
+    def _make_rests(self, resting_rows: Tensor | None) -> dict[int, Slot]:
+        """By rank, where the shards rest that this rank updates or holds."""
+        if self._resting is not None:
+            return {self.rank: self._resting}
+        ranks = [self.rank] if self._policy.optimizer.sharded else range(self.layout.world_size)
+        if resting_rows is not None:
+            return {rank: self.storages.host.around(self.label, resting_rows[rank]) for rank in ranks}
+        return {rank: self._accelerator.around(self.label, self._rows[rank]) for rank in ranks}
+
+    def _make_shards(self, whole: Tensor) -> tuple[Shard, ...]:
+        numel, dtypes, policy = self.layout.shard_numel, self._dtypes, self._policy
+        step, home = self.storages.step(policy), self.storages.optimizer(policy)
+        shards = []
+        for rank, rest in self._rests.items():
+            master = rest
+            # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
+            if dtypes.master != dtypes.param:
+                master = home.slot(f"master weights of {self.label}", numel, dtypes.master)
+                master.write(whole[rank])
+                master.wait()
+            if self._gradient is None:
+                label = f"gradients of {self.label}"
+                gradient = self.storages.gradients(policy).slot(label, numel, dtypes.accumulate)
+            else:
+                gradient = self._accelerator.around(f"gradients of {self.label}", self._gradient[rank])
+            shards.append(Shard(rank, self.layout.shard_pieces(rank), rest, master, gradient, step, home))
+        return tuple(shards)
 
     # ------------------------------------------------------------------ what lives
 
     def tensors(self, kind: str) -> list[Tensor]:
-        """The tensors at rest of one kind of model state."""
+        """The tensors at rest of one kind of model state, as far as they are the accelerator's memory."""
         if kind == "parameters":
-            return [self._rows] if self._resting is None else [self._rows, self._resting]
+            return [self._rows, *self._in_memory(self._rests.values())]
         if not self.trainable:
             return []
-        return [self._gradient] if kind == "gradients" else [self._master]
+        return self._in_memory(shard.gradient if kind == "gradients" else shard.master for shard in self._shards)
+
+    @property
+    def updates_parameters_in_place(self) -> bool:
+        """The master weights are the parameters at rest themselves."""
+        return self._dtypes.master == self._dtypes.param
+
+    def _in_memory(self, slots: Iterable[Slot]) -> list[Tensor]:
+        found = [slot.memory_in(self._accelerator) for slot in slots]
+        return [memory for memory in found if memory is not None]

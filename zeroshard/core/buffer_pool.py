@@ -1,9 +1,11 @@
-"""Owns the transient communication buffers: few, reused for ever, never a new allocation a step. Called by bucket."""
+"""Owns the transient communication buffers: few, reused for ever, never a new allocation a step. Called by bucket and storage."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from zeroshard.storage.transfers import LANDED, Transfer, aligned_bytes
 
 
 class BufferPool:
@@ -15,32 +17,43 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Tensor] = []
+        self._free: list[tuple[Tensor, Transfer]] = []
         self._out: dict[int, Tensor] = {}
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of `numel` elements with undefined content. Give it back with `release`."""
         nbytes = numel * dtype.itemsize
-        fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
+        fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if fitting:
-            buffer = min(fitting, key=Tensor.numel)
-            self._drop(buffer)
+            entry = min(fitting, key=lambda entry: entry[0].numel())
+            self._drop(entry)
+            buffer, after = entry
+            after.wait(self._device)
         else:
             if self._free:
-                self._drop(max(self._free, key=Tensor.numel))
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                self._drop(max(self._free, key=lambda entry: entry[0].numel()))
+            buffer = self._make(nbytes)
         scratch = buffer[:nbytes].view(dtype)
         self._out[id(scratch)] = buffer
         return scratch
 
-    def release(self, scratch: Tensor) -> None:
-        """Take back what `acquire` gave."""
-        self._free.append(self._out.pop(id(scratch)))
+    def release(self, scratch: Tensor, after: Transfer | None = None) -> None:
+        """Take back what `acquire` gave; it is used again once `after` is over."""
+        self._free.append((self._out.pop(id(scratch)), after or LANDED))
 
-    def _drop(self, buffer: Tensor) -> None:
-        self._free = [other for other in self._free if other is not buffer]
+    def clear(self) -> None:
+        """Give back what is not out."""
+        self._free.clear()
+
+    def _make(self, nbytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            return aligned_bytes(nbytes, pin=False)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _drop(self, entry: tuple[Tensor, Transfer]) -> None:
+        self._free = [other for other in self._free if other is not entry]
 
     @property
     def nbytes(self) -> int:
         """Bytes of live storage, in use and waiting."""
-        return sum(buffer.numel() for buffer in [*self._free, *self._out.values()])
+        return sum(buffer.numel() for buffer in [*(buffer for buffer, _ in self._free), *self._out.values()])

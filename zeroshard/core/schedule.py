@@ -17,7 +17,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from torch import Tensor
 
@@ -29,6 +29,9 @@ from zeroshard.policy import Policy
 
 UNITS_IN_FLIGHT = 2
 """Reductions that may be under way while the next gradients are made, in units, the largest one's size. Each holds pool buffers."""
+
+PREFETCHED = 4
+"""Modules whose shards may be on their way from disk to CPU memory; how many are depends on the buffers that there are."""
 
 
 class Schedule:
@@ -56,6 +59,9 @@ class Schedule:
         self._in_flight_limit = UNITS_IN_FLIGHT * largest if overlap else 0
         self._awaiting_step = False
         self._stepped = False
+        self.parked: frozenset[str] = frozenset()
+        """Model states that are away until `reload_states`."""
+        self._leaving: Unit | None = None
         self._backward_ended = False
         # Units in the order in which their modules ran: in the last forward, and in this one.
         self._recorded: list[Sequence[Unit]] = []
@@ -100,17 +106,21 @@ class Schedule:
             for unit in self._next_after(units, backward):
                 if self._has_room(unit):
                     unit.start_unshard()
+            for unit in chain.from_iterable(islice(self._after(units, backward), PREFETCHED)):
+                unit.prefetch()
         for unit in units:
             unit.unshard()
         if not backward and units not in self._recording:
             self._recording.append(units)
 
-    def _next_after(self, units: Sequence[Unit], backward: bool) -> Sequence[Unit]:
-        """Whose turn is next: the last forward told the forward's order, this one tells the backward's."""
+    def _after(self, units: Sequence[Unit], backward: bool) -> Sequence[Sequence[Unit]]:
+        """Who comes after: the last forward told the forward's order, this one tells the backward's."""
         order = self._recording[::-1] if backward else self._recorded
-        if units not in order:
-            return ()
-        later = order[order.index(units) + 1 :]
+        return order[order.index(units) + 1 :] if units in order else ()
+
+    def _next_after(self, units: Sequence[Unit], backward: bool) -> Sequence[Unit]:
+        """Who is brought together now, for later."""
+        later = self._after(units, backward)
         if not backward and not self._policy.reshard_after_forward:
             return list(chain.from_iterable(later))  # what the forward keeps may as well come all at once
         if self._policy.prefetch_numel is None:
@@ -161,7 +171,7 @@ class Schedule:
     def settle(self) -> None:
         """Wait for every parameter that is still arriving."""
         for unit in self.units:
-            if not unit.sharded_at_rest:
+            if not unit.sharded_at_rest and unit.state is State.ARRIVING:
                 unit.unshard()
 
     # ------------------------------------------------------------------ gradients
@@ -173,6 +183,7 @@ class Schedule:
                 "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot "
                 "be summed, since those of the first are already averaged over ranks. Call zero_grad() after each step."
             )
+        self.refuse_parked("a backward")
         unit.add_gradient(index, gradient)
         self.gradients_taken += 1
         self._awaiting_step = True
@@ -241,6 +252,7 @@ class Schedule:
 
     def finish_gradients(self) -> None:
         """Block until every gradient that this rank updates with is the mean over ranks."""
+        self.refuse_parked("a step, or a gradient norm,")
         if not self._awaiting_step and not self._stepped:
             self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
         while self._in_flight:
@@ -270,18 +282,39 @@ class Schedule:
 
     def begin_step(self) -> None:
         """The optimizer is about to update parameters: none is arriving, none is held."""
+        self.refuse_parked("optimizer.step()")
         for unit in self.units:
             unit.refuse_step()
-        self.settle()
+        for unit in self.units:
+            unit.prepare_step()
 
-    def sync_parameters(self) -> None:
-        """The optimizer has stepped: bring the parameters up to date, in the order in which the forward will use them."""
-        for unit in dict.fromkeys([*chain.from_iterable(self._recording), *self.units]):
-            if unit.trainable:
-                unit.sync_parameters()
+    def refuse_parked(self, what: str) -> None:
+        """Raise where model states that `what` needs are away."""
+        if self.parked:
+            raise UsageError(f"{what} while {', '.join(sorted(self.parked))} are parked: call reload_states() first.")
+
+    def in_order(self) -> list[Unit]:
+        """The units in the order in which the next forward will use them."""
+        return list(dict.fromkeys([*chain.from_iterable(self._recording), *self.units]))
+
+    def sync_parameters(self, unit: Unit) -> None:
+        """The optimizer has updated this rank's part of a unit: bring it up to date."""
+        unit.sync_parameters()
         if not self._overlap:
+            unit.offload()
             self.settle()
+        elif self._leaving is not None:  # the one before: its all-gather had this one's time
+            self._leaving.offload()
+        self._leaving = unit
+
+    def end_step(self) -> None:
+        """Every unit was brought up to date."""
+        if self._leaving is not None:
+            self._leaving.offload()
+            self._leaving = None
         self._awaiting_step, self._stepped = False, True
+        for unit in self.in_order()[:PREFETCHED]:
+            unit.prefetch()
 
     def forget_gradients(self) -> None:
         """zero_grad(): a new step begins."""

@@ -8,6 +8,9 @@ depends on the unit's state:
                 until the all-gather of the updated values has landed, see `arriving_class`
     SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right, it takes one
                 element, reading it gives NaN and never a stale number, most in-place writes raise
+    OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, but of the class whose readers bring the
+                values back first. No other rank is needed for that
+    PARKED      the placeholder: what rests is elsewhere until `reload_states`
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from torch import Tensor, nn
 
 from zeroshard.core.bucket import Bucket, Context
 from zeroshard.core.flat_buffer import FlatBuffer
-from zeroshard.core.layout import UnitLayout, lay_out, lay_out_whole
+from zeroshard.core.layout import BucketLayout, UnitLayout, lay_out, lay_out_whole
 from zeroshard.errors import UsageError
-from zeroshard.policy import DTypes
+from zeroshard.policy import DTypes, Place
+from zeroshard.storage.base import Slot
+from zeroshard.storage.transfers import LANDED, Transfer
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class State(enum.Enum):
     SHARDED = "sharded"
     ARRIVING = "arriving"
     UNSHARDED = "unsharded"
+    OFFLOADED = "offloaded"
+    PARKED = "parked"
 
 
 def arriving_class(arrive: Callable[[], None]) -> type[nn.Parameter]:
@@ -96,11 +103,12 @@ class Unit:
         )
         whole = self._collect(dtypes.master, context)
         self.flat = FlatBuffer(self.layout.numel, dtypes.param, whole.device)
+        self._whole_at_rest = self._place_in_cpu_memory(dtypes.param, context)
         self.buckets = [
             Bucket(
                 first_bucket + i, f"{label} [bucket {first_bucket + i}]", layout,
                 self.flat.rows(layout.start, layout.numel, world_size), whole[layout.start : layout.stop],
-                dtypes, trainable, context,
+                self._resting_rows(layout, context), dtypes, trainable, context,
             )
             for i, layout in enumerate(self.layout.buckets)
         ]  # fmt: skip
@@ -115,13 +123,31 @@ class Unit:
         self._placeholder = None if placeholders is None else placeholders.to(dtypes.param)
         self._arriving_class = arriving_class(self.unshard)
         self._versions: list[int] = []
+        self._is_at_rest = False
+        self._reloading: Transfer = LANDED
         self._received: set[int] = set()
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self._pins = 0
+        self._state_before = State.UNSHARDED
         self.state = State.UNSHARDED
         self._look_at_views()
         self.reshard()
+        self.offload()
+
+    def _place_in_cpu_memory(self, dtype: torch.dtype, context: Context) -> Slot | None:
+        """Where unsharded parameters rest between steps, if not on the accelerator."""
+        residency, storages = context.policy.parameters, context.storages
+        if residency.sharded or residency.place is Place.ACCELERATOR or storages.host is storages.accelerator:
+            return None
+        return storages.host.slot(self.label, self.layout.numel, dtype)
+
+    def _resting_rows(self, layout: BucketLayout, context: Context) -> Tensor | None:
+        if self._whole_at_rest is None:
+            return None
+        memory = self._whole_at_rest.memory_in(context.storages.host)
+        assert memory is not None
+        return memory[layout.start : layout.stop].view(layout.world_size, layout.shard_numel)
 
     def _collect(self, dtype: torch.dtype, context: Context) -> Tensor:
         """The unit's parameters, as rank 0 has them, one after another. One unit whole is what start-up costs."""
@@ -136,35 +162,95 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Start to bring the parameters together, if they are not."""
+        if self.state is State.PARKED:
+            raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state is State.SHARDED:
             self.flat.allocate()
             for bucket in self.buckets:
+                bucket.start_reload()
+            for bucket in self.buckets:
                 bucket.unshard()
             self.state = State.ARRIVING
+        elif self.state is State.OFFLOADED:
+            assert self._whole_at_rest is not None
+            self.flat.allocate()
+            self._reloading = self._whole_at_rest.read(self.flat.tensor)
+            self.state = State.ARRIVING
+
+    def prefetch(self) -> None:
+        """The parameters are needed soon: what rests on disk may start to come."""
+        if self.state is State.SHARDED:
+            for bucket in self.buckets:
+                bucket.prefetch()
 
     def unshard(self) -> None:
         """The parameters are about to be used: when this returns they are whole and current."""
         if self.state is State.UNSHARDED:
             return
         self.start_unshard()
+        self._reloading.wait(self.flat.tensor.device)
         for bucket in self.buckets:
             bucket.wait_unsharded()
         self.state = State.UNSHARDED
         if self.sharded_at_rest:
             self._refuse_written_placeholders()
             self._look_at_views()
-        else:
-            self._set_arriving(False)
+            return
+        self._set_arriving(False)
+        if self._whole_at_rest is not None:
+            self._look_at_views()
+            self._versions = self.versions()
 
     def reshard(self) -> None:
         """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
-        if not self.sharded_at_rest or self.state is State.SHARDED or self._pins:
+        if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self._pins:
             return
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
         self._look_at_placeholders()
         self.flat.free()
         self.state = State.SHARDED
+
+    def offload(self) -> None:
+        """Where unsharded parameters rest in CPU memory: bring them there, and give the accelerator's memory back."""
+        if self._whole_at_rest is None or self._pins or self.state not in (State.ARRIVING, State.UNSHARDED):
+            return
+        self.unshard()
+        if not self._is_at_rest or self._versions != self.versions():
+            self._whole_at_rest.write(self.flat.tensor)
+            self._is_at_rest = True
+        self._leave()
+
+    def _leave(self) -> None:
+        self._look_at_placeholders()
+        self.flat.free()
+        self.state = State.OFFLOADED
+        self._set_arriving(True)
+
+    def prepare_step(self) -> None:
+        """The optimizer is about to step: none of these values is arriving, and those that rest in CPU memory are not here."""
+        if self.state is State.ARRIVING and not self.sharded_at_rest:
+            self.unshard()
+        if self.trainable and self._whole_at_rest is not None and not self._pins and self.state is State.UNSHARDED:
+            self._leave()  # all of it is brought together anew after the step
+        self.offload()
+
+    def park(self) -> None:
+        """What rests will be elsewhere for a while: the parameters show nothing of it."""
+        if self._pins:
+            raise UsageError(
+                f"offload_states() inside zeroshard.unsharded(), which holds {self.label}. Call it outside."
+            )
+        if self.state is State.UNSHARDED:
+            self._look_at_placeholders()
+        self._state_before, self.state = self.state, State.PARKED
+
+    def unpark(self) -> None:
+        """What rests is where it was."""
+        if self.state is State.PARKED:
+            self.state = self._state_before
+            if self.state is State.UNSHARDED:
+                self._look_at_views()
 
     def pin(self) -> None:
         """Stay unsharded, whoever gives the unit back, until `unpin`."""
@@ -183,13 +269,15 @@ class Unit:
 
     def take_parameters(self, source: int) -> None:
         """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
+        self._is_at_rest = False
         for bucket in self.buckets:
             bucket.take_parameters(source)
 
     def take_masters(self) -> None:
         """Master weights (or, of a frozen unit, what rests) were set: the parameters follow. Every rank must call it."""
-        if self.state is State.ARRIVING:
+        if self.state in (State.ARRIVING, State.OFFLOADED):
             self.unshard()
+        self._is_at_rest = False
         for bucket in self.buckets:
             bucket.take_masters(regather=self.state is State.UNSHARDED)
 
@@ -215,10 +303,15 @@ class Unit:
     def sync_parameters(self) -> None:
         """The optimizer has stepped: what this unit shows from now on is the updated values."""
         self.reshard()
+        self._is_at_rest = False
+        if self.state is State.OFFLOADED:
+            self._set_arriving(False)
+            self.flat.allocate()
+            self._look_at_views()
         for bucket in self.buckets:
             bucket.sync_parameters()
         if not self.sharded_at_rest and any(bucket.is_gathering for bucket in self.buckets):
-            self.state = State.ARRIVING
+            self.state, self._reloading = State.ARRIVING, LANDED
             self._set_arriving(True)
             if any(type(entry.parameter) is not self._arriving_class for entry in self.named):
                 self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from zeroshard.core.buffer_pool import BufferPool
@@ -18,8 +17,11 @@ STATES_PER_PARAMETER = {
 """Tensors of optimizer state for each parameter element (SGD: with momentum)."""
 
 
-def memory_report(units: Sequence[Unit], optimizer: torch.optim.Optimizer, pool: BufferPool) -> dict[str, int]:
-    """Bytes of live storage on this rank, each storage counted once.
+def memory_report(units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool) -> dict[str, int]:
+    """Bytes of live storage of the accelerator on this rank, each storage counted once.
+
+    Args:
+        states: what the optimizer keeps there.
 
     Returns:
         parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too).
@@ -29,24 +31,24 @@ def memory_report(units: Sequence[Unit], optimizer: torch.optim.Optimizer, pool:
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     seen: set[int] = set()
-
-    def nbytes(tensors: Iterable[Tensor]) -> int:
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            # A freed storage has no address; Python's identity of the wrapper is not stable.
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
-
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return {
-        "parameters": nbytes(tensor for bucket in buckets for tensor in bucket.tensors("parameters")),
-        "gradients": nbytes(tensor for bucket in buckets for tensor in bucket.tensors("gradients")),
-        "optimizer": nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states]),
+        "parameters": live_nbytes((tensor for bucket in buckets for tensor in bucket.tensors("parameters")), seen),
+        "gradients": live_nbytes((tensor for bucket in buckets for tensor in bucket.tensors("gradients")), seen),
+        "optimizer": live_nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states], seen),
         "buffers": pool.nbytes,
     }
+
+
+def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages of these tensors, but for those whose address is in `seen`, which learns the others."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        # A freed storage has no address; Python's identity of the wrapper is not stable.
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
 
 
 def formula(policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2) -> dict[str, float]:

@@ -13,17 +13,21 @@ and as the optimizer calls its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.core.bucket import Shard
 from zeroshard.core.collectives import Collectives
 from zeroshard.core.unit import NamedParameter, Unit
 from zeroshard.errors import UsageError
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer, ShardView
+from zeroshard.optim.shard_view import ShardView, runs_along
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.optim.sub_groups import Resident
+from zeroshard.storage.base import Slot
+from zeroshard.storage.storages import Storages
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 
@@ -36,30 +40,89 @@ class Range:
     tensor: Tensor
 
 
+class Trained:
+    """A shard that this rank updates. Its values are memory while it is opened, and, where it `is_here`, always."""
+
+    def __init__(self, optimizer: ShardedOptimizer, resident: Resident) -> None:
+        self._optimizer, self.resident = optimizer, resident
+        self.is_here = resident.is_in_place
+
+    def opened(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Bring it to memory; with `write`, what is changed inside comes to rest."""
+        return self._optimizer.opened(self.resident, write=write)
+
+    def value(self, held: Held) -> Tensor:
+        """Master weights."""
+        assert held.view is not None
+        return held.view.value.view(-1)
+
+
+class Frozen:
+    """A shard of parameters that are not trained."""
+
+    _last: list[Frozen]
+    """At most one of a model's is in memory."""
+
+    def __init__(self, slot: Slot, storages: Storages, last: list[Frozen]) -> None:
+        self._slot, self._last = slot, last
+        places = (storages.accelerator, storages.host)
+        self._memory = next((m for m in (slot.memory_in(place) for place in places) if m is not None), None)
+        self.is_here = self._memory is not None
+
+    @contextmanager
+    def opened(self, *, write: bool = False) -> Iterator[None]:
+        """As that of `Trained`."""
+        self._slot.wait()
+        if self._memory is None:
+            while self._last:
+                self._last.pop()._memory = None
+            self._memory = torch.empty(self._slot.numel, dtype=self._slot.dtype)
+            self._slot.read(self._memory).wait(self._memory.device)
+            self._last.append(self)
+        yield
+        if write and not self.is_here:
+            self._slot.write(self._memory)
+            self._slot.wait()
+
+    def value(self, held: Held) -> Tensor:
+        """The parameters at rest."""
+        assert self._memory is not None
+        return self._memory[held.shard_start : held.shard_start + held.numel]
+
+
 @dataclass(frozen=True)
 class Held:
-    """A contiguous part of one flattened parameter that this rank keeps at rest. `owner` is the rank whose shard it lies in."""
+    """A contiguous part of one flattened parameter that this rank keeps at rest.
+
+    Attributes:
+        owner: the rank whose shard it lies in.
+        shard: to be opened before `value` and `along` are looked at, unless it `is_here`.
+        start, shard_start: where it begins, in the parameter and in the shard.
+        dtype: of `value`.
+        state: what the optimizer keeps for it. Tensors of its length run along the part.
+    """
 
     named: NamedParameter
     owner: int
+    shard: Trained | Frozen
     start: int
-    value: Tensor
-    """Master weights, [numel]; of a parameter that is not trained, the parameter itself."""
+    shard_start: int
+    numel: int
+    dtype: torch.dtype
     state: Mapping[str, Any]
-    """What the optimizer keeps for it. Tensors of its length run along the part."""
-    shard: Shard | None = None
     view: ShardView | None = None
 
     @property
-    def numel(self) -> int:
-        return self.value.numel()
+    def value(self) -> Tensor:
+        """Master weights, [numel]; of a parameter that is not trained, the parameter itself."""
+        return self.shard.value(self)
 
     def along(self, name: str) -> Tensor | None:
         """The optimizer's state `name` where it has one number an element, flattened."""
         value = self.state.get(name)
-        if not isinstance(value, Tensor) or value.ndim == 0 or value.numel() != self.numel or name == "step":
+        if self.view is None or not runs_along(value, name, self.view.value):
             return None
-        return value.view(-1)
+        return value.reshape(-1)
 
 
 class ModelStates:
@@ -67,6 +130,8 @@ class ModelStates:
 
     def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer | None, collectives: Collectives) -> None:
         self._optimizer, self._collectives = optimizer, collectives
+        if optimizer is not None:
+            optimizer.refuse_parked("a look at model states")
         self._unit_of: dict[str, tuple[Unit, int]] = {}
         for unit in units:
             for index, entry in enumerate(unit.named):
@@ -96,15 +161,16 @@ class ModelStates:
     # ------------------------------------------------------------------ what this rank holds
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """The ranges of a state that this rank holds: live memory, but for gradients in 16 bits, which are copies.
+        """The ranges of a state that this rank holds: live memory. Gradients in 16 bits, and what rests on disk, are copies.
 
         Runs no collective; for gradients, call it after `clip_grad_norm_` (or a `get` of any gradient) on every rank.
         """
         found = []
         for held in self._parts(fqn):
-            tensor = self._part(held, state)
-            if tensor is not None:
-                found.append(Range(held.start, tensor))
+            with held.shard.opened():
+                tensor = self._part(held, state)
+                if tensor is not None:
+                    found.append(Range(held.start, tensor if held.shard.is_here else tensor.clone()))
         return found
 
     def set_local(self, fqn: str, state: str, ranges: Sequence[Range]) -> None:
@@ -133,8 +199,7 @@ class ModelStates:
             return None
         if unit.named[index].shape.numel() == 0:  # nobody holds a part of it
             return torch.zeros(unit.named[index].shape)
-        parts = [(held, self._part(held, state)) for held in self._parts(fqn)]
-        told = self._describe(fqn, state, parts)
+        told = self._describe(fqn, state)
         if told is None:
             return None
         if "value" in told:
@@ -145,9 +210,11 @@ class ModelStates:
             )
         entry = unit.named[index]
         whole = torch.zeros(entry.shape.numel(), dtype=_dtype(told), device=entry.parameter.device)
-        for held, tensor in parts:
-            if tensor is not None:
-                whole[held.start : held.start + held.numel].copy_(tensor)
+        for held in self._parts(fqn):
+            with held.shard.opened():
+                tensor = self._part(held, state)
+                if tensor is not None:
+                    whole[held.start : held.start + held.numel].copy_(tensor)
         for owner, start, stop in unit.owners(index):
             self._collectives.broadcast(whole[start:stop], owner)
         return whole.view(entry.shape)
@@ -180,16 +247,17 @@ class ModelStates:
         for held in self._parts(fqn):
             if held.view is None or self._optimizer is None:
                 continue
-            target = self._optimizer.state[held.view.value]
-            for name, whole in values.items():
-                if name == PARAMETERS or whole is None:
-                    continue
-                if name != "step" and whole.shape == value.shape:
-                    part = whole.reshape(-1)[held.start : held.start + held.numel]
-                    target[name] = part.reshape(held.view.value.shape).clone()
-                else:
-                    moves = whole.ndim > 0 or id(held.view.value) in on_device
-                    target[name] = whole.to(held.value.device if moves else "cpu", copy=True)
+            target, device = self._optimizer.state[held.view.value], held.view.value.device
+            with held.shard.opened(write=True):
+                for name, whole in values.items():
+                    if name == PARAMETERS or whole is None:
+                        continue
+                    if name != "step" and whole.shape == value.shape:
+                        part = whole.reshape(-1)[held.start : held.start + held.numel]
+                        target[name] = part.reshape(held.view.value.shape).to(device, copy=True)
+                    else:
+                        moves = whole.ndim > 0 or id(held.view.value) in on_device
+                        target[name] = whole.to(device if moves else "cpu", copy=True)
 
     # ------------------------------------------------------------------ pieces
 
@@ -208,29 +276,35 @@ class ModelStates:
         if held is None or state == PARAMETERS:
             return held.value if held is not None else None
         if state == GRADIENTS:
-            if self._optimizer is None or held.shard is None or held.view is None:
+            if self._optimizer is None or held.view is None or not isinstance(held.shard, Trained):
                 return None
-            return self._optimizer.mean_gradient(held.shard, held.view)
+            return self._optimizer.mean_gradient(held.shard.resident.shard, held.view)
         return held.along(state)
 
     def _overwrite(self, held: Held, state: str, value: Tensor) -> bool:
-        if state == GRADIENTS and self._optimizer is not None and held.shard is not None and held.view is not None:
-            self._optimizer.set_mean_gradient(held.shard, held.view, value)
+        if state == GRADIENTS:
+            if self._optimizer is None or held.view is None or not isinstance(held.shard, Trained):
+                return False
+            self._optimizer.set_mean_gradient(held.shard.resident.shard, held.view, value)
             return True
-        target = self._part(held, state)
-        if target is not None:
-            target.copy_(value)
-        return target is not None
+        with held.shard.opened(write=True):
+            target = self._part(held, state)
+            if target is not None:
+                target.copy_(value)
+            return target is not None
 
     def _has_gradient(self, fqn: str) -> bool:
         return self._optimizer is not None and self._optimizer.used().get(fqn, False)
 
-    def _describe(self, fqn: str, state: str, parts: Sequence[tuple[Held, Tensor | None]]) -> dict[str, Any] | None:
+    def _describe(self, fqn: str, state: str) -> dict[str, Any] | None:
         """What a rank that holds a part says of the state, for those that hold none."""
         own: dict[str, Any] | None = None
-        for held, tensor in parts:
-            if tensor is not None:
-                own = {"dtype": str(tensor.dtype).removeprefix("torch.")}
+        for held in self._parts(fqn):
+            along = held.along(state)
+            if state in (PARAMETERS, GRADIENTS) and (state == PARAMETERS or held.view is not None):
+                own = {"dtype": str(held.dtype).removeprefix("torch.")}
+            elif along is not None:
+                own = {"dtype": str(along.dtype).removeprefix("torch.")}
             elif state in held.state:
                 value = held.state[state]
                 is_tensor = isinstance(value, Tensor)
@@ -254,11 +328,27 @@ def _dtype(told: Mapping[str, Any]) -> torch.dtype:
 
 def _holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Iterator[Held]:
     if optimizer is not None:
-        for shard, views in optimizer.shards():
-            for view in views:
+        for resident in optimizer.residents():
+            shard = Trained(optimizer, resident)
+            for view in resident.views:
                 state = optimizer.state.get(view.value, {})
-                yield Held(view.named, shard.rank, view.parameter_start, view.value.view(-1), state, shard, view)
+                yield Held(
+                    view.named, resident.shard.rank, shard, view.parameter_start, view.start, view.numel, view.value.dtype,
+                    state, view,
+                )  # fmt: skip
+    last: list[Frozen] = []
     for unit in units:
         for bucket in unit.buckets if not unit.trainable else ():
-            for piece, tensor in bucket.own_parameters():
-                yield Held(unit.named[piece.index], bucket.rank, piece.parameter_start, tensor, {})
+            slot = bucket.own_rest
+            frozen = Frozen(slot, bucket.storages, last)
+            for piece in bucket.layout.shard_pieces(bucket.rank):
+                yield Held(
+                    unit.named[piece.index],
+                    bucket.rank,
+                    frozen,
+                    piece.parameter_start,
+                    piece.start,
+                    piece.numel,
+                    slot.dtype,
+                    {},
+                )

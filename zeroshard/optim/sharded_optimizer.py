@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,33 +18,19 @@ from torch import Tensor
 
 from zeroshard.core.bucket import Shard
 from zeroshard.core.collectives import Collectives
+from zeroshard.core.grad_norm import sum_of_squares
 from zeroshard.core.layout import Piece
 from zeroshard.core.schedule import Schedule
-from zeroshard.core.unit import NamedParameter
+from zeroshard.core.unit import NamedParameter, Unit
 from zeroshard.errors import UsageError
-from zeroshard.optim.grad_clip import clip_coefficient, scale_, sum_of_squares
+from zeroshard.observe.memory import STATES_PER_PARAMETER
+from zeroshard.optim.grad_clip import clip_coefficient, scale_
 from zeroshard.optim.muon import MuonWithAdamW
-
-
-@dataclass(frozen=True)
-class ShardView:
-    """The part of one parameter in one shard: the tensor that the optimizer updates.
-
-    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard,
-    `parameter_start` where in the flattened parameter.
-    """
-
-    named: NamedParameter
-    flag: int
-    """Which of the flags of used parameters is this one's."""
-    value: Tensor
-    start: int
-    numel: int
-    parameter_start: int
-
-    def lend_gradient(self, flat: Tensor | None) -> None:
-        """Let the optimizer see its part of the shard's gradient, or none."""
-        self.value.grad = None if flat is None else flat[self.start : self.start + self.numel].view_as(self.value)
+from zeroshard.optim.shard_view import ShardView, runs_along
+from zeroshard.optim.sub_groups import Resident, SubGroups, placeholder
+from zeroshard.policy import Offload
+from zeroshard.storage.base import Storage
+from zeroshard.storage.storages import Storages
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -52,6 +39,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         inner: the user's optimizer, over the parameters of the units. Its `param_groups` are given the shards' views
             instead, in the same groups; `step` is its own.
+        storages, offload: where states rest, and how what rests elsewhere comes to the step.
         whole_parameters: the layout cuts no parameter, and `inner` is to see their true shapes.
 
     `param_groups` and `state` are the inner optimizer's own objects, so a change of `lr` by whatever scheduler takes effect.
@@ -62,17 +50,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         schedule: Schedule,
         collectives: Collectives,
+        storages: Storages,
+        offload: Offload,
         *,
         whole_parameters: bool = False,
     ) -> None:
         self.inner = inner
         self._schedule, self._collectives = schedule, collectives
+        self._storages, self._offload = storages, offload
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._narrow_coefficient = 1.0
         """What gradients in a dtype narrower than the master weights' are still to be multiplied by, see `_scale`."""
+        self._coefficients: list[float] = []
+        """The same for gradients that are not where the optimizer steps: one after another."""
         self._whole_parameters = whole_parameters
         self.views: list[ShardView] = []
+        self._residents: list[Resident] = []
+        self._parked: list[tuple[Tensor, Tensor]] = []
         self._first_state = dict(next(iter(inner.state.values()), {}))
         """What an optimizer keeps of a parameter before its first step: nothing, or, as Adagrad, some constants."""
         inner.state.clear()
@@ -89,31 +84,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def lay_out(self) -> None:
         """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
-        before = {(view.value.data_ptr(), view.numel): view.value for view in self.views}
+        before = {id(resident.shard): resident for resident in self._residents}
         trainable = [unit for unit in self._schedule.units if unit.trainable]
         self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
         flag_of = {flag: number for number, flag in enumerate(self._flags)}
-        # A shard's padding is zero.
-        self._shards = [
-            (shard, [_view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], self._whole_parameters, before)
-                     for piece in shard.pieces])
-            for unit in trainable for bucket in unit.buckets for shard in bucket.optimizer_shards()
-        ]  # fmt: skip
-        self.views = [view for _, views in self._shards for view in views]
+        self._residents = []
+        self._unit_of: dict[Resident, Unit] = {}
+        for unit in trainable:
+            for bucket in unit.buckets:
+                for shard in bucket.optimizer_shards():
+                    there = before.get(id(shard))
+                    # A shard's padding is zero.
+                    views = [
+                        self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
+                        for number, piece in enumerate(shard.pieces)
+                    ]
+                    resident = there or Resident(shard, views, self.inner.state)
+                    resident.views = views
+                    self._residents.append(resident)
+                    self._unit_of[resident] = unit
+        self.views = [view for resident in self._residents for view in resident.views]
         by_parameter: dict[int, list[Tensor]] = {}
         for view in self.views:
             by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
         for group, parameters in zip(self.inner.param_groups, self.groups, strict=True):
             group["params"] = [value for parameter in parameters for value in by_parameter.get(parameter, [])]
-        for view in self.views if self._first_state else ():
-            if view.value not in self.inner.state:
-                self.inner.state[view.value] = {
-                    name: first.clone() if first.ndim == 0 else torch.full_like(view.value, first.reshape(-1)[0].item())
-                    for name, first in self._first_state.items()
-                }
         alive = {view.value for view in self.views}
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
+        states = STATES_PER_PARAMETER.get(type(self.inner).__name__, 2)
+        self._sub_groups = SubGroups(self._residents, self._storages, self._offload, states)
+        for resident in self._residents if self._first_state else ():
+            new = [view for view in resident.views if view.value not in self.inner.state]
+            if new:
+                with self._sub_groups.opened(resident, write=True):
+                    self.inner.state.update({view.value: self._first_states(view) for view in new})
+
+    def _first_states(self, view: ShardView) -> dict[str, Any]:
+        return {
+            name: first.clone() if first.ndim == 0 else torch.full_like(view.value, first.reshape(-1)[0].item())
+            for name, first in self._first_state.items()
+        }
+
+    def _view(
+        self, shard: Shard, piece: Piece, named: NamedParameter, flag: int, number: int, there: Resident | None
+    ) -> ShardView:
+        if there is not None:
+            value = there.views[number].value
+        else:
+            shape = named.shape if self._whole_parameters else (piece.numel,)
+            value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
+        return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
 
     # ------------------------------------------------------------------ the step
 
@@ -126,24 +147,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._used_at != self._schedule.gradients_taken:
             self._exchange(norm=False)
-        for shard, views in self._shards:
-            flat = shard.gradient
-            if _is_narrow(shard):
-                flat = flat.to(shard.master.dtype)
-                scale_([flat], self._narrow_coefficient)
-            for view in views:
-                view.lend_gradient(flat if self._used[view.flag] else None)
         self._schedule.begin_step()
-        result = self.inner.step()
-        for view in self.views:
-            view.lend_gradient(None)
-        self._schedule.sync_parameters()
+        result, before = None, [_options(group) for group in self.inner.param_groups]
+        left = Counter(self._unit_of[resident] for resident in self._residents)
+        waiting = deque(unit for unit in self._schedule.in_order() if unit.trainable)
+
+        def sync(residents: list[Resident]) -> None:
+            # In one order on every rank, however each cuts its sub-groups.
+            left.subtract(self._unit_of[resident] for resident in residents)
+            while waiting and not left[waiting[0]]:
+                self._schedule.sync_parameters(waiting.popleft())
+
+        for residents in self._sub_groups.run(sync):
+            # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
+            for group, options in zip(self.inner.param_groups, before, strict=True):
+                group.update(options)
+            for resident in residents:
+                self._lend_gradients(resident)
+            result = self.inner.step()
+            for resident in residents:
+                for view in resident.views:
+                    view.lend_gradient(None)
+        self._schedule.end_step()
         return result
+
+    def _lend_gradients(self, resident: Resident) -> None:
+        flat = resident.gradient
+        assert flat is not None
+        if _is_narrow(resident.shard):
+            flat = flat.to(resident.shard.master.dtype)
+            scale_([flat], self._narrow_coefficient)
+        elif _is_away(resident.shard):
+            for coefficient in self._coefficients:
+                scale_([flat], coefficient)
+        for view in resident.views:
+            view.lend_gradient(flat if self._used[view.flag] else None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. Their buffers stay, to be overwritten."""
         self._used_at, self._narrow_coefficient = -1, 1.0
+        self._coefficients.clear()
         self._schedule.forget_gradients()
+        self._sub_groups.prefetch()
 
     # ------------------------------------------------------------------ the norm
 
@@ -170,10 +215,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
         self._schedule.finish_gradients()
         own = bytearray(len(self._flags))
-        for shard, views in self._shards:
-            for view in views:
-                part = shard.gradient[view.start : view.start + view.numel]
-                own[view.flag] |= not bool(torch.isfinite(part).all())
+        for resident in self._residents:
+            with self._gradient(resident.shard) as gradient:
+                for view in resident.views:
+                    part = gradient[view.start : view.start + view.numel]
+                    own[view.flag] |= not bool(torch.isfinite(part).all())
         messages = self._collectives.exchange(bytes(own), "the flags of gradients that are not finite")
         anywhere = [any(flags) for flags in zip(*messages, strict=True)]
         return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
@@ -184,36 +230,120 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._exchange(norm=False)
         return {unit.named[i].fqn: used for (unit, i), used in zip(self._flags, self._used, strict=True)}
 
-    def shards(self) -> Iterator[tuple[Shard, list[ShardView]]]:
+    def residents(self) -> Iterator[Resident]:
         """What this rank updates: the shards, and their parts by parameter."""
-        yield from self._shards
+        yield from self._residents
+
+    @contextmanager
+    def opened(self, resident: Resident, *, write: bool = False) -> Iterator[None]:
+        """Inside, master weights and states of one shard are memory, wherever they rest; with `write`, changes last."""
+        with self._sub_groups.opened(resident, write=write):
+            yield
+
+    def settle(self) -> None:
+        """Wait until every state is where it rests; raises what went wrong on the way."""
+        self._sub_groups.settle()
+
+    def park(self, *, states: bool) -> None:
+        """The tensors that it updates, and with `states` those that it keeps, will be elsewhere for a while."""
+        for resident in self._residents:
+            resident.park()
+        kept = [value for state in self.state.values() for value in state.values()] if states else []
+        self._parked = [(value, value.data) for value in kept if isinstance(value, Tensor) and value.ndim]
+        for value, _ in self._parked:
+            value.data = placeholder(value)
+
+    def unpark(self) -> None:
+        """They are where they were."""
+        for resident in self._residents:
+            resident.unpark()
+        for value, memory in self._parked:
+            value.data = memory
+        self._parked = []
+
+    def kept_in(self, storage: Storage) -> list[Tensor]:
+        """What the optimizer keeps as memory of `storage`."""
+        here = [r for r in self._residents if r.shard.step is storage and r.shard.home is storage]
+        kept = [value for r in here for view in r.views for value in self.state.get(view.value, {}).values()]
+        return [value for value in kept if isinstance(value, Tensor)]
+
+    def refuse_parked(self, what: str) -> None:
+        """Raise where model states that `what` needs are away."""
+        self._schedule.refuse_parked(what)
+
+    @property
+    def frames_nbytes(self) -> int:
+        """Bytes of memory through which states that rest elsewhere come to the step."""
+        return self._sub_groups.nbytes
+
+    @contextmanager
+    def _gradient(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
+        """The mean gradient of a shard as memory where the optimizer steps, as it was reduced."""
+        memory = shard.gradient.memory_in(shard.step)
+        if memory is not None:
+            shard.gradient.wait()
+            yield memory
+            return
+        scratch = torch.empty(shard.gradient.numel, dtype=shard.gradient.dtype, device=shard.step.device)
+        shard.gradient.read(scratch).wait(scratch.device)
+        yield scratch
+        if write:
+            shard.gradient.write(scratch)
+            shard.gradient.wait()
 
     def mean_gradient(self, shard: Shard, view: ShardView) -> Tensor:
         """A view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
-        part = shard.gradient[view.start : view.start + view.numel]
-        return part.to(shard.master.dtype) * self._narrow_coefficient if _is_narrow(shard) else part
+        with self._gradient(shard) as gradient:
+            part = gradient[view.start : view.start + view.numel]
+            if _is_narrow(shard):
+                return part.to(shard.master.dtype) * self._narrow_coefficient
+            if not _is_away(shard):
+                return part
+            part = part.clone()
+            for coefficient in self._coefficients:
+                scale_([part], coefficient)
+            return part
 
     def set_mean_gradient(self, shard: Shard, view: ShardView, value: Tensor) -> None:
         """Overwrite what `mean_gradient` gives."""
-        part = shard.gradient[view.start : view.start + view.numel]
-        part.copy_(value / self._narrow_coefficient if _is_narrow(shard) else value)
+        if _is_narrow(shard):
+            value = value / self._narrow_coefficient
+        elif _is_away(shard):
+            value = value / math.prod(self._coefficients)
+        shard.squares = None
+        with self._gradient(shard, write=True) as gradient:
+            gradient[view.start : view.start + view.numel].copy_(value)
 
     def _scale(self, coefficient: float) -> None:
-        """Multiply the gradients: at once, or, where 16 bits would lose digits or underflow, when they are lent in fp32."""
-        scale_([shard.gradient for shard, _ in self._shards if not _is_narrow(shard)], coefficient)
+        """Multiply the gradients: at once, or as they are lent: in fp32, those in 16 bits; those that are elsewhere."""
+        if coefficient == 1.0:
+            return
+        for resident in self._residents:
+            if not _is_narrow(resident.shard) and not _is_away(resident.shard):
+                with self._gradient(resident.shard) as gradient:
+                    scale_([gradient], coefficient)
+                resident.shard.squares = None
         self._narrow_coefficient *= coefficient
+        self._coefficients.append(coefficient)
 
     def _sum_of_squares(self, shard: Shard) -> Tensor:
-        squares = sum_of_squares(shard.gradient)
+        scaled = not _is_narrow(shard) and _is_away(shard) and bool(self._coefficients)
+        if shard.squares is None or scaled:
+            with self._gradient(shard) as gradient:
+                for coefficient in self._coefficients if scaled else ():
+                    scale_([gradient], coefficient)
+                squares = sum_of_squares(gradient)
+        else:
+            squares = shard.squares
         return squares * self._narrow_coefficient**2 if _is_narrow(shard) else squares
 
     def _exchange(self, norm: bool) -> float:
         """One small message: who used which parameter, and, where asked for, each rank's sum of squares."""
         self._schedule.finish_gradients()
         squares: dict[int, list[Tensor]] = {}
-        for shard, _ in self._shards if norm else ():
-            squares.setdefault(shard.rank, []).append(self._sum_of_squares(shard))
-        sums = {rank: float(torch.stack(parts).sum()) for rank, parts in squares.items()}
+        for resident in self._residents if norm else ():
+            squares.setdefault(resident.shard.rank, []).append(self._sum_of_squares(resident.shard))
+        sums = {rank: _total(parts) for rank, parts in squares.items()}
         own_flags = bytes(index in unit.used for unit, index in self._flags)
         message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
         messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")
@@ -227,13 +357,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ torch.optim's surface
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards of the optimizer state. Runs no collective."""
-        return self.inner.state_dict()
+        """This rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
+        whole = self.inner.state_dict()
+        number_of = {id(p): n for n, p in enumerate(p for group in self.inner.param_groups for p in group["params"])}
+        for resident in self._residents:
+            if resident.is_in_place:
+                continue
+            with self.opened(resident):
+                for view in resident.views:
+                    state = self.state.get(view.value, {})
+                    if state:
+                        whole["state"][number_of[id(view.value)]] = {
+                            name: value.clone() if runs_along(value, name, view.value) else value
+                            for name, value in state.items()
+                        }
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank, with the same world size and policy."""
+        self._sub_groups.settle()
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        for resident in self._residents:
+            resident.look_in(self.state)
+            with self.opened(resident, write=True):  # what rests elsewhere goes there
+                pass
 
     @property
     def groups_are_known(self) -> bool:
@@ -277,12 +425,19 @@ class NoOptimizer(torch.optim.Optimizer):
         raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")
 
 
-def _view(
-    shard: Shard, piece: Piece, named: NamedParameter, flag: int, whole: bool, before: Mapping[tuple[int, int], Tensor]
-) -> ShardView:
-    value = shard.master[piece.start : piece.start + piece.numel].detach()
-    value = before.get((value.data_ptr(), piece.numel), value.view(named.shape) if whole else value)
-    return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _total(parts: Sequence[Tensor]) -> float:
+    """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
+    device = parts[0].device
+    return float(torch.stack([part.to(device) for part in parts]).sum())
+
+
+def _is_away(shard: Shard) -> bool:
+    """Whether the gradient is not memory where the optimizer steps."""
+    return shard.gradient.memory_in(shard.step) is None
 
 
 def _is_narrow(shard: Shard) -> bool:

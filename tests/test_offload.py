@@ -1,0 +1,333 @@
+"""The promise: where model states rest, on the accelerator, in CPU memory or on disk, never changes the result, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import MODELS, OPTIMIZERS, two_groups, workload
+
+import zeroshard
+from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, ZeroshardError
+from zeroshard.storage import storages
+from zeroshard.storage.direct_file import DirectFile
+from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train
+
+PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
+BUCKETS = 256
+ACCELERATOR, CPU, DISK = Place.ACCELERATOR, Place.CPU, Place.DISK
+
+
+def legal_policies(folder: Path, offload: Offload | None = None) -> list[Policy]:
+    """Every combination of residencies with something at rest off the accelerator."""
+    how = offload or Offload(str(folder), buffer_numel=2048, block_nbytes=4096)
+    found = []
+    for stage in (1, 2, 3):
+        for parameters in (ACCELERATOR, CPU, *([DISK] if stage == 3 else [])):
+            for gradients in (ACCELERATOR, *([CPU, DISK] if stage > 1 else [])):
+                for optimizer in (ACCELERATOR, CPU, DISK):
+                    policy = Policy(
+                        Residency(sharded=stage > 2, place=parameters),
+                        Residency(sharded=stage > 1, place=gradients),
+                        Residency(sharded=True, place=optimizer),
+                        offload_parameters=how,
+                        offload_optimizer=how,
+                    )
+                    if {parameters, gradients, optimizer} != {ACCELERATOR}:
+                        found.append(policy)
+    return found
+
+
+def keep_places_apart() -> None:
+    """CPU memory beside the accelerator's, as where there is one: what rests there is copied, not used in place."""
+    storages.is_cpu_memory = lambda device: False
+
+
+def check(rank: int, work: Workload, precision: Precision | None, folder: Path, apart: bool) -> None:
+    """Bit-equal to the same stage with everything on the accelerator."""
+    first: dict[bool, Run] = {}
+    for stage in (1, 2, 3):
+        run = train(rank, work, Policy.stage(stage), precision=precision, bucket_numel=BUCKETS)
+        first.setdefault(work.microbatches > 1 and stage > 1, run)
+    if apart:
+        keep_places_apart()
+    for policy in legal_policies(folder):
+        run = train(rank, work, policy, precision=precision, bucket_numel=BUCKETS)
+        assert ranks_agree(run), f"ranks ended with different parameters under {policy}"
+        assert run.equals(first[work.microbatches > 1 and policy.gradients.sharded]), f"other bits under {policy}"
+        assert not list(folder.iterdir()), "files with names"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_places_are_bit_equal(ranks: int, microbatches: int, precision: str, tmp_path: Path) -> None:
+    scale = 1024.0 if precision == "fp16" else 1.0
+    work = workload(
+        "tied", param_groups=two_groups, steps=3, microbatches=microbatches, max_norm=0.5, loss_scale=scale
+    )  # fmt: skip
+    run_ranks(check, ranks, work, PRECISIONS[precision], tmp_path, True)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_models_and_optimizers_are_bit_equal(model: str, optimizer: str, tmp_path: Path) -> None:
+    work = workload(model, make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=3, max_norm=1.0)
+    how = Offload(str(tmp_path), buffer_numel=2048, block_nbytes=4096)
+
+    def body(rank: int) -> None:
+        expected = train(rank, work, Policy.stage(3), bucket_numel=BUCKETS)
+        keep_places_apart()
+        for policy in (
+            Policy.stage(2).offloaded(optimizer=DISK, parameters=CPU, offload=how),
+            Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how),
+            Policy.stage(3).offloaded(optimizer=CPU, parameters=CPU, offload=how),
+        ):
+            assert train(rank, work, policy, bucket_numel=BUCKETS).equals(expected), policy
+
+    run_ranks(body, 2)
+
+
+PLACES = [(place, apart) for place in (CPU, DISK) for apart in (False, True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parked_states_come_back(precision: str, stage: int, tmp_path: Path) -> None:
+    work = workload("tied", param_groups=two_groups, steps=4, microbatches=2)
+
+    def body(rank: int, place: Place, apart: bool) -> None:
+        expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=BUCKETS)
+        if apart:
+            keep_places_apart()
+
+        def park(sharded: Sharded) -> None:
+            before = sharded.memory_report()
+            states = {fqn: sharded.states.get(fqn, "exp_avg") for fqn in ("embedding.weight", "blocks.0.scale")}
+            freed = sharded.offload_states(place=place, offload=Offload(str(tmp_path)))
+            during = sharded.memory_report()
+            at_rest = before["parameters"] + before["gradients"] + before["optimizer"]
+            if place is CPU and not apart:
+                assert freed == 0  # it is there already
+            else:
+                assert 0.9 * at_rest < freed
+                assert during["parameters"] + during["gradients"] + during["optimizer"] < 0.1 * at_rest
+                assert all(parameter.isnan().all() for parameter in sharded.model.parameters())
+                for use in (
+                    lambda: sharded.model(*work.make_batch(rank, 0)), sharded.optimizer.step, lambda: sharded.states,
+                    lambda: sharded.save(tmp_path, "parked"), lambda: sharded.offload_states(place=place),
+                ):  # fmt: skip
+                    with pytest.raises(ZeroshardError, match="parked"):
+                        use()
+                sharded.optimizer.zero_grad()
+            sharded.reload_states()
+            for fqn, value in states.items():
+                assert torch.equal(sharded.states.get(fqn, "exp_avg"), value)
+
+        run = train(
+            rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=BUCKETS, inspect=park
+        )
+        assert run.equals(expected)
+        assert not list(tmp_path.iterdir())
+
+    for place, apart in PLACES:
+        run_ranks(body, 2, place, apart)
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def stage3_on_disk(folder: Path, **options: object) -> Policy:
+    how = Offload(str(folder), **{"buffer_numel": 2048, "block_nbytes": 4096, **options})
+    return Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how)
+
+
+def trained(policy: Policy, steps: int = 1) -> tuple[Sharded, Workload]:
+    work = workload("tied")
+    model, optimizer = work.build()
+    sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS)
+    for step in range(steps):
+        take_step(sharded, work, step)
+    return sharded, work
+
+
+def take_step(sharded: Sharded, work: Workload, step: int) -> None:
+    sharded.model(*work.make_batch(0, step)).backward()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+
+
+def disk_files(folder: Path) -> list[int]:
+    """Descriptors of this process's files without names in a folder."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(entry.readlink()).startswith(f"{folder}/#"):
+                found.append(int(entry.name))
+    return found
+
+
+def refusal(use: Callable[[], object]) -> str:
+    with pytest.raises(ZeroshardError) as caught:
+        use()
+    return str(caught.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    said = refusal(lambda: trained(stage3_on_disk(tmp_path / "nowhere")))
+    assert "nowhere" in said and "No such file" in said and "nvme_path" in said
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refusal(lambda: trained(stage3_on_disk(tmp_path / "file")))
+
+
+def test_a_folder_that_cannot_be_written_to() -> None:
+    assert "/proc" in refusal(lambda: trained(stage3_on_disk(Path("/proc"))))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwritev", "preadv"])
+def test_calls_that_fail(call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in its turn: at the start, in the backward, in the step. The last checkpoint stays what it was."""
+    real, count, failing = getattr(os, call), 0, [10**9]
+
+    def maybe(*arguments: object) -> object:
+        nonlocal count
+        count += 1
+        if count > failing[0]:
+            raise OSError(error, os.strerror(error))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, maybe)
+    folder, checkpoints = tmp_path / "nvme", tmp_path / "checkpoints"
+    folder.mkdir()
+    sharded, _ = trained(stage3_on_disk(folder))
+    sharded.save(checkpoints, "last")
+    kept = {fqn: sharded.states.get(fqn) for fqn, _ in sharded.model.named_parameters()}
+
+    def use() -> None:
+        nonlocal count
+        count = 0
+        sharded, work = trained(stage3_on_disk(folder))
+        sharded.save(tmp_path / "other", "other")
+        take_step(sharded, work, 1)
+        sharded.optimizer.settle()
+
+    use()
+    total = count * 8 // 10  # the last reads, of what may be needed, depend on the moment
+    for failing[0] in range(0, total, max(total // 12, 1)):
+        said = refusal(use)
+        assert os.strerror(error) in said and str(folder) in said, said
+    failing[0], count = 10**9, 0
+    fresh, _ = trained(stage3_on_disk(folder), steps=0)
+    fresh.load(checkpoints)
+    for fqn, value in kept.items():
+        assert torch.equal(fresh.states.get(fqn), value)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The kernel's limit on the size of files stands for a disk that is full; what is missing is missing at the start."""
+
+    def body(rank: int) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        said = refusal(lambda: trained(stage3_on_disk(tmp_path)))
+        assert "has no room for" in said and str(tmp_path) in said, said
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("change", ["flip", "cut"])
+def test_a_file_that_somebody_changes(change: str, tmp_path: Path) -> None:
+    sharded, work = trained(stage3_on_disk(tmp_path))
+    sharded.optimizer.settle()
+    files = disk_files(tmp_path)
+    assert len(files) == 2
+    for file in files:
+        size = os.fstat(file).st_size
+        if change == "cut":
+            os.ftruncate(file, size // 4096 // 2 * 4096)
+        else:
+            with Path(f"/proc/self/fd/{file}").open("r+b", buffering=0) as named:
+                for at in range(0, size, 512):
+                    byte = os.pread(named.fileno(), 1, at)
+                    os.pwrite(named.fileno(), bytes([byte[0] ^ 64]), at)
+    said = refusal(lambda: take_step(sharded, work, 1))
+    assert ("another checksum" if change == "flip" else "it was cut") in said and str(tmp_path) in said, said
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    """Files have no names, so neither job can meet the other's."""
+    alone = [train(0, workload("tied", steps=4), Policy.stage(3), bucket_numel=BUCKETS).losses]
+    both = [trained(stage3_on_disk(tmp_path), steps=0) for _ in range(2)]
+    for step in range(4):
+        losses = []
+        for sharded, work in both:
+            loss = sharded.model(*work.make_batch(0, step))
+            loss.backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], alone[0][step])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_job_leaves_nothing(tmp_path: Path) -> None:
+    def used() -> int:
+        found = os.statvfs(tmp_path)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        trained(stage3_on_disk(tmp_path))
+        os.write(writer, b"x")
+        signal.pause()
+    os.read(reader, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_everything_is_given_back(tmp_path: Path) -> None:
+    gc.collect()
+    threads = threading.active_count()
+    sharded, _ = trained(stage3_on_disk(tmp_path), steps=2)
+    assert len(disk_files(tmp_path)) == 2 and threading.active_count() > threads
+    value = sharded.states.get("embedding.weight")
+    sharded.remove()
+    assert not disk_files(tmp_path) and threading.active_count() == threads
+    assert torch.equal(dict(sharded.model.named_parameters())["embedding.weight"], value)
+
+
+def test_buffers_that_are_too_small(tmp_path: Path) -> None:
+    how = Offload(str(tmp_path), buffer_numel=16, buffer_count=1)
+    said = refusal(lambda: trained(Policy.stage(3).offloaded(optimizer=DISK, offload=how)))
+    assert "buffer_size" in said and "reduce_bucket_size" in said, said
+
+
+def test_buffered_where_direct_io_is_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = workload("tied", steps=3)
+    expected = train(0, work, stage3_on_disk(tmp_path), bucket_numel=BUCKETS)
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.setattr(os, "posix_fallocate", fails_with(errno.EOPNOTSUPP))
+    assert not DirectFile(tmp_path, 4096, 1).is_direct
+    assert train(0, work, stage3_on_disk(tmp_path), bucket_numel=BUCKETS).equals(expected)
+
+
+def fails_with(error: int) -> Callable[..., None]:
+    def fail(*arguments: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return fail

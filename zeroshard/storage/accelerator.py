@@ -1,0 +1,36 @@
+"""Owns the memory of the device that computes. Called by `Storages`."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.memory_slot import MemorySlot
+from zeroshard.storage.transfers import Copies
+
+
+@final
+class AcceleratorStorage(Storage):
+    """Memory of `device`. Where that is the CPU, it is CPU memory too."""
+
+    def __init__(self, device: torch.device, copies: Copies) -> None:
+        self.device, self._copies = device, copies
+        self._nbytes = 0
+
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        self._nbytes += numel * dtype.itemsize
+        return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def around(self, label: str, memory: Tensor) -> Slot:
+        """A slot for memory that is there."""
+        return MemorySlot(label, memory, self, self._copies)
+
+    def close(self) -> None:
+        return
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes

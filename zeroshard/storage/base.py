@@ -1,0 +1,101 @@
+"""Owns what a storage is: a place where flat tensors rest, read and written asynchronously. Called by core and optim.
+
+    slot = storage.slot("master weights of h.0", numel, torch.float32)
+    slot.write(source)                     starts; the source stays as it is until the transfer is over
+    slot.read(out).wait(out.device)        into any tensor of that many elements, wherever that lies
+    slot.memory_in(storage)                the content itself, where it is memory of that storage
+
+Nobody but `Storages` knows which of the three storages a slot is of.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zeroshard.core.buffer_pool import BufferPool
+from zeroshard.storage.transfers import Transfer
+
+
+class Slot(ABC):
+    """`numel` elements of one dtype that rest in a storage. `label` is for errors."""
+
+    def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
+        self.label, self.numel, self.dtype = label, numel, dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the content."""
+        return self.numel * self.dtype.itemsize
+
+    @abstractmethod
+    def memory_in(self, storage: Storage) -> Tensor | None:
+        """The content itself, [numel], where it is memory of `storage`: to be used in place, after `wait`."""
+
+    @abstractmethod
+    def read(self, out: Tensor) -> Transfer:
+        """Start to copy the content into `out` [numel], of the slot's dtype, on any device."""
+
+    @abstractmethod
+    def write(self, source: Tensor) -> Transfer:
+        """Start to replace the content by `source` [numel], of any dtype, on any device. A read after it sees it."""
+
+    @abstractmethod
+    def prefetch(self) -> None:
+        """The next `read` is near: make it quick, if that costs no other."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until every write that was started has landed; raises what went wrong with them."""
+
+    @contextmanager
+    def borrowed(
+        self, storage: Storage, pool: BufferPool, *, read: bool = True, write: bool = False
+    ) -> Iterator[Tensor]:
+        """The content as memory of `storage`: in place, or in scratch from `pool`.
+
+        Args:
+            read: what is there is wanted; else the tensor's content is undefined.
+            write: what the tensor holds on leaving becomes the content.
+        """
+        memory = self.memory_in(storage)
+        if memory is not None:
+            yield memory
+            return
+        scratch = pool.acquire(self.numel, self.dtype)
+        after: Transfer | None = None
+        try:
+            if read:
+                self.read(scratch).wait(scratch.device)
+            yield scratch
+            if write:
+                after = self.write(scratch)
+        finally:
+            pool.release(scratch, after)
+
+
+class Storage(ABC):
+    """A place where model states rest. What rests here is computed with on `device`."""
+
+    device: torch.device
+
+    @abstractmethod
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        """Space for `numel` elements.
+
+        Raises:
+            StorageError: there is no space; names the place.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. What was in flight is waited for."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes at rest."""

@@ -1,0 +1,170 @@
+"""Owns model states on disk, and the few buffers through which they come and go. Called by `Storages`."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import final
+
+import torch
+from torch import Tensor
+
+from zeroshard.policy import Offload
+from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.direct_file import DirectFile, Requests
+from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, aligned_bytes
+
+
+class Staging:
+    """At most `count` buffers of at most `nbytes` in CPU memory, made when they are first needed.
+
+    They hold whole blocks, so that the parts of a slot that is larger begin where blocks do.
+    """
+
+    def __init__(self, count: int, nbytes: int, block_nbytes: int, *, pin: bool) -> None:
+        self._left, self._pin = count, pin
+        self.nbytes = max(nbytes // block_nbytes, 1) * block_nbytes
+        self._free: deque[tuple[Tensor, Transfer]] = deque()
+        self._readers: deque[DiskSlot] = deque()  # slots that hold a buffer with what they will be asked for
+        self.taken = 0
+        """Bytes of all buffers that were made."""
+
+    def take(self) -> Tensor:
+        """A buffer, whatever it takes: one that is free, or one with what some slot had read ahead."""
+        if not self._free and not self._left:
+            self._readers[0].forget_prefetched()
+        return self._take()
+
+    def try_to_take(self, reader: DiskSlot) -> Tensor | None:
+        """A buffer for what `reader` reads ahead, if one is free."""
+        if not self._free and not self._left:
+            return None
+        self._readers.append(reader)
+        return self._take()
+
+    def _take(self) -> Tensor:
+        if self._free:
+            buffer, after = self._free.popleft()
+            after.wait(CPU)
+            return buffer
+        self._left -= 1
+        self.taken += self.nbytes
+        return aligned_bytes(self.nbytes, pin=self._pin)
+
+    def release(self, buffer: Tensor, after: Transfer = LANDED, reader: DiskSlot | None = None) -> None:
+        """Take a buffer back; it is used again once `after` is over."""
+        if reader is not None:
+            self._readers.remove(reader)
+        self._free.append((buffer, after))
+
+
+@final
+class DiskStorage(Storage):
+    """One file, without a name, in `offload.path`.
+
+    Args:
+        copies: to and from the accelerator.
+        staging: the buffers for what comes from an accelerator, goes there, or is read ahead.
+
+    Raises:
+        StorageError: the folder is missing or cannot be written to.
+    """
+
+    def __init__(self, offload: Offload, copies: Copies, staging: Staging) -> None:
+        assert offload.path is not None
+        self.file = DirectFile(offload.path, offload.block_nbytes, offload.requests)
+        self.device, self.copies, self.staging = CPU, copies, staging
+
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        return DiskSlot(self, label, numel, dtype)
+
+    def close(self) -> None:
+        self.file.close()
+
+    @property
+    def nbytes(self) -> int:
+        return self.file.nbytes
+
+
+@final
+class DiskSlot(Slot):
+    """A range of the file. It reads as zeros until it is written."""
+
+    def __init__(self, storage: DiskStorage, label: str, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(label, numel, dtype)
+        self._storage = storage
+        self._start = storage.file.allocate(self.nbytes, label)
+        self._writing: list[Requests] = []
+        self._is_written = False
+        self._prefetched: tuple[Tensor, Requests] | None = None
+
+    def memory_in(self, storage: Storage) -> Tensor | None:
+        return None
+
+    def prefetch(self) -> None:
+        staging = self._storage.staging
+        is_arriving = not all(writing.is_done for writing in self._writing)
+        if self._prefetched is not None or is_arriving or not self._is_written or self.nbytes > staging.nbytes:
+            return
+        self.wait()
+        buffer = staging.try_to_take(self)
+        if buffer is not None:
+            content = buffer[: self.nbytes]
+            self._prefetched = buffer, self._storage.file.read(self._start, content, self.label)
+
+    def forget_prefetched(self) -> None:
+        """Give the buffer back unused."""
+        if self._prefetched is not None:
+            (buffer, reading), self._prefetched = self._prefetched, None
+            self._storage.staging.release(buffer, reading, self)
+
+    def read(self, out: Tensor) -> Transfer:
+        self.wait()
+        if not self._is_written:
+            out.zero_()
+            return LANDED
+        if self._prefetched is not None:
+            (buffer, reading), self._prefetched = self._prefetched, None
+            reading.wait(CPU)
+            copying = self._storage.copies.copy(out, buffer[: self.nbytes].view(self.dtype))
+            self._storage.staging.release(buffer, copying, self)
+            return copying
+        if out.device.type == "cpu":
+            return self._storage.file.read(self._start, out, self.label)
+        return self._read_through_buffers(out)
+
+    def _read_through_buffers(self, out: Tensor) -> Transfer:
+        copying: Transfer = LANDED
+        for low, high in self._parts():
+            buffer = self._storage.staging.take()
+            content = buffer[: (high - low) * self.dtype.itemsize]
+            self._storage.file.read(self._start + low * self.dtype.itemsize, content, self.label).wait(CPU)
+            copying = self._storage.copies.copy(out[low:high], content.view(self.dtype))
+            self._storage.staging.release(buffer, copying)
+        return copying
+
+    def write(self, source: Tensor) -> Transfer:
+        self.forget_prefetched()
+        self.wait()
+        self._is_written = True
+        if source.device.type == "cpu" and source.dtype == self.dtype:
+            self._writing = [self._storage.file.write(self._start, source, self.label)]
+            return self._writing[0]
+        copying: Transfer = LANDED
+        for low, high in self._parts():
+            buffer = self._storage.staging.take()
+            content = buffer[: (high - low) * self.dtype.itemsize]
+            copying = self._storage.copies.copy(content.view(self.dtype), source[low:high])
+            writing = self._storage.file.write(self._start + low * self.dtype.itemsize, content, self.label, copying)
+            self._storage.staging.release(buffer, writing)
+            self._writing.append(writing)
+        return copying
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """Ranges of elements that fit into a buffer each."""
+        step = self._storage.staging.nbytes // self.dtype.itemsize
+        return [(low, min(low + step, self.numel)) for low in range(0, self.numel, step)]
+
+    def wait(self) -> None:
+        writing, self._writing = self._writing, []
+        for requests in writing:
+            requests.wait(CPU)

@@ -1,0 +1,112 @@
+"""Owns the choice of a storage for each model state. Called by shard, bucket and the sharded optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.policy import Offload, Place, Policy
+from zeroshard.storage.accelerator import AcceleratorStorage
+from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.cpu import CpuStorage
+from zeroshard.storage.disk import DiskStorage, Staging
+from zeroshard.storage.transfers import Copies
+
+STAGING_COUNT, STAGING_SHARE = 2, 8
+"""Buffers for gradients on their way from the accelerator to disk, and the share that they take of the optimizer's buffers."""
+
+
+def buffers_nbytes(offload: Offload) -> int:
+    """Bytes of CPU memory that the optimizer's states on disk may take, in all."""
+    return offload.buffer_count * offload.buffer_numel * torch.float32.itemsize
+
+
+def is_cpu_memory(device: torch.device) -> bool:
+    """Whether the device's memory is CPU memory: then the two places are one, and nothing is copied between them."""
+    return device.type == "cpu"
+
+
+class Storages:
+    """The storages of one sharded model.
+
+    Attributes:
+        accelerator: where the model computes.
+        host: CPU memory; the same storage where the model computes on the CPU.
+        pin: CPU memory that goes to and from the accelerator is pinned.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device, param_itemsize: int = 4) -> None:
+        self._policy, self._param_itemsize = policy, param_itemsize
+        self._copies = Copies(device)
+        used = (
+            policy.offload_optimizer if policy.optimizer.place is not Place.ACCELERATOR else policy.offload_parameters
+        )
+        self.pin = used.pin_memory and device.type != "cpu"
+        self.accelerator = AcceleratorStorage(device, self._copies)
+        self.host: AcceleratorStorage | CpuStorage = (
+            self.accelerator if is_cpu_memory(device) else CpuStorage(self._copies, pin=self.pin)
+        )
+        self._disks: dict[str, DiskStorage] = {}
+        self._parameters_in_cpu = 0
+
+    def step(self, policy: Policy) -> Storage:
+        """Where the optimizer of a bucket under `policy` steps: what rests on disk is updated by the CPU."""
+        return self.accelerator if policy.optimizer.place is Place.ACCELERATOR else self.host
+
+    def optimizer(self, policy: Policy) -> Storage:
+        """Where master weights and optimizer states of a bucket under `policy` rest."""
+        return self._at(policy.optimizer.place, "optimizer")
+
+    def gradients(self, policy: Policy) -> Storage:
+        """Where the shards of gradients rest."""
+        return self._at(policy.gradients.place, "optimizer")
+
+    def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        """A slot for parameters at rest. Of those on disk, as many stay in CPU memory as the policy allows."""
+        storage = self._at(policy.parameters.place, "parameters")
+        if (
+            isinstance(storage, DiskStorage)
+            and self._parameters_in_cpu + numel <= policy.offload_parameters.max_in_cpu_numel
+        ):
+            self._parameters_in_cpu += numel
+            storage = self.host
+        return storage.slot(label, numel, dtype)
+
+    def _at(self, place: Place, states: str) -> Storage:
+        if place is Place.ACCELERATOR:
+            return self.accelerator
+        if place is Place.CPU:
+            return self.host
+        if states not in self._disks:
+            offload, count, nbytes = self._policy.offload_parameters, 0, 0
+            if states == "optimizer":
+                # The rest of what the policy allows is for sub-groups, see optim/sub_groups.py.
+                offload = self._policy.offload_optimizer
+                count, nbytes = STAGING_COUNT, buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT
+            else:
+                count, nbytes = offload.buffer_count, offload.buffer_numel * self._param_itemsize
+            staging = Staging(count, nbytes, offload.block_nbytes, pin=self.pin)
+            self._disks[states] = DiskStorage(offload, self._copies, staging)
+        return self._disks[states]
+
+    def open(self, place: Place, offload: Offload) -> Storage:
+        """A storage of its own, to be closed by who opened it; where CPU memory is the accelerator's, the accelerator's."""
+        pin = offload.pin_memory and self.accelerator.device.type != "cpu"
+        if place is Place.DISK:
+            count, nbytes = offload.buffer_count, offload.buffer_numel * torch.float32.itemsize
+            staging = Staging(count, nbytes, offload.block_nbytes, pin=pin)
+            return DiskStorage(offload, self._copies, staging)
+        if place is Place.ACCELERATOR or self.host is self.accelerator:
+            return self.accelerator
+        return CpuStorage(self._copies, pin=pin)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes at rest off the accelerator, and of the buffers through which they come and go: in CPU memory, and on disk."""
+        at_rest = self.host.nbytes if self.host is not self.accelerator else 0
+        disks = self._disks.values()
+        buffers = sum(disk.staging.taken + disk.file.buffers_nbytes for disk in disks)
+        return {"cpu": at_rest + buffers, "disk": sum(disk.nbytes for disk in disks)}
+
+    def close(self) -> None:
+        """Give back files and threads."""
+        for disk in self._disks.values():
+            disk.close()

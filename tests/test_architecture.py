@@ -36,6 +36,7 @@ LEVELS = [
     {"storage.memory_slot", "storage.direct_file"},
     {"storage.accelerator", "storage.cpu", "storage.disk"},
     {"storage.storages"},
+    {"doctor"},
     {"core.bucket", "config.schema", "config.auto", "sharded_init"},
     {"core.unit", "config.batch_size", "observe.monitors"},
     {"core.bucketing", "core.schedule", "config.load", "observe.log"},

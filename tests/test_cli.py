@@ -64,3 +64,12 @@ def test_an_error_is_a_sentence() -> None:
         assert result.returncode == 2
         assert expected in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_doctor_measures_and_reckons(tmp_path: Path) -> None:
+    output = zeroshard("doctor", "--io", str(tmp_path), "--parameters", "1e9", "--mib", "16").stdout
+    for word in ("write to", "read from", "AdamW on the CPU", "disk", "a step takes at least"):
+        assert word in output
+    assert not list(tmp_path.iterdir())
+    refused = zeroshard("doctor", "--io", str(tmp_path / "nowhere"))
+    assert refused.returncode == 2 and "nowhere" in refused.stderr and "Traceback" not in refused.stderr

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from test_offload import BUCKETS, CPU, DISK, PRECISIONS, keep_places_apart, refu
 from torch import Tensor
 
 import zeroshard
-from zeroshard import ConfigError, DistributedState, Offload, Policy, Sharded, ZeroshardError
+from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, ZeroshardError
 from zeroshard.core.unit import State
+from zeroshard.doctor import traffic
 from zeroshard.optim.model_states import PARAMETERS, Range
 from zeroshard.testing import run_ranks, train
 
@@ -245,6 +248,44 @@ def test_cpu_memory_is_what_the_buffers_allow(buffers: int, sub_group: int, tmp_
     assert run.equals(train(0, work, Policy.stage(3), bucket_numel=BUCKETS))
     for_optimizer, for_parameters, blocks = 2 * buffers * 4, 2 * buffers * 4, 2 * 4 * 4096
     assert blocks < most <= for_optimizer + for_parameters + blocks
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("optimizer", "parameters"), [("disk", "accelerator"), ("disk", "disk"), ("cpu", "disk")])
+def test_doctor_reckons_with_what_a_step_moves(
+    precision: str, optimizer: str, parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `zeroshard doctor` takes for the traffic of a step is what a training reads and writes."""
+    moved = dict.fromkeys(("pwritev", "preadv"), 0)
+
+    def counted(name: str, real: Callable[..., int]) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            nbytes = real(*arguments)
+            moved[name] += nbytes
+            return nbytes
+
+        return call
+
+    for name in moved:
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    how = Offload(str(tmp_path), read_ahead=False)
+    policy = Policy.stage(3).offloaded(optimizer=Place(optimizer), parameters=Place(parameters), offload=how)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512)) for _ in range(12)])
+    bits = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if precision == "bf16" else None
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), policy, precision=bits)
+    inputs = torch.randn(2, 512, dtype=torch.bfloat16 if bits else torch.float32)
+    for step in range(4):
+        if step == 2:
+            sharded.optimizer.settle()
+            moved.update(pwritev=0, preadv=0)
+        model(inputs).sum().backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    sharded.optimizer.settle()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    expected = traffic(numel, 2 if bits else 4, Place(optimizer), Place(parameters))
+    assert moved["pwritev"] / 2 == pytest.approx(expected.disk_write, rel=0.05)
+    assert moved["preadv"] / 2 == pytest.approx(expected.disk_read, rel=0.1)
 
 
 # ---------------------------------------------------------------------- configs

@@ -1,4 +1,4 @@
-"""Owns the command-line program: `zeroshard compare | estimate | config | inspect | consolidate | import-deepspeed`."""
+"""Owns the command-line program: `zeroshard compare | estimate | config | inspect | consolidate | import-deepspeed | doctor`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.config.document import pages
 from zeroshard.config.load import load_config
 from zeroshard.config.table import config_table
+from zeroshard.doctor import doctor
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.observe.memory import STATES_PER_PARAMETER, formula
 from zeroshard.policy import Policy, Precision
@@ -34,6 +35,7 @@ app.add_typer(config_app, name="config")
 app.command()(inspect)
 app.command()(consolidate)
 app.command("import-deepspeed")(import_from_deepspeed)
+app.command()(doctor)
 STAGES = (0, 1, 2, 3)
 MIB = 2**20
 

@@ -26,9 +26,9 @@ class ShardView:
     numel: int
     parameter_start: int
 
-    def lend_gradient(self, flat: Tensor | None) -> None:
-        """Let the optimizer see its part of the shard's gradient, or none."""
-        self.value.grad = None if flat is None else flat[self.start : self.start + self.numel].view_as(self.value)
+    def part_of(self, flat: Tensor) -> Tensor:
+        """Its part of a tensor that runs along the shard, in its own shape."""
+        return flat[self.start : self.start + self.numel].view_as(self.value)
 
 
 def runs_along(state: Any, name: str, value: Tensor) -> TypeGuard[Tensor]:

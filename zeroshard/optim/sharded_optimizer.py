@@ -167,21 +167,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             result = self.inner.step()
             for resident in residents:
                 for view in resident.views:
-                    view.lend_gradient(None)
+                    view.value.grad = None
         self._schedule.end_step()
         return result
 
     def _lend_gradients(self, resident: Resident) -> None:
-        flat = resident.gradient
-        assert flat is not None
-        if _is_narrow(resident.shard):
-            flat = flat.to(resident.shard.master.dtype)
-            scale_([flat], self._narrow_coefficient)
-        elif _is_away(resident.shard):
-            for coefficient in self._coefficients:
-                scale_([flat], coefficient)
-        for view in resident.views:
-            view.lend_gradient(flat if self._used[view.flag] else None)
+        parts = resident.gradient_parts
+        if parts is None:
+            flat = resident.gradient
+            assert flat is not None
+            if _is_narrow(resident.shard):
+                flat = flat.to(resident.shard.master.dtype)
+                scale_([flat], self._narrow_coefficient)
+            else:
+                for coefficient in self._coefficients:
+                    scale_([flat], coefficient)
+            parts = [view.part_of(flat) for view in resident.views]
+        for view, part in zip(resident.views, parts, strict=True):
+            if self._used[view.flag]:
+                view.value.grad = part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. Their buffers stay, to be overwritten."""

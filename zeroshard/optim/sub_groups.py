@@ -81,6 +81,9 @@ class Resident:
         self.shard, self.views, self._state = shard, views, state
         self.gradient: Tensor | None = shard.gradient.memory_in(shard.step)
         master = shard.master.memory_in(shard.step)
+        lent = self.gradient if shard.gradient.dtype == shard.master.dtype else None
+        self.gradient_parts = None if lent is None else [view.part_of(lent) for view in views]
+        """Of the gradient, by view, where they are the same in every step."""
         self.is_in_place = master is not None and self.gradient is not None and shard.home is shard.step
         self._slots: dict[str, Slot] = {}
         """Of the optimizer's states, each of the shard's numel, where they do not rest where the optimizer steps."""
@@ -218,11 +221,7 @@ class Resident:
 
     def _look(self, master: Tensor | None) -> None:
         for view in self.views:
-            view.value.data = (
-                placeholder(view.value)
-                if master is None
-                else master[view.start : view.start + view.numel].view(view.value.shape)
-            )
+            view.value.data = placeholder(view.value) if master is None else view.part_of(master)
 
 
 _MASTER, _GRADIENT = "master weights", "gradients"

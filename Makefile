@@ -19,6 +19,7 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/zero_redundancy.py
 	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/offload.py
 
 compare: .venv/ready
 	$(BIN)/zeroshard compare --plot docs/compare.png

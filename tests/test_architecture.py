@@ -12,7 +12,7 @@ import zeroshard
 
 PACKAGE = Path(zeroshard.__file__).parent
 LEVELS = [
-    {"errors", "core.raw_memory"},
+    {"errors", "core.raw_memory", "core.metadata"},
     {
         "policy",
         "core.layout",
@@ -42,6 +42,7 @@ LEVELS = [
     {"core.bucketing", "core.schedule", "config.load", "observe.log"},
     {"core.probe", "observe.memory", "optim.grad_clip", "optim.elementwise", "optim.from_config", "optim.lr_schedules"},
     {"optim.shard_view"},
+    {"optim.resident"},
     {"optim.sub_groups"},
     {"core.hooks", "optim.sharded_optimizer", "config.table", "config.document", "optim.parameter_bucket"},
     {"optim.optimizer_state", "optim.uneven_inputs", "optim.model_states", "optim.parking"},

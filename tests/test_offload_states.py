@@ -30,7 +30,7 @@ NUMEL = sum(parameter.numel() for parameter in Stack().parameters())
 
 
 def policies(folder: Path) -> dict[str, Policy]:
-    how = Offload(str(folder), buffer_numel=2048, block_nbytes=4096)
+    how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
     return {
         "memory": Policy.stage(3),
         "stage 1, optimizer on disk": Policy.stage(1).offloaded(optimizer=DISK, offload=how),
@@ -219,13 +219,13 @@ def test_ratio(ratio: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ahead", "behind"), [(False, False), (True, False), (False, True), (True, True)])
 def test_pipelines_are_bit_equal(ahead: bool, behind: bool, tmp_path: Path) -> None:
     work = workload("tied", param_groups=two_groups, max_norm=0.5, microbatches=2)
-    how = Offload(str(tmp_path), read_ahead=ahead, write_behind=behind, buffer_numel=2048, block_nbytes=4096)
+    how = Offload(str(tmp_path), read_ahead=ahead, write_behind=behind, buffer_numel=4096, block_nbytes=4096)
     policy = Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how)
     assert train(0, work, policy, bucket_numel=BUCKETS).equals(train(0, work, Policy.stage(3), bucket_numel=BUCKETS))
 
 
 @pytest.mark.parametrize("sub_group", [1, 300, 10**9])
-@pytest.mark.parametrize("buffers", [3000, 20_000])
+@pytest.mark.parametrize("buffers", [6000, 20_000])
 def test_cpu_memory_is_what_the_buffers_allow(buffers: int, sub_group: int, tmp_path: Path) -> None:
     """Whatever the model's size: here 16 layers of it."""
 

@@ -158,6 +158,11 @@ class Policy:
                 "gradients are to rest on disk, and no folder is named: offload_optimizer=Offload(path=...)."
             )
 
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything rests on disk, so that CPU memory is bounded by the buffers."""
+        return Place.DISK in (self.parameters.place, self.gradients.place, self.optimizer.place)
+
     @classmethod
     def stage(cls, stage: int, *, reshard_after_forward: bool = True) -> Policy:
         """The preset of a ZeRO stage, 0 to 3."""

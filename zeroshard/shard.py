@@ -250,7 +250,10 @@ class Sharded:
             if (named := tuple(entry for entry, now in zip(unit.named, trains, strict=True) if now is trainable))
         ]
         first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
-        self._schedule.replace(unit, _make_units(groups, self._precision, self._context, first))
+        # Where its optimizer states rest was decided when the model was sharded.
+        decided = replace(unit.policy, offload_optimizer=replace(unit.policy.offload_optimizer, ratio=1.0))
+        as_before = replace(self._context, policy=decided)
+        self._schedule.replace(unit, _make_units(groups, self._precision, as_before, first))
         self.optimizer.lay_out()
         states = self.states
         for fqn, values in kept.items():
@@ -377,14 +380,14 @@ def shard(
     context = Context(policy, collectives, pool, storages, bucket_numel, whole_parameters=whole)
     groups = group_parameters(model, optimized, units)
     schedule = Schedule(_make_units(groups, precision, context), collectives, policy, overlap=overlap)
-    offload = policy.offload_optimizer
-    sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, storages, offload, whole_parameters=whole)
+    sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, storages, policy, whole_parameters=whole)
+    hooks = Hooks(model, schedule)
     return Sharded(
         model,
         sharded_optimizer,
         policy,
         schedule,
-        Hooks(model, schedule),
+        hooks,
         collectives,
         pool,
         precision,
@@ -410,11 +413,11 @@ def _frozen(units: Sequence[Unit]) -> set[str]:
 
 def _make_units(groups: Sequence[Group], precision: Precision, context: Context, first_bucket: int = 0) -> list[Unit]:
     units = list[Unit]()
-    numel = sum(entry.shape.numel() for group in groups for entry in group.named)
-    left = context.policy.offload_optimizer.ratio * numel
-    for group in groups:
+    trained = [sum(entry.shape.numel() for entry in group.named) if group.trainable else 0 for group in groups]
+    left = context.policy.offload_optimizer.ratio * sum(trained)
+    for group, numel in zip(groups, trained, strict=True):
         dtypes = precision.resolve(group.dtype)
-        left -= sum(entry.shape.numel() for entry in group.named) if group.trainable else 0
+        left -= numel
         own = replace(context, policy=_policy_of(group, context.policy, leaves=left >= 0))
         unit = Unit(group.label, [group.module], group.named, group.trainable, dtypes, first_bucket, own)
         for entry in group.named:
@@ -457,6 +460,7 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
     references = {id(ref): ref for ref in (_unit_of.get(parameter) for parameter in wanted) if ref is not None}
     units = [unit for unit in (ref() for ref in references.values()) if unit is not None]
     at_rest = [unit for unit in units if unit.state is State.SHARDED]
+    offloaded = [unit for unit in units if unit.state is State.OFFLOADED]
     for unit in at_rest:
         unit.start_unshard()
     for unit in units:
@@ -476,6 +480,8 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
             unit.unpin()
         for unit in at_rest:
             unit.reshard()
+        for unit in offloaded:
+            unit.offload()
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "

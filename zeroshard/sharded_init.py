@@ -13,11 +13,11 @@ same code.
 from __future__ import annotations
 
 import copy
-import mmap
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,19 +30,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.core.collectives import Collectives, create_collectives
+from zeroshard.core.metadata import METADATA, VALUES
 from zeroshard.errors import StorageError
 
-_METADATA = {
-    "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
-    "_has_compatible_shallow_copy_type",
-    "__hash__", "__len__", "is_signed", "__get__", "get_device", "requires_grad_", "__set__", "__format__", "__repr__",
-}  # fmt: skip
+_METADATA = METADATA | {"__format__", "__repr__"}
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
 """What `module.to`, `module.half` and their like call: each rank converts its own part."""
 _MAPPED_NBYTES = 1 << 16
 """Smaller parts stay in memory, where there is a folder for them too."""
-_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
-"""Attributes that show values, where all others tell of the tensor."""
 
 shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # As in shard.py: a phone book, so that nothing is hung on the user's parameters.
@@ -75,9 +70,14 @@ class Births:
         if self._folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         try:
-            with tempfile.TemporaryFile(dir=self._folder, prefix="zeroshard-") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=dtype)
+            # A mapping of Python's keeps a descriptor open for each part; torch's does not.
+            descriptor, path = tempfile.mkstemp(dir=self._folder, prefix="zeroshard-")
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+                return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+            finally:
+                os.close(descriptor)
+                Path(path).unlink()
         except OSError as error:
             raise StorageError(
                 f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder that is "
@@ -161,7 +161,7 @@ class BornSharded(nn.Parameter):
                 return args[0]  # what is written to it counts, as it does for `data`
             if func.__name__ in _CONVERSIONS:
                 return _convert(func, args, kwargs or {})
-            if func.__name__ in _METADATA and attribute not in _VALUES - {"data"}:
+            if func.__name__ in _METADATA and attribute not in VALUES - {"data"}:
                 return func(*args, **(kwargs or {}))
             return _on_whole(func, args, kwargs or {})
 

@@ -29,10 +29,10 @@ from zeroshard.checkpoint.saving import (
 )
 from zeroshard.core.collectives import Collectives, create_control
 from zeroshard.core.schedule import Schedule
-from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.optim.model_states import ModelStates
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-from zeroshard.policy import Place, Policy
+from zeroshard.policy import Policy
 
 _ATTEMPTS = 3
 
@@ -88,7 +88,7 @@ class Checkpoints:
                 asynchronous save failed.
         """
         files.check_tag(where.tag)
-        if asynchronous and Place.DISK in (self._policy.parameters.place, self._policy.optimizer.place):
+        if asynchronous and self._policy.uses_disk:
             raise UsageError(
                 "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
                 "disk, where there is room for them: save without asynchronous=True."
@@ -219,6 +219,8 @@ class Checkpoints:
         self._wait_together()
         if self._schedule.awaits_step:
             raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
+        self._optimizer.refuse_parked("a load")
+        self._optimizer.abandon()
         problems: list[str] = []
         for candidate in self._candidates(Path(folder), tag, fall_back):
             found = self._try(Path(folder) / candidate, candidate, strict, optimizer_states, random)
@@ -299,7 +301,7 @@ class Checkpoints:
             own = manifest.values["ranks"][rank] if manifest.world_size == self._collectives.world_size else {}
             state = reader.values(own.get("random")) if random else None
         except Exception as error:
-            problem = str(error) if isinstance(error, CheckpointError) else f"{path} is damaged: {error!r}"
+            problem = str(error) if isinstance(error, ZeroshardError) else f"{path} is damaged: {error!r}"
         problem = self._first(problem)
         if problem is not None:
             return problem

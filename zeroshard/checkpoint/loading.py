@@ -206,8 +206,11 @@ class Loader:
     def read(self, rank: int) -> None:
         """Read this rank's part, and verify it. What is there is overwritten as it comes."""
         self.reader.read(self._tasks)
-        for shard, parts in groupby(self._elsewhere, key=lambda part: part[0].shard):
-            with shard.opened(write=True):
+        for shard, group in groupby(self._elsewhere, key=lambda part: part[0].shard):
+            parts = list(group)
+            # What is overwritten as a whole need not be readable.
+            covered = self._takes_states and shard.is_all_of([held for held, _ in parts])
+            with shard.opened(write=True, read=not covered):
                 tasks = []
                 for held, record in parts:
                     tasks += self._tasks_of(held, record)

@@ -16,6 +16,7 @@ parameters; `master`, what the optimizer updates, the same slot where the dtype 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from zeroshard.core.buffer_pool import BufferPool
 from zeroshard.core.collectives import Collectives, Pending, PendingReduction
 from zeroshard.core.grad_norm import sum_of_squares
 from zeroshard.core.layout import BucketLayout, Piece
+from zeroshard.errors import StorageError
 from zeroshard.policy import DTypes, Policy
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.storages import Storages
@@ -41,6 +43,7 @@ class Shard:
         gradient: the mean over ranks.
         step: where the optimizer steps.
         home: where its states rest.
+        is_shown: the master weights are what the user sees and may write to.
         squares: the sum of squares of the gradient, where that left the accelerator and was not changed since.
     """
 
@@ -51,6 +54,7 @@ class Shard:
     gradient: Slot
     step: Storage
     home: Storage
+    is_shown: bool
     squares: Tensor | None = None
 
     @property
@@ -76,11 +80,11 @@ class Bucket:
 
     Args:
         whole: the bucket's initial content in the master dtype, the same on all ranks.
-        resting_rows: [W, S] in CPU memory, where the unsharded parameters rest there between steps.
+        whole_at_rest: of the unit, in CPU memory, where its unsharded parameters rest between steps.
     """
 
     def __init__(
-        self, number: int, label: str, layout: BucketLayout, rows: Tensor, whole: Tensor, resting_rows: Tensor | None,
+        self, number: int, label: str, layout: BucketLayout, rows: Tensor, whole: Tensor, whole_at_rest: Slot | None,
         dtypes: DTypes, trainable: bool, context: Context,
     ) -> None:  # fmt: skip
         self.number, self.label, self.layout, self.trainable = number, label, layout, trainable
@@ -97,7 +101,7 @@ class Bucket:
             self._resting = self.storages.parameter_slot(self._policy, label, layout.shard_numel, dtypes.param)
             self._resting.write(self._own_row)
             self._resting.wait()
-        self._rests = self._make_rests(resting_rows)
+        self._rests = self._make_rests(whole_at_rest)
         self._reloading: Transfer | None = None
         self._gathering: Pending | None = None
         if not trainable:
@@ -136,6 +140,18 @@ class Bucket:
         if self._reloading is not None:
             reloading, self._reloading = self._reloading, None
             reloading.wait(self._rows.device)
+
+    def abandon_unshard(self) -> None:
+        """The unit could not be brought together: nothing is on its way any longer."""
+        with suppress(StorageError):
+            self._finish_reload()
+        self._reloading = self._gathering = None
+
+    def take_own_row(self) -> None:
+        """The unsharded parameters leave: where they are the master weights, what the user did to them stays."""
+        for shard in self._shards if self.trainable else ():
+            if shard.master is shard.rest:
+                shard.rest.write(self._rows[shard.rank])
 
     def prefetch(self) -> None:
         """The shard at rest is needed soon."""
@@ -313,6 +329,9 @@ class Bucket:
 
     def abandon_microbatch(self) -> None:
         """A backward broke off: forget what arrived of it."""
+        if self._reduction is not None:  # its transfers still write to the scratch
+            self._reduction.finish(self._borrow(self.layout.shard_numel, self._dtypes.accumulate), accumulate=False)
+            self._reduction = None
         self._missing, self._unreduced, self._is_closed = self._everything, None, False
         self._return_scratch()
 
@@ -332,8 +351,8 @@ class Bucket:
         """Microbatches were summed on this rank and never reduced."""
         return bool(self._has_local_sum) and not self._has_mean
 
-    def _borrow(self, numel: int) -> Tensor:
-        scratch = self._pool.acquire(numel, self._dtypes.reduce)
+    def _borrow(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
+        scratch = self._pool.acquire(numel, dtype or self._dtypes.reduce)
         self._borrowed.append(scratch)
         return scratch
 
@@ -353,13 +372,17 @@ class Bucket:
         """The ranges that this rank updates: its own, or all of them where the optimizer is unsharded."""
         return self._shards
 
-    def _make_rests(self, resting_rows: Tensor | None) -> dict[int, Slot]:
+    def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
         """By rank, where the shards rest that this rank updates or holds."""
         if self._resting is not None:
             return {self.rank: self._resting}
         ranks = [self.rank] if self._policy.optimizer.sharded else range(self.layout.world_size)
-        if resting_rows is not None:
-            return {rank: self.storages.host.around(self.label, resting_rows[rank]) for rank in ranks}
+        if whole_at_rest is not None:
+            host = self.storages.host
+            memory = whole_at_rest.memory_in(host)
+            assert memory is not None
+            rows = memory[self.layout.start : self.layout.stop].view_as(self._rows)
+            return {rank: host.around(self.label, rows[rank], whole_at_rest) for rank in ranks}
         return {rank: self._accelerator.around(self.label, self._rows[rank]) for rank in ranks}
 
     def _make_shards(self, whole: Tensor) -> tuple[Shard, ...]:
@@ -378,7 +401,8 @@ class Bucket:
                 gradient = self.storages.gradients(policy).slot(label, numel, dtypes.accumulate)
             else:
                 gradient = self._accelerator.around(f"gradients of {self.label}", self._gradient[rank])
-            shards.append(Shard(rank, self.layout.shard_pieces(rank), rest, master, gradient, step, home))
+            is_shown = master is rest and self._resting is None
+            shards.append(Shard(rank, self.layout.shard_pieces(rank), rest, master, gradient, step, home, is_shown))
         return tuple(shards)
 
     # ------------------------------------------------------------------ what lives

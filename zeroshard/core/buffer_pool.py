@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
+from zeroshard.errors import StorageError
 from zeroshard.storage.transfers import LANDED, Transfer, aligned_bytes
 
 
@@ -26,9 +29,10 @@ class BufferPool:
         fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if fitting:
             entry = min(fitting, key=lambda entry: entry[0].numel())
-            self._drop(entry)
             buffer, after = entry
-            after.wait(self._device)
+            self._drop(entry)
+            with suppress(StorageError):  # which is told where the values were to rest
+                after.wait(self._device)
         else:
             if self._free:
                 self._drop(max(self._free, key=lambda entry: entry[0].numel()))

@@ -211,9 +211,9 @@ class Hooks:
         _unshard(units)
 
     def _pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if any(unit.state is State.SHARDED for unit in self._schedule.units):
+        if any(unit.state in (State.SHARDED, State.PARKED) for unit in self._schedule.units):
             warnings.warn(
-                "state_dict() of a model whose parameters are sharded holds NaN for their values; read it inside "
+                "state_dict() of a model whose parameters are sharded, or parked, holds NaN for their values; read it inside "
                 "`with zeroshard.unsharded(model):`.",
                 stacklevel=4,
             )

@@ -24,7 +24,7 @@ from torch import Tensor
 from zeroshard.core.bucket import Bucket
 from zeroshard.core.collectives import Collectives
 from zeroshard.core.unit import State, Unit
-from zeroshard.errors import UsageError
+from zeroshard.errors import StorageError, UsageError
 from zeroshard.policy import Policy
 
 UNITS_IN_FLIGHT = 2
@@ -228,8 +228,7 @@ class Schedule:
 
     def abandon_backward(self) -> None:
         """A backward broke off with an exception: what it left behind is forgotten, with the gradients of this step."""
-        while self._in_flight:
-            self._land()
+        self._drop_in_flight()
         for unit in self.units:
             unit.abandon_backward()
         self._next = 0
@@ -244,11 +243,20 @@ class Schedule:
             self._land()
 
     def _land(self) -> None:
-        bucket = self._in_flight.popleft()
-        bucket.finish_reduction()
+        bucket = self._in_flight[0]
+        bucket.finish_reduction()  # which may fail where gradients rest on disk, and is then tried again
+        self._in_flight.popleft()
         bucket.start_gradient_gather()
         if not self._overlap:
             bucket.wait_gradient_gather()
+
+    def _drop_in_flight(self) -> None:
+        """What is on its way is not wanted any longer; nor is what went wrong with it."""
+        while self._in_flight:
+            try:
+                self._land()
+            except StorageError:
+                self._in_flight.popleft().abandon_microbatch()
 
     def finish_gradients(self) -> None:
         """Block until every gradient that this rank updates with is the mean over ranks."""
@@ -318,8 +326,7 @@ class Schedule:
 
     def forget_gradients(self) -> None:
         """zero_grad(): a new step begins."""
-        while self._in_flight:
-            self._land()
+        self._drop_in_flight()
         for unit in self.units:
             unit.forget_gradients()
         self._awaiting_step = self._stepped = False

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from zeroshard.core.bucket import Bucket, Context
 from zeroshard.core.flat_buffer import FlatBuffer
-from zeroshard.core.layout import BucketLayout, UnitLayout, lay_out, lay_out_whole
+from zeroshard.core.layout import UnitLayout, lay_out, lay_out_whole
+from zeroshard.core.metadata import METADATA, VALUES
 from zeroshard.errors import UsageError
 from zeroshard.policy import DTypes, Place
 from zeroshard.storage.base import Slot
@@ -60,7 +61,7 @@ def arriving_class(arrive: Callable[[], None]) -> type[nn.Parameter]:
     """What a unit's parameters are for the moment between the optimizer's step and the end of the all-gather after it.
 
     The values arrive while Python goes on. Every torch operation that touches such a parameter, through whatever
-    reference, comes here first: it waits, `arrive` makes the parameters ordinary again, and the operation runs.
+    reference, comes here first: unless it asks for no value, it waits, `arrive` makes the parameters ordinary again, and it runs.
     """
 
     class ArrivingParameter(nn.Parameter):
@@ -68,6 +69,10 @@ def arriving_class(arrive: Callable[[], None]) -> type[nn.Parameter]:
         def __torch_function__(
             cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if func.__name__ in METADATA and attribute not in VALUES:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
             arrive()
             return func(*args, **(kwargs or {}))
 
@@ -92,6 +97,7 @@ class Unit:
         dtypes: DTypes, first_bucket: int, context: Context,
     ) -> None:  # fmt: skip
         self.label, self.modules, self.named, self.trainable = label, tuple(modules), tuple(named), trainable
+        self.policy = context.policy
         self.sharded_at_rest = context.policy.parameters.sharded
         self.master_dtype = dtypes.master if trainable else dtypes.param
         world_size = context.collectives.world_size
@@ -108,7 +114,7 @@ class Unit:
             Bucket(
                 first_bucket + i, f"{label} [bucket {first_bucket + i}]", layout,
                 self.flat.rows(layout.start, layout.numel, world_size), whole[layout.start : layout.stop],
-                self._resting_rows(layout, context), dtypes, trainable, context,
+                self._whole_at_rest, dtypes, trainable, context,
             )
             for i, layout in enumerate(self.layout.buckets)
         ]  # fmt: skip
@@ -129,6 +135,8 @@ class Unit:
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self._pins = 0
+        self.is_parked = False
+        """Some of its model states are away until `reload_states`."""
         self._state_before = State.UNSHARDED
         self.state = State.UNSHARDED
         self._look_at_views()
@@ -141,13 +149,6 @@ class Unit:
         if residency.sharded or residency.place is Place.ACCELERATOR or storages.host is storages.accelerator:
             return None
         return storages.host.slot(self.label, self.layout.numel, dtype)
-
-    def _resting_rows(self, layout: BucketLayout, context: Context) -> Tensor | None:
-        if self._whole_at_rest is None:
-            return None
-        memory = self._whole_at_rest.memory_in(context.storages.host)
-        assert memory is not None
-        return memory[layout.start : layout.stop].view(layout.world_size, layout.shard_numel)
 
     def _collect(self, dtype: torch.dtype, context: Context) -> Tensor:
         """The unit's parameters, as rank 0 has them, one after another. One unit whole is what start-up costs."""
@@ -166,10 +167,15 @@ class Unit:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state is State.SHARDED:
             self.flat.allocate()
-            for bucket in self.buckets:
-                bucket.start_reload()
-            for bucket in self.buckets:
-                bucket.unshard()
+            try:
+                for bucket in self.buckets:
+                    bucket.start_reload()
+                for bucket in self.buckets:
+                    bucket.unshard()
+            except BaseException:
+                for bucket in self.buckets:
+                    bucket.abandon_unshard()
+                raise
             self.state = State.ARRIVING
         elif self.state is State.OFFLOADED:
             assert self._whole_at_rest is not None
@@ -213,13 +219,48 @@ class Unit:
 
     def offload(self) -> None:
         """Where unsharded parameters rest in CPU memory: bring them there, and give the accelerator's memory back."""
-        if self._whole_at_rest is None or self._pins or self.state not in (State.ARRIVING, State.UNSHARDED):
+        if self.state not in (State.ARRIVING, State.UNSHARDED) or not self._may_leave:
             return
+        assert self._whole_at_rest is not None
         self.unshard()
-        if not self._is_at_rest or self._versions != self.versions():
+        self._take_new_data()
+        # What was written through `.data` has left no trace; frozen parameters are written so (a teacher's average, say).
+        if not self._is_at_rest or not self.trainable or self._versions != self.versions():
             self._whole_at_rest.write(self.flat.tensor)
             self._is_at_rest = True
         self._leave()
+
+    @property
+    def _may_leave(self) -> bool:
+        """Readers of a class of the user's own could not be made to bring the values back."""
+        return (
+            self._whole_at_rest is not None
+            and not self._pins
+            and all(type(entry.parameter) in (nn.Parameter, self._arriving_class) for entry in self.named)
+        )
+
+    def _take_new_data(self) -> None:
+        """Somebody gave a parameter another tensor as its `.data`: its values are the parameter's."""
+        for entry, view in zip(self.named, self._views, strict=True):
+            if entry.parameter.data_ptr() != view.data_ptr() and view.numel():
+                if entry.parameter.shape != view.shape:
+                    raise UsageError(
+                        f"{entry.fqn} was given data of shape {tuple(entry.parameter.shape)}, and had {tuple(view.shape)}."
+                    )
+                view.copy_(entry.parameter.data)
+                entry.parameter.data = view
+
+    def write_back(self) -> None:
+        """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes."""
+        if self.sharded_at_rest or self.state is not State.UNSHARDED:
+            return
+        self._take_new_data()
+        if self._whole_at_rest is None:
+            return
+        for bucket in self.buckets:
+            bucket.take_own_row()
+        if not self.trainable:
+            self._whole_at_rest.write(self.flat.tensor)
 
     def _leave(self) -> None:
         self._look_at_placeholders()
@@ -231,22 +272,28 @@ class Unit:
         """The optimizer is about to step: none of these values is arriving, and those that rest in CPU memory are not here."""
         if self.state is State.ARRIVING and not self.sharded_at_rest:
             self.unshard()
-        if self.trainable and self._whole_at_rest is not None and not self._pins and self.state is State.UNSHARDED:
+        if self.trainable:
+            self.write_back()
+        if self.trainable and self.state is State.UNSHARDED and self._may_leave:
             self._leave()  # all of it is brought together anew after the step
         self.offload()
 
-    def park(self) -> None:
-        """What rests will be elsewhere for a while: the parameters show nothing of it."""
+    def park(self, *, parameters: bool) -> None:
+        """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
         if self._pins:
             raise UsageError(
                 f"offload_states() inside zeroshard.unsharded(), which holds {self.label}. Call it outside."
             )
+        self.is_parked = True
+        if not parameters:
+            return
         if self.state is State.UNSHARDED:
             self._look_at_placeholders()
         self._state_before, self.state = self.state, State.PARKED
 
     def unpark(self) -> None:
         """What rests is where it was."""
+        self.is_parked = False
         if self.state is State.PARKED:
             self.state = self._state_before
             if self.state is State.UNSHARDED:
@@ -269,6 +316,8 @@ class Unit:
 
     def take_parameters(self, source: int) -> None:
         """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
+        if self.is_parked:
+            raise UsageError(f"{self.label} was changed while model states are parked: call reload_states() first.")
         self._is_at_rest = False
         for bucket in self.buckets:
             bucket.take_parameters(source)

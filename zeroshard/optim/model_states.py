@@ -23,9 +23,9 @@ from torch import Tensor
 from zeroshard.core.collectives import Collectives
 from zeroshard.core.unit import NamedParameter, Unit
 from zeroshard.errors import UsageError
+from zeroshard.optim.resident import Resident
 from zeroshard.optim.shard_view import ShardView, runs_along
 from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-from zeroshard.optim.sub_groups import Resident
 from zeroshard.storage.base import Slot
 from zeroshard.storage.storages import Storages
 
@@ -47,9 +47,13 @@ class Trained:
         self._optimizer, self.resident = optimizer, resident
         self.is_here = resident.is_in_place
 
-    def opened(self, *, write: bool = False) -> AbstractContextManager[None]:
-        """Bring it to memory; with `write`, what is changed inside comes to rest."""
-        return self._optimizer.opened(self.resident, write=write)
+    def opened(self, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
+        """Bring it to memory; with `write`, what is changed inside comes to rest. Without `read`, all of it must be."""
+        return self._optimizer.opened(self.resident, write=write, read=read)
+
+    def is_all_of(self, parts: Sequence[Held]) -> bool:
+        """Whether nothing of the shard is in none of the parts."""
+        return len(parts) == len(self.resident.views)
 
     def value(self, held: Held) -> Tensor:
         """Master weights."""
@@ -64,25 +68,32 @@ class Frozen:
     """At most one of a model's is in memory."""
 
     def __init__(self, slot: Slot, storages: Storages, last: list[Frozen]) -> None:
-        self._slot, self._last = slot, last
+        self._slot, self._last, self._version = slot, last, 0
         places = (storages.accelerator, storages.host)
         self._memory = next((m for m in (slot.memory_in(place) for place in places) if m is not None), None)
         self.is_here = self._memory is not None
 
+    def is_all_of(self, parts: Sequence[Held]) -> bool:
+        """As that of `Trained`."""
+        return False
+
     @contextmanager
-    def opened(self, *, write: bool = False) -> Iterator[None]:
+    def opened(self, *, write: bool = False, read: bool = True) -> Iterator[None]:
         """As that of `Trained`."""
         self._slot.wait()
-        if self._memory is None:
+        if not self.is_here and (self._memory is None or self._version != self._slot.version):
             while self._last:
                 self._last.pop()._memory = None
+            self._version = self._slot.version
             self._memory = torch.empty(self._slot.numel, dtype=self._slot.dtype)
             self._slot.read(self._memory).wait(self._memory.device)
             self._last.append(self)
         yield
         if write and not self.is_here:
+            assert self._memory is not None
             self._slot.write(self._memory)
             self._slot.wait()
+            self._version = self._slot.version
 
     def value(self, held: Held) -> Tensor:
         """The parameters at rest."""
@@ -126,7 +137,7 @@ class Held:
 
 
 class ModelStates:
-    """See the module's docstring. Made anew wherever it is asked for: it keeps nothing."""
+    """See the module's docstring. Made anew wherever it is asked for: of values that rest elsewhere it keeps one shard at most."""
 
     def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer | None, collectives: Collectives) -> None:
         self._optimizer, self._collectives = optimizer, collectives
@@ -134,6 +145,7 @@ class ModelStates:
             optimizer.refuse_parked("a look at model states")
         self._unit_of: dict[str, tuple[Unit, int]] = {}
         for unit in units:
+            unit.write_back()
             for index, entry in enumerate(unit.named):
                 for fqn in entry.fqns:
                     self._unit_of[fqn] = (unit, index)

@@ -64,9 +64,9 @@ class Parking:
         self._schedule.settle()
         self._optimizer.settle()
         self._pool.clear()
-        for unit in self._schedule.units if "parameters" in wanted else ():
-            unit.park()
         try:
+            for unit in self._schedule.units:
+                unit.park(parameters="parameters" in wanted)
             pending = self._copy(wanted)
         except BaseException:
             self.reload()
@@ -108,9 +108,9 @@ class Parking:
 
     def reload(self) -> None:
         """Bring back what was parked."""
-        parked, self._parked = self._parked, []
-        for one in parked:
-            one.reload()
+        while self._parked:  # what fails stays parked, and may be tried again
+            self._parked[-1].reload()
+            self._parked.pop()
         for unit in self._schedule.units:
             unit.unpark()
         if self._schedule.parked:

@@ -26,9 +26,10 @@ from zeroshard.errors import UsageError
 from zeroshard.observe.memory import STATES_PER_PARAMETER
 from zeroshard.optim.grad_clip import clip_coefficient, scale_
 from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.resident import Resident, placeholder
 from zeroshard.optim.shard_view import ShardView, runs_along
-from zeroshard.optim.sub_groups import Resident, SubGroups, placeholder
-from zeroshard.policy import Offload
+from zeroshard.optim.sub_groups import SubGroups
+from zeroshard.policy import Policy
 from zeroshard.storage.base import Storage
 from zeroshard.storage.storages import Storages
 
@@ -39,7 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         inner: the user's optimizer, over the parameters of the units. Its `param_groups` are given the shards' views
             instead, in the same groups; `step` is its own.
-        storages, offload: where states rest, and how what rests elsewhere comes to the step.
+        storages, policy: where states rest, and how what rests elsewhere comes to the step.
         whole_parameters: the layout cuts no parameter, and `inner` is to see their true shapes.
 
     `param_groups` and `state` are the inner optimizer's own objects, so a change of `lr` by whatever scheduler takes effect.
@@ -51,13 +52,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         schedule: Schedule,
         collectives: Collectives,
         storages: Storages,
-        offload: Offload,
+        policy: Policy,
         *,
         whole_parameters: bool = False,
     ) -> None:
         self.inner = inner
         self._schedule, self._collectives = schedule, collectives
-        self._storages, self._offload = storages, offload
+        self._storages, self._policy = storages, policy
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._narrow_coefficient = 1.0
@@ -113,7 +114,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
         states = STATES_PER_PARAMETER.get(type(self.inner).__name__, 2)
-        self._sub_groups = SubGroups(self._residents, self._storages, self._offload, states)
+        states += any(group.get("amsgrad") or group.get("centered") for group in self.inner.param_groups)
+        self._sub_groups = SubGroups(self._residents, self._storages, self._policy, states)
         for resident in self._residents if self._first_state else ():
             new = [view for view in resident.views if view.value not in self.inner.state]
             if new:
@@ -161,6 +163,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for residents in self._sub_groups.run(sync):
             # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
             for group, options in zip(self.inner.param_groups, before, strict=True):
+                for key in group.keys() - options.keys() - {"params"}:
+                    del group[key]
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident)
@@ -192,7 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._used_at, self._narrow_coefficient = -1, 1.0
         self._coefficients.clear()
         self._schedule.forget_gradients()
-        self._sub_groups.prefetch()
+        if not self._schedule.parked:
+            self._sub_groups.prefetch()
 
     # ------------------------------------------------------------------ the norm
 
@@ -239,9 +244,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         yield from self._residents
 
     @contextmanager
-    def opened(self, resident: Resident, *, write: bool = False) -> Iterator[None]:
-        """Inside, master weights and states of one shard are memory, wherever they rest; with `write`, changes last."""
-        with self._sub_groups.opened(resident, write=write):
+    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:
+        """Inside, master weights and states of one shard are memory, wherever they rest: see `SubGroups.opened`."""
+        with self._sub_groups.opened(resident, write=write, read=read):
             yield
 
     def settle(self) -> None:
@@ -274,6 +279,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def refuse_parked(self, what: str) -> None:
         """Raise where model states that `what` needs are away."""
         self._schedule.refuse_parked(what)
+
+    def abandon(self) -> None:
+        """Forget what an error left behind: states will be loaded anew."""
+        self._sub_groups.abandon()
 
     @property
     def frames_nbytes(self) -> int:
@@ -362,6 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
+        self._schedule.refuse_parked("optimizer.state_dict()")
         whole = self.inner.state_dict()
         number_of = {id(p): n for n, p in enumerate(p for group in self.inner.param_groups for p in group["params"])}
         for resident in self._residents:
@@ -379,6 +389,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank, with the same world size and policy."""
+        self._schedule.refuse_parked("optimizer.load_state_dict()")
         self._sub_groups.settle()
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

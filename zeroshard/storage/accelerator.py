@@ -24,9 +24,10 @@ class AcceleratorStorage(Storage):
         self._nbytes += numel * dtype.itemsize
         return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
-    def around(self, label: str, memory: Tensor) -> Slot:
-        """A slot for memory that is there."""
-        return MemorySlot(label, memory, self, self._copies)
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        """A slot for memory that is there, and may be a part of that of another."""
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
 
     def close(self) -> None:
         return

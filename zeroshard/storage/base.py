@@ -26,6 +26,8 @@ class Slot(ABC):
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
         self.label, self.numel, self.dtype = label, numel, dtype
+        self.version = 0
+        """Counts writes: what was read at an earlier one is stale."""
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +67,7 @@ class Slot(ABC):
         memory = self.memory_in(storage)
         if memory is not None:
             yield memory
+            self.version += write
             return
         scratch = pool.acquire(self.numel, self.dtype)
         after: Transfer | None = None

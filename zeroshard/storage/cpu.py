@@ -30,9 +30,10 @@ class CpuStorage(Storage):
         self._nbytes += nbytes
         return self.around(label, memory)
 
-    def around(self, label: str, memory: Tensor) -> Slot:
-        """A slot for memory that is there."""
-        return MemorySlot(label, memory, self, self._copies)
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        """A slot for memory that is there, and may be a part of that of another."""
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
 
     def _take(self, nbytes: int) -> Tensor:
         if not self._pin or nbytes > SLAB_NBYTES:

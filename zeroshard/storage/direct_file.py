@@ -79,6 +79,7 @@ class DirectFile:
         self._descriptor = self._file.fileno()
         self.is_direct = self._go_direct()
         self._nbytes = 0
+        self._released: dict[int, list[int]] = {}
         self._checksums: dict[int, int] = {}
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(requests, thread_name_prefix="zeroshard disk")
@@ -99,12 +100,14 @@ class DirectFile:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
-        return self._nbytes
+        """Of the file, as far as it is in use."""
+        return self._nbytes - sum(nbytes * len(starts) for nbytes, starts in self._released.items())
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Take space on the disk now, so that it is not missing in the middle of a step; returns where it begins."""
         start, nbytes = self._nbytes, in_pages(nbytes)
+        if self._released.get(nbytes):
+            return self._released[nbytes].pop()
         try:
             os.posix_fallocate(self._descriptor, start, nbytes)
         except OSError as error:
@@ -115,6 +118,10 @@ class DirectFile:
                 ) from error
         self._nbytes += nbytes
         return start
+
+    def release(self, start: int, nbytes: int) -> None:
+        """What `allocate` gave is not needed any longer."""
+        self._released.setdefault(in_pages(nbytes), []).append(start)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Requests:
         """Start to write a contiguous CPU tensor at `start`, once `after` is over."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from contextlib import suppress
 from typing import final
 
 import torch
 from torch import Tensor
 
+from zeroshard.errors import PolicyError, StorageError
 from zeroshard.policy import Offload
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.direct_file import DirectFile, Requests
@@ -22,7 +25,7 @@ class Staging:
 
     def __init__(self, count: int, nbytes: int, block_nbytes: int, *, pin: bool) -> None:
         self._left, self._pin = count, pin
-        self.nbytes = max(nbytes // block_nbytes, 1) * block_nbytes
+        self.nbytes = -(-nbytes // block_nbytes) * block_nbytes
         self._free: deque[tuple[Tensor, Transfer]] = deque()
         self._readers: deque[DiskSlot] = deque()  # slots that hold a buffer with what they will be asked for
         self.taken = 0
@@ -44,7 +47,8 @@ class Staging:
     def _take(self) -> Tensor:
         if self._free:
             buffer, after = self._free.popleft()
-            after.wait(CPU)
+            with suppress(StorageError):  # which the slot will tell
+                after.wait(CPU)
             return buffer
         self._left -= 1
         self.taken += self.nbytes
@@ -70,7 +74,8 @@ class DiskStorage(Storage):
     """
 
     def __init__(self, offload: Offload, copies: Copies, staging: Staging) -> None:
-        assert offload.path is not None
+        if offload.path is None:
+            raise PolicyError("states are to go to disk, and no folder is named: Offload(path=...).")
         self.file = DirectFile(offload.path, offload.block_nbytes, offload.requests)
         self.device, self.copies, self.staging = CPU, copies, staging
 
@@ -94,6 +99,7 @@ class DiskSlot(Slot):
         self._storage = storage
         self._start = storage.file.allocate(self.nbytes, label)
         self._writing: list[Requests] = []
+        weakref.finalize(self, _release, storage.file, self._start, self.nbytes, self._writing)
         self._is_written = False
         self._prefetched: tuple[Tensor, Requests] | None = None
 
@@ -124,9 +130,12 @@ class DiskSlot(Slot):
             return LANDED
         if self._prefetched is not None:
             (buffer, reading), self._prefetched = self._prefetched, None
-            reading.wait(CPU)
-            copying = self._storage.copies.copy(out, buffer[: self.nbytes].view(self.dtype))
-            self._storage.staging.release(buffer, copying, self)
+            copying: Transfer = reading
+            try:
+                reading.wait(CPU)
+                copying = self._storage.copies.copy(out, buffer[: self.nbytes].view(self.dtype))
+            finally:
+                self._storage.staging.release(buffer, copying, self)
             return copying
         if out.device.type == "cpu":
             return self._storage.file.read(self._start, out, self.label)
@@ -143,11 +152,12 @@ class DiskSlot(Slot):
         return copying
 
     def write(self, source: Tensor) -> Transfer:
+        self.version += 1
         self.forget_prefetched()
         self.wait()
         self._is_written = True
         if source.device.type == "cpu" and source.dtype == self.dtype:
-            self._writing = [self._storage.file.write(self._start, source, self.label)]
+            self._writing.append(self._storage.file.write(self._start, source, self.label))
             return self._writing[0]
         copying: Transfer = LANDED
         for low, high in self._parts():
@@ -165,6 +175,15 @@ class DiskSlot(Slot):
         return [(low, min(low + step, self.numel)) for low in range(0, self.numel, step)]
 
     def wait(self) -> None:
-        writing, self._writing = self._writing, []
+        writing = list(self._writing)
+        self._writing.clear()
         for requests in writing:
             requests.wait(CPU)
+
+
+def _release(file: DirectFile, start: int, nbytes: int, writing: list[Requests]) -> None:
+    """A slot is gone: its range may be used again, once nothing writes to it any longer."""
+    for requests in writing:
+        with suppress(StorageError):
+            requests.wait(CPU)
+    file.release(start, nbytes)

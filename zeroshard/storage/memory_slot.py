@@ -1,4 +1,4 @@
-"""Owns a slot that is memory, of an accelerator or of the CPU. Called by the storages of those places, and by bucket."""
+"""Owns a slot that is memory, of an accelerator or of the CPU. Called by the storages of those places."""
 
 from __future__ import annotations
 
@@ -7,31 +7,39 @@ from typing import final
 from torch import Tensor
 
 from zeroshard.storage.base import Slot, Storage
-from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer
+from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer
 
 
 @final
 class MemorySlot(Slot):
-    """`memory` [numel] of `storage`."""
+    """`memory` [numel] of `storage`.
 
-    def __init__(self, label: str, memory: Tensor, storage: Storage, copies: Copies) -> None:
+    Args:
+        whole: a slot of which the memory is a part: what is on its way to or from one concerns the other.
+    """
+
+    def __init__(
+        self, label: str, memory: Tensor, storage: Storage, copies: Copies, whole: MemorySlot | None = None
+    ) -> None:
         super().__init__(label, memory.numel(), memory.dtype)
         self._memory, self._storage, self._copies = memory, storage, copies
-        self._last: Transfer = LANDED
+        self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
 
     def memory_in(self, storage: Storage) -> Tensor | None:
         return self._memory if storage is self._storage else None
 
     def read(self, out: Tensor) -> Transfer:
-        return self._copies.copy(out, self._memory, self._last)
+        return self._in_flight.add(self._copies.copy(out, self._memory, self._in_flight))
 
     def write(self, source: Tensor) -> Transfer:
-        self._last = self._copies.copy(self._memory, source, self._last)
-        return self._last
+        self.version += 1
+        written = self._in_flight.add(self._copies.copy(self._memory, source, self._in_flight))
+        if self._memory.device.type != "cpu":
+            written.wait(self._memory.device)  # whatever the accelerator does next may look at it
+        return written
 
     def prefetch(self) -> None:
         return
 
     def wait(self) -> None:
-        self._last.wait(CPU)
-        self._last = LANDED
+        self._in_flight.wait(CPU)

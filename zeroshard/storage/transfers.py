@@ -54,6 +54,28 @@ class _Copy(Transfer):
         return bool(self._event.query())
 
 
+class InFlight(Transfer):
+    """All copies to and from one range of memory that may still be under way."""
+
+    def __init__(self) -> None:
+        self._transfers: list[Transfer] = []
+
+    def add(self, transfer: Transfer) -> Transfer:
+        """One more."""
+        self._transfers = [other for other in self._transfers if not other.is_done]
+        if not transfer.is_done:
+            self._transfers.append(transfer)
+        return transfer
+
+    def wait(self, device: torch.device) -> None:
+        for transfer in self._transfers:
+            transfer.wait(device)
+
+    @property
+    def is_done(self) -> bool:
+        return all(transfer.is_done for transfer in self._transfers)
+
+
 class Copies:
     """Copies between an accelerator and CPU memory, in each direction on a stream of its own. On a CPU: plain copies."""
 

@@ -1,0 +1,268 @@
+"""What users do to a model between steps counts, wherever its states rest; and what goes wrong leaves nothing half done."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, two_groups
+from test_offload import BUCKETS, DISK, keep_places_apart, take_step
+from test_offload_states import build, everything, policies, same
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
+from zeroshard.core.unit import State
+from zeroshard.testing import run_ranks
+
+
+def change_as_modifier(sharded: Sharded) -> None:
+    with zeroshard.unsharded(sharded.model, modifier_rank=0), torch.no_grad():
+        for parameter in sharded.model.parameters():
+            parameter.mul_(2)
+    sharded.states.get("embedding.weight")
+    with zeroshard.unsharded(sharded.model.get_submodule("blocks.1"), modifier_rank=0), torch.no_grad():
+        sharded.model.get_parameter("blocks.1.up.bias").add_(1)
+
+
+def clamp(sharded: Sharded) -> None:
+    with torch.no_grad():
+        for parameter in sharded.model.parameters():
+            if parameter.requires_grad:
+                parameter.clamp_(-0.05, 0.05)
+
+
+def average_frozen(sharded: Sharded) -> None:
+    """As a teacher is moved after its student: through `.data`, in place and anew."""
+    for number, parameter in enumerate(p for p in sharded.model.parameters() if not p.requires_grad):
+        if number % 2:
+            parameter.data.mul_(1.5)
+        else:
+            parameter.data = parameter.data * 1.5
+
+
+def set_state(sharded: Sharded) -> None:
+    states = sharded.states
+    states.set("embedding.weight", "parameters", torch.ones(31, 12))
+    sharded.optimizer.zero_grad()
+    states.set("embedding.weight", "exp_avg", torch.ones(31, 12))
+
+
+CHANGES: dict[str, tuple[Callable[[Sharded], None], str, int]] = {
+    "modifier": (change_as_modifier, "fp32", 3), "modifier, bf16": (change_as_modifier, "bf16", 3), "clamped": (clamp, "fp32", 2),
+    "teacher": (average_frozen, "fp32", 2), "states": (set_state, "fp32", 3), "states, bf16": (set_state, "bf16", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
+    """Between `zero_grad` and the next step, when much is read ahead already. In place where parameters are unsharded."""
+    apply, precision, highest_stage = CHANGES[change]
+
+    def body(rank: int) -> None:
+        results = []
+        chosen = {name: policy for name, policy in policies(tmp_path).items() if name != "memory"}
+        unsharded = [Policy.stage(2), *(p for p in chosen.values() if not p.parameters.sharded)]
+        for number, policy in enumerate(
+            unsharded + ([p for p in chosen.values() if p.parameters.sharded] if highest_stage == 3 else [])
+        ):
+            if number == 1:
+                keep_places_apart()
+            sharded, work = build(policy, precision, "frozen")
+            for step in range(3):
+                apply(sharded)
+                take_step(sharded, work, step + 2)
+            apply(sharded)
+            with zeroshard.unsharded(sharded.model):
+                shown = {f"shown {fqn}": p.detach().clone() for fqn, p in sharded.model.named_parameters()}
+            results.append(everything(sharded) | shown)
+            sharded.remove()
+        for result in results[1:]:
+            assert same(result, results[0])
+
+    run_ranks(body, 2, timeout=120)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps its step count in the group, and makes it in the first step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group["count"] + 1 if "count" in group else 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.1 / group["count"])
+
+
+def test_an_optimizer_that_counts_by_group_counts_steps(tmp_path: Path) -> None:
+    results = []
+    for policy in policies(tmp_path).values():
+        sharded, work = build(Policy.stage(3), steps=0)
+        sharded.remove()
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = Counting(two_groups(model), lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS, elementwise=True)
+        for step in range(3):
+            take_step(sharded, work, step)
+        assert [group["count"] for group in optimizer.param_groups] == [3, 3]
+        results.append(everything(sharded))
+    assert all(same(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request fails, anywhere in a step: what is loaded after, in the same process, trains to the same bits."""
+    real, left = getattr(os, call), [10**9]
+
+    def failing(*arguments: Any) -> int:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(5, os.strerror(5))
+        return int(real(*arguments))
+
+    policy = policies(tmp_path)["stage 3, on disk"]
+    sharded, work = build(policy)
+    sharded.save(tmp_path / "checkpoints", "last")
+    for step in (2, 3):
+        take_step(sharded, work, step)
+    expected = everything(sharded)
+    monkeypatch.setattr(os, call, failing)
+    raised = 0
+    for number in range(1, 120, 6):
+        left[0] = number
+        try:
+            for step in (2, 3):
+                take_step(sharded, work, step)
+            sharded.optimizer.settle()
+        except StorageError:
+            raised += 1
+        left[0] = 10**9
+        sharded.optimizer.zero_grad()
+        sharded.load(tmp_path / "checkpoints")
+        for step in (2, 3):
+            take_step(sharded, work, step)
+        assert same(everything(sharded), expected), number
+        sharded.load(tmp_path / "checkpoints")
+    assert raised >= 5
+
+
+def test_writes_that_go_nowhere_are_refused(tmp_path: Path) -> None:
+    sharded, work = build(policies(tmp_path)["stage 3, on disk"])
+    state = next(iter(sharded.optimizer.state.values()))
+    state["exp_avg"].zero_()
+    sharded.model(*work.make_batch(0, 2)).backward()
+    with pytest.raises(UsageError, match=r"sharded\.states\.set"):
+        sharded.optimizer.step()
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def test_parameters_of_a_users_own_class_stay_readable(tmp_path: Path) -> None:
+    keep = zeroshard.storage.storages.is_cpu_memory
+    try:
+        keep_places_apart()
+        work_model = Stack()
+        work_model.blocks[0].up.weight = Special(work_model.blocks[0].up.weight.detach())
+        policy = policies(tmp_path)["stage 2, whole in CPU memory"]
+        sharded = zeroshard.shard(work_model, torch.optim.AdamW(work_model.parameters()), policy, bucket_numel=BUCKETS)
+        _, work = build(Policy.stage(2), steps=0)
+        take_step(sharded, work, 0)
+        assert not work_model.blocks[0].up.weight.norm().isnan()
+    finally:
+        zeroshard.storage.storages.is_cpu_memory = keep
+
+
+def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        keep_places_apart()
+        sharded, work = build(policies(tmp_path)["stage 2, whole in CPU memory"], model="tied", steps=0)
+        units = sharded._schedule.units
+
+        def away() -> bool:
+            return all(unit.state is State.OFFLOADED and unit.flat.nbytes == 0 for unit in units)
+
+        assert away(), "after shard"
+        sum(p.numel() for p in sharded.model.parameters() if p.requires_grad and p.shape and p.dtype == torch.float32)
+        next(sharded.model.parameters()).device  # noqa: B018
+        assert away()
+        with zeroshard.unsharded(sharded.model):
+            assert not next(sharded.model.parameters()).isnan().any()
+        assert away(), "after a look inside"
+        assert not next(sharded.model.parameters()).isnan().any() and not away()
+        take_step(sharded, work, 0)
+        assert away(), "after a step"
+
+    run_ranks(body, 1)
+
+
+def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> None:
+    how = Offload(str(tmp_path), ratio=0.5, buffer_numel=4096, block_nbytes=4096)
+    sharded, work = build(Policy.stage(2).offloaded(optimizer=DISK, offload=how), model="tied")
+    homes = {unit.label: unit.policy.optimizer.place for unit in sharded._schedule.units}
+    assert len(set(homes.values())) == 2
+    sizes = []
+    for step in range(6):
+        sharded.model.get_submodule("blocks.0").requires_grad_(step % 2 == 1)
+        sharded.update_trainable()
+        take_step(sharded, work, step)
+        gc.collect()
+        sizes.append(sharded.memory_report()["disk"])
+    assert sizes[1] == sizes[3] == sizes[5]
+    assert {unit.label: unit.policy.optimizer.place for unit in sharded._schedule.units} == homes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded, _ = build(Policy.stage(2), precision)
+    expected = everything(sharded)
+    with zeroshard.unsharded(sharded.model), pytest.raises(UsageError, match="Call it outside"):
+        sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
+    with pytest.raises(ZeroshardError, match="no folder is named"):
+        sharded.offload_states(place=DISK)
+    assert same(everything(sharded), expected)
+    sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
+    sharded.optimizer.zero_grad()
+    for use in (sharded.optimizer.state_dict, lambda: sharded.optimizer.load_state_dict({})):
+        with pytest.raises(UsageError, match="parked"):
+            use()
+    with pytest.warns(UserWarning, match="parked"):
+        sharded.model.state_dict()
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(StorageError):
+        sharded.reload_states()
+    monkeypatch.setattr(os, "preadv", real)
+    sharded.reload_states()
+    assert same(everything(sharded), expected)
+    sharded.offload_states(["optimizer"], place=DISK, offload=Offload(str(tmp_path)))
+    with pytest.raises(UsageError, match="parked"), zeroshard.unsharded(sharded.model, modifier_rank=0):
+        pass
+    sharded.remove()
+    shown = {fqn: p.detach().clone() for fqn, p in sharded.model.named_parameters()}
+    assert all(not value.isnan().any() for value in shown.values())
+
+
+def test_more_states_than_were_thought(tmp_path: Path) -> None:
+    """amsgrad keeps three."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
+
+    results: list[dict[str, Tensor]] = []
+    for name in ("memory", "stage 3, on disk"):
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(model, made(model.parameters()), policies(tmp_path)[name], bucket_numel=BUCKETS)
+        _, work = build(Policy.stage(2), steps=0)
+        for step in range(3):
+            take_step(sharded, work, step)
+        results.append(everything(sharded))
+    assert same(*results) and any("max_exp_avg_sq" in name for name in results[0])

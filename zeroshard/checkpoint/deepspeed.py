@@ -199,7 +199,7 @@ def _pieces(
     for name, start, low, numel, flat in fragments:
         values[name] = flat.values
         if numel:
-            pieces += [Copied(name, state, start, tensor[low : low + numel]) for state, tensor in flat.states.items()]
+            pieces += [Copied(tensor[low : low + numel], name, state, start) for state, tensor in flat.states.items()]
     return pieces, values
 
 
@@ -264,7 +264,7 @@ def _frozen_pieces(
         start = rank * flat.numel() if world_size > 1 else 0
         numel = min(flat.numel(), shape.numel() - start)
         if numel > 0:
-            pieces.append(Copied(name, PARAMETERS, start, flat[:numel]))
+            pieces.append(Copied(flat[:numel], name, PARAMETERS, start))
     return pieces
 
 

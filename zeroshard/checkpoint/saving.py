@@ -12,7 +12,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,30 +68,17 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Copied:
+class Copied(Lying):
     """As `Piece`, of elements that training does not touch."""
 
     fqn: str
     state: str
     start: int
-    tensor: Tensor
 
     @property
     def name(self) -> str:
         """In the file."""
         return f"{self.state}/{self.fqn}/{self.start}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def opened(self) -> AbstractContextManager[Tensor]:
-        """The elements."""
-        return nullcontext(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -129,7 +116,7 @@ class Snapshot:
 
         def copy_piece(piece: Piece | Copied) -> Copied:
             with piece.opened() as tensor:
-                return Copied(piece.fqn, piece.state, piece.start, copy(piece.name, tensor))
+                return Copied(copy(piece.name, tensor), piece.fqn, piece.state, piece.start)
 
         def copy(name: str, tensor: Tensor) -> Tensor:
             there = memory.get(name)

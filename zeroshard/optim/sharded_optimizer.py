@@ -160,6 +160,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             while waiting and not left[waiting[0]]:
                 self._schedule.sync_parameters(waiting.popleft())
 
+        if not self._residents:
+            result = self.inner.step()  # nothing to update: its hooks run, or it says so
         for residents in self._sub_groups.run(sync):
             # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
             for group, options in zip(self.inner.param_groups, before, strict=True):

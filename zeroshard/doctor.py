@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,10 +104,11 @@ def measure(folder: Path, nbytes: int) -> Speeds:
     if device is None:
         return speeds
     there = memory.to(device)
-    return Speeds(
-        speeds.disk_write, speeds.disk_read, speeds.step,
-        nbytes / _median(lambda: _copied(there, memory)), nbytes / _median(lambda: _copied(memory, there)),
-    )  # fmt: skip
+    return replace(
+        speeds,
+        to_accelerator=nbytes / _median(lambda: _copied(there, memory)),
+        from_accelerator=nbytes / _median(lambda: _copied(memory, there)),
+    )
 
 
 def _copied(target: Tensor, source: Tensor) -> None:

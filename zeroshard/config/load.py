@@ -81,20 +81,9 @@ class Config:
             block_nbytes=aio.block_size,
             requests=aio.queue_depth * (aio.thread_count or aio.intra_op_parallelism),
         )
-        of_parameters = replace(
-            common,
-            path=parameters.nvme_path,
-            pin_memory=parameters.pin_memory,
-            buffer_count=parameters.buffer_count,
-            buffer_numel=parameters.buffer_size,
-            max_in_cpu_numel=parameters.max_in_cpu,
-        )
+        of_parameters = replace(_offload(parameters, common), max_in_cpu_numel=parameters.max_in_cpu)
         of_optimizer = replace(
-            common,
-            path=optimizer.nvme_path,
-            pin_memory=optimizer.pin_memory,
-            buffer_count=optimizer.buffer_count,
-            buffer_numel=optimizer.buffer_size,
+            _offload(optimizer, common),
             ratio=optimizer.ratio,
             read_ahead=optimizer.pipeline_read is not False,
             write_behind=optimizer.pipeline_write is not False,
@@ -234,6 +223,17 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
         return ActivationCheckpointingBlock.model_validate(block)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
+
+
+def _offload(block: OffloadParamBlock | OffloadOptimizerBlock, common: Offload) -> Offload:
+    """What the two blocks say alike."""
+    return replace(
+        common,
+        path=block.nvme_path,
+        pin_memory=block.pin_memory,
+        buffer_count=block.buffer_count,
+        buffer_numel=block.buffer_size,
+    )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

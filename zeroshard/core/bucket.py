@@ -101,6 +101,7 @@ class Bucket:
             self._resting = self.storages.parameter_slot(self._policy, label, layout.shard_numel, dtypes.param)
             self._resting.write(self._own_row)
             self._resting.wait()
+        self._rows_are_at_rest = self._resting is None and whole_at_rest is None
         self._rests = self._make_rests(whole_at_rest)
         self._reloading: Transfer | None = None
         self._gathering: Pending | None = None
@@ -127,9 +128,14 @@ class Bucket:
     def unshard(self) -> None:
         """The parameters are about to be used: start to bring them together. The rows have storage."""
         if self._resting is not None and self._gathering is None:
+            self._reload()
+            self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of {self.label}")
+
+    def _reload(self) -> None:
+        """This rank's row is what rests, wherever that is."""
+        if not self._rows_are_at_rest:
             self.start_reload()
             self._finish_reload()
-            self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of {self.label}")
 
     def start_reload(self) -> None:
         """Start to bring this rank's part from where it rests to its row."""
@@ -172,9 +178,7 @@ class Bucket:
     def sync_parameters(self) -> None:
         """The optimizer has updated what rests on this rank: bring the parameters up to date."""
         if self._resting is None and self._policy.optimizer.sharded:
-            if self._rests[self.rank].memory_in(self._accelerator) is None:
-                self.start_reload()
-                self._finish_reload()
+            self._reload()
             self._gathering = self._collectives.all_gather(
                 self._rows, self.number, f"all-gather of updated {self.label}"
             )
@@ -185,9 +189,8 @@ class Bucket:
         A master keeps its digits where the value in the parameter's own dtype is what it was.
         """
         self._collectives.broadcast(self._rows, source)
-        for rank, rest in self._rests.items():
-            if rest.memory_in(self._accelerator) is None or rest is self._resting:
-                rest.write(self._rows[rank]).wait(self._rows.device)
+        for rank, rest in self._rests.items() if not self._rows_are_at_rest else ():
+            rest.write(self._rows[rank]).wait(self._rows.device)
         for shard in self._shards if self.trainable else ():
             if shard.master is not shard.rest:
                 new = self._rows[shard.rank]
@@ -202,9 +205,7 @@ class Bucket:
                     shard.rest.write(master).wait(master.device)
         if not regather:
             return
-        if self._rests[self.rank].memory_in(self._accelerator) is None or self._resting is not None:
-            self.start_reload()
-            self._finish_reload()
+        self._reload()
         self._gathering = self._collectives.all_gather(self._rows, self.number, f"all-gather of set {self.label}")
         self.wait_unsharded()
 

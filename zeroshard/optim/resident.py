@@ -126,19 +126,15 @@ class Resident:
         Args:
             read: False takes the room alone, for what will be overwritten.
         """
-        self._frame, self._memory = frame, {}
-        if not read:
-            self._version = self.shard.master.version
-            slots = {_MASTER: self.shard.master} if self.shard.master.memory_in(self.shard.step) is None else {}
-            for name, slot in (slots | self._slots).items():
-                self._memory[name] = frame.take(slot.numel, slot.dtype).zero_()
-            return
-        if self.shard.master.memory_in(self.shard.step) is None:
-            self._memory[_MASTER] = frame.take(self.shard.master.numel, self.shard.master.dtype)
-            if not self.shard.is_shown:
-                self._read_master()
-        for name, slot in self._slots.items():
-            self._read(name, slot)
+        master = self.shard.master
+        self._frame, self._memory, self._version = frame, {}, master.version
+        slots = {_MASTER: master} if master.memory_in(self.shard.step) is None else {}
+        for name, slot in (slots | self._slots).items():
+            self._memory[name] = frame.take(slot.numel, slot.dtype)
+            if not read:
+                self._memory[name].zero_()
+            elif name != _MASTER or not self.shard.is_shown:
+                self._hold_read(slot.read(self._memory[name]))
 
     @property
     def is_stale(self) -> bool:
@@ -157,13 +153,11 @@ class Resident:
 
     def start_gradient(self) -> None:
         """Start to bring the gradient."""
-        if self.shard.gradient.memory_in(self.shard.step) is None:
-            self._read(_GRADIENT, self.shard.gradient)
-
-    def _read(self, name: str, slot: Slot) -> None:
-        assert self._frame is not None
-        self._memory[name] = self._frame.take(slot.numel, slot.dtype)
-        self._hold_read(slot.read(self._memory[name]))
+        slot = self.shard.gradient
+        if slot.memory_in(self.shard.step) is None:
+            assert self._frame is not None
+            self._memory[_GRADIENT] = self._frame.take(slot.numel, slot.dtype)
+            self._hold_read(slot.read(self._memory[_GRADIENT]))
 
     def _hold_read(self, transfer: Transfer) -> None:
         assert self._frame is not None

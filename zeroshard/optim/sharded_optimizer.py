@@ -10,13 +10,14 @@ import math
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.core.bucket import Shard
+from zeroshard.core.buffer_pool import BufferPool
 from zeroshard.core.collectives import Collectives
 from zeroshard.core.grad_norm import sum_of_squares
 from zeroshard.core.layout import Piece
@@ -245,11 +246,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What this rank updates: the shards, and their parts by parameter."""
         yield from self._residents
 
-    @contextmanager
-    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:
+    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
         """Inside, master weights and states of one shard are memory, wherever they rest: see `SubGroups.opened`."""
-        with self._sub_groups.opened(resident, write=write, read=read):
-            yield
+        return self._sub_groups.opened(resident, write=write, read=read)
 
     def settle(self) -> None:
         """Wait until every state is where it rests; raises what went wrong on the way."""
@@ -294,17 +293,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _gradient(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
         """The mean gradient of a shard as memory where the optimizer steps, as it was reduced."""
-        memory = shard.gradient.memory_in(shard.step)
-        if memory is not None:
-            shard.gradient.wait()
-            yield memory
-            return
-        scratch = torch.empty(shard.gradient.numel, dtype=shard.gradient.dtype, device=shard.step.device)
-        shard.gradient.read(scratch).wait(scratch.device)
-        yield scratch
-        if write:
-            shard.gradient.write(scratch)
-            shard.gradient.wait()
+        shard.gradient.wait()
+        # Scratch that is not kept: the norm of a step needs none, see `Shard.squares`.
+        with shard.gradient.borrowed(shard.step, BufferPool(shard.step.device), write=write) as gradient:
+            yield gradient
 
     def mean_gradient(self, shard: Shard, view: ShardView) -> Tensor:
         """A view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""

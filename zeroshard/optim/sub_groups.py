@@ -101,6 +101,7 @@ class SubGroups:
         self._groups = [SubGroup(residents) for residents in _by_step(here)]
         for residents in _by_step(travelling):
             self._groups += _pack(residents, needs, self._frame_nbytes, most)
+        self._travelling = [group for group in self._groups if group.travels]
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind
         frames = self._limit // max(self._frame_nbytes, 1) - 1
@@ -122,7 +123,7 @@ class SubGroups:
     @property
     def nbytes(self) -> int:
         """Bytes of frames that were made."""
-        lent = [group.frame for group in self._groups if group.frame is not None]
+        lent = [group.frame for group in self._travelling if group.frame is not None]
         return sum(frame.nbytes for frame in [*chain.from_iterable(self._free.values()), *lent])
 
     # ------------------------------------------------------------------ the step
@@ -131,11 +132,13 @@ class SubGroups:
         """Each sub-group in its turn, in memory. When the next is asked for, what was changed goes back; `on_left` hears of it."""
         with self._abandoned_on_error():
             self._close()
-            for group in self._groups:
+            for group in self._travelling:
                 if group.frame is not None:
                     group.start_gradients()
-            for number, group in enumerate(self._groups):
-                self._read_ahead(number)
+            waiting = deque(group for group in self._travelling if group.frame is None)
+            for group in self._groups:
+                for started in self._read_ahead(waiting, group):
+                    started.start_gradients()
                 for resident in group.residents:
                     resident.enter()
                 yield group.residents
@@ -145,31 +148,23 @@ class SubGroups:
                 on_left(group.residents)
             self._notice_other_states()
 
-    def _read_ahead(self, number: int) -> None:
-        """Start what comes now, whatever it takes, and what comes next, as far as frames are free."""
-        last = len(self._groups) if self._offload.read_ahead else number + 1
-        for ahead in range(number, last):
-            group = self._groups[ahead]
-            if group.frame is not None or not group.travels:
-                continue
-            frame = self._take_frame(group.step, block=ahead == number)
+    def _read_ahead(self, waiting: deque[SubGroup], now: SubGroup | None = None) -> Iterator[SubGroup]:
+        """Start the first of those that wait: `now`, whatever it takes, and what comes next, as far as frames are free."""
+        while waiting and (waiting[0] is now or self._offload.read_ahead):
+            frame = self._take_frame(waiting[0].step, block=waiting[0] is now)
             if frame is None:
                 return
+            group = waiting.popleft()
             group.start(frame)
-            group.start_gradients()
+            yield group
 
     def prefetch(self) -> None:
         """The next step will come: start to read for it what does not wait for its gradients."""
-        if not self._offload.read_ahead or self._open is not None:
+        if self._open is not None:
             return
         with self._abandoned_on_error():
-            for group in self._groups:
-                if group.frame is not None or not group.travels:
-                    continue
-                frame = self._take_frame(group.step, block=False)
-                if frame is None:
-                    return
-                group.start(frame)
+            for _ in self._read_ahead(deque(group for group in self._travelling if group.frame is None)):
+                pass
 
     def _take_frame(self, step: Storage, *, block: bool) -> Frame | None:
         free = self._free[step]
@@ -199,17 +194,23 @@ class SubGroups:
 
     def abandon(self) -> None:
         """Forget what is here and on its way, with what went wrong with it: what rests will be read, or written, anew."""
+        self._take_back_frames()
         for resident in self._residents:
             resident.abandon()
-        for group in self._groups:
-            if group.frame is not None:
-                self._free[group.step].append(group.frame)
-                group.frame = None
         if self._open is not None:
             self._free[self._open.shard.step].append(self._open_frame)
             self._open = None
         for frame in chain.from_iterable(self._free.values()):
             frame.forget()
+
+    def _take_back_frames(self) -> None:
+        """What was read for sub-groups is not wanted any longer."""
+        for group in self._travelling:
+            if group.frame is not None:
+                for resident in group.residents:
+                    resident.abandon()
+                self._free[group.step].append(group.frame)
+                group.frame = None
 
     def _notice_other_states(self) -> None:
         """The optimizer keeps another number of states than was thought: cut the sub-groups anew."""
@@ -268,12 +269,7 @@ class SubGroups:
         """Forget what was read ahead, and wait for what is being written; raises what went wrong with it."""
         with self._abandoned_on_error():
             self._close()
-            for group in self._groups:
-                if group.frame is not None:
-                    for resident in group.residents:
-                        resident.abandon()
-                    self._free[group.step].append(group.frame)
-                    group.frame = None
+            self._take_back_frames()
             for frame in chain.from_iterable(self._free.values()):
                 frame.empty()
 

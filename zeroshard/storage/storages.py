@@ -64,7 +64,7 @@ class Storages:
         """A slot for parameters at rest. Of those on disk, as many stay in CPU memory as the policy allows."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
-            isinstance(storage, DiskStorage)
+            policy.parameters.place is Place.DISK
             and self._parameters_in_cpu + numel <= policy.offload_parameters.max_in_cpu_numel
         ):
             self._parameters_in_cpu += numel
@@ -77,24 +77,25 @@ class Storages:
         if place is Place.CPU:
             return self.host
         if states not in self._disks:
-            offload, count, nbytes = self._policy.offload_parameters, 0, 0
             if states == "optimizer":
                 # The rest of what the policy allows is for sub-groups, see optim/sub_groups.py.
-                offload = self._policy.offload_optimizer
-                count, nbytes = STAGING_COUNT, buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT
+                offload, count = self._policy.offload_optimizer, STAGING_COUNT
+                nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT
             else:
+                offload = self._policy.offload_parameters
                 count, nbytes = offload.buffer_count, offload.buffer_numel * self._param_itemsize
-            staging = Staging(count, nbytes, offload.block_nbytes, pin=self.pin)
-            self._disks[states] = DiskStorage(offload, self._copies, staging)
+            self._disks[states] = self._disk(offload, count, nbytes, pin=self.pin)
         return self._disks[states]
+
+    def _disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
+        return DiskStorage(offload, self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
 
     def open(self, place: Place, offload: Offload) -> Storage:
         """A storage of its own, to be closed by who opened it; where CPU memory is the accelerator's, the accelerator's."""
         pin = offload.pin_memory and self.accelerator.device.type != "cpu"
         if place is Place.DISK:
-            count, nbytes = offload.buffer_count, offload.buffer_numel * torch.float32.itemsize
-            staging = Staging(count, nbytes, offload.block_nbytes, pin=pin)
-            return DiskStorage(offload, self._copies, staging)
+            nbytes = offload.buffer_numel * torch.float32.itemsize
+            return self._disk(offload, offload.buffer_count, nbytes, pin=pin)
         if place is Place.ACCELERATOR or self.host is self.accelerator:
             return self.accelerator
         return CpuStorage(self._copies, pin=pin)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import zeroshard
 from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
-from zeroshard.activation_checkpointing.saved_inputs import HostCopies, Slots
-from zeroshard.checkpointing import Checkpointer, Checkpointing
+from zeroshard.recompute.checkpointing import Checkpointer, Checkpointing
+from zeroshard.recompute.saved_inputs import HostCopies, Slots
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 

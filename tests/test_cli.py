@@ -58,7 +58,7 @@ def test_an_error_is_a_sentence() -> None:
     for arguments, expected in (
         (("estimate",), "either --parameters N or --model FILE"),
         (("compare", "--model", "nowhere.py:make"), "no file at nowhere.py"),
-        (("compare", "--model", "zeroshard.cli:nothing"), "has no function 'nothing'"),
+        (("compare", "--model", "zeroshard.cli.main:nothing"), "has no function 'nothing'"),
     ):
         result = zeroshard(*arguments)
         assert result.returncode == 2

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import zeroshard
 from zeroshard import ConfigError
-from zeroshard.cli import app
+from zeroshard.cli.main import app
 from zeroshard.config.document import pages
 from zeroshard.config.fields import Kind
 from zeroshard.config.load import KEYS, load_config

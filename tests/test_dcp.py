@@ -14,7 +14,7 @@ from models import Stack, Untied, tokens
 
 import zeroshard
 from zeroshard import Policy
-from zeroshard.checkpoint.dcp import boxes
+from zeroshard.formats.dcp import boxes
 from zeroshard.testing import run_ranks
 
 

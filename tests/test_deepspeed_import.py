@@ -13,7 +13,7 @@ import torch
 
 import zeroshard
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.deepspeed import import_deepspeed
+from zeroshard.formats.deepspeed import import_deepspeed
 from zeroshard.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent / "recorded"))

@@ -226,7 +226,7 @@ def test_a_collective_that_comes_late_changes_no_bits(monkeypatch: pytest.Monkey
     """Races are provoked: every launch and every wait is delayed at random, on each rank differently."""
     import random
 
-    from zeroshard.core import collectives
+    from zeroshard.collectives import collectives
 
     def body(rank: int) -> None:
         work = workload("untied", steps=5)

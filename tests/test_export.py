@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import zeroshard
 from zeroshard import CheckpointError, Policy
-from zeroshard.checkpoint.export import export, open_checkpoint
-from zeroshard.cli import app
+from zeroshard.cli.main import app
+from zeroshard.formats.hugging_face import export, open_checkpoint
 from zeroshard.testing import run_ranks
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard import Policy, Precision
-from zeroshard.core.layout import ALIGNMENT
-from zeroshard.core.schedule import UNITS_IN_FLIGHT
+from zeroshard.layout.layout import ALIGNMENT
+from zeroshard.schedule.schedule import UNITS_IN_FLIGHT
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.wire import sent_bytes
@@ -140,7 +140,7 @@ def test_removing_gives_plain_parameters_back() -> None:
 
 
 def test_the_layout_pads_less_than_a_line_per_shard() -> None:
-    from zeroshard.core.layout import lay_out
+    from zeroshard.layout.layout import lay_out
 
     for ranks in (1, 2, 3, 4):
         layout = lay_out([5, 0, 1, 1000, 64 * ranks * ALIGNMENT], ranks, 300, solo_numel=512)

@@ -9,7 +9,7 @@ from models import MODELS, tokens
 
 import zeroshard
 from zeroshard import Policy, Precision, UsageError
-from zeroshard.optim.model_states import Range
+from zeroshard.step.model_states import Range
 from zeroshard.testing import run_ranks
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, ZeroshardError
-from zeroshard.core.unit import State
-from zeroshard.doctor import traffic
-from zeroshard.optim.model_states import PARAMETERS, Range
+from zeroshard.cli.doctor import traffic
+from zeroshard.schedule.unit import State
+from zeroshard.step.model_states import PARAMETERS, Range
 from zeroshard.testing import run_ranks, train
 
 NUMEL = sum(parameter.numel() for parameter in Stack().parameters())

@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard
 from zeroshard import ConfigError, Lion, MuonWithAdamW, Policy, UsageError
 from zeroshard.config.schema import OptimizerBlock
-from zeroshard.core.layout import lay_out_whole
+from zeroshard.layout.layout import lay_out_whole
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.testing import ranks_agree, run_ranks, train, train_reference
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zeroshard
 from zeroshard import Lion, UsageError, ZeroRedundancyOptimizer
-from zeroshard.optim.elementwise import looks_at_whole_parameters
+from zeroshard.step.elementwise import looks_at_whole_parameters
 from zeroshard.testing import run_ranks
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

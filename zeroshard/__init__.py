@@ -1,7 +1,5 @@
 """ZeRO for PyTorch: sharded optimizer states, gradients and parameters, on stock torch."""
 
-from zeroshard import checkpointing
-from zeroshard.checkpoint.dcp import DistributedState
 from zeroshard.engine import Engine, StepReport
 from zeroshard.errors import (
     CheckpointError,
@@ -13,16 +11,18 @@ from zeroshard.errors import (
     UsageError,
     ZeroshardError,
 )
+from zeroshard.formats.dcp import DistributedState
+from zeroshard.formats.pretrained import load_pretrained, materialise
 from zeroshard.initialize import initialize
-from zeroshard.optim.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zeroshard.optim.lion import Lion
 from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
-from zeroshard.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
-from zeroshard.pretrained import load_pretrained, materialise
+from zeroshard.recompute import checkpointing
 from zeroshard.shard import Sharded, shard, unsharded
 from zeroshard.sharded_init import sharded_init
+from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
 

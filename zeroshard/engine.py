@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zeroshard.activation_checkpointing.checkpointer import Checkpointer
 from zeroshard.config.load import Config
 from zeroshard.errors import UsageError
 from zeroshard.observe.log import Log, StepFigures
@@ -26,10 +25,11 @@ from zeroshard.observe.timers import Timers
 from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.lr_schedules import Floor, LRSchedule
-from zeroshard.optim.parking import STATES
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer
 from zeroshard.policy import Offload, Place
+from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.shard import Sharded
+from zeroshard.step.parking import STATES
+from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.activation_checkpointing.checkpointer import Checkpointer, Checkpointing
 from zeroshard.config.load import Config, load_config
 from zeroshard.config.table import config_table
 from zeroshard.data import StatefulLoader
@@ -20,8 +19,9 @@ from zeroshard.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import Floor, create_scheduler
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 from zeroshard.shard import shard
+from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 
 def initialize(

@@ -26,20 +26,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.checkpoint.checkpoints import Checkpoints, Loaded
 from zeroshard.checkpoint.saving import Where
-from zeroshard.core.bucket import Context
-from zeroshard.core.bucketing import Group, group_parameters
-from zeroshard.core.buffer_pool import BufferPool
-from zeroshard.core.collectives import Collectives, create_collectives
-from zeroshard.core.hooks import Hooks
-from zeroshard.core.schedule import Schedule
-from zeroshard.core.unit import State, Unit
+from zeroshard.collectives.collectives import Collectives, create_collectives
 from zeroshard.errors import UsageError
+from zeroshard.layout.bucketing import Group, group_parameters
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
-from zeroshard.optim.elementwise import needs_whole_parameters
-from zeroshard.optim.model_states import PARAMETERS, ModelStates
-from zeroshard.optim.parking import STATES, Parking
-from zeroshard.optim.sharded_optimizer import NoOptimizer, ShardedOptimizer
+from zeroshard.parameters.bucket import Context
 from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
+from zeroshard.schedule.hooks import Hooks
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import State, Unit
+from zeroshard.step.elementwise import needs_whole_parameters
+from zeroshard.step.model_states import PARAMETERS, ModelStates
+from zeroshard.step.parking import STATES, Parking
+from zeroshard.step.sharded_optimizer import NoOptimizer, ShardedOptimizer
+from zeroshard.storage.buffer_pool import BufferPool
 from zeroshard.storage.storages import Storages
 
 DEFAULT_BUCKET_NUMEL = 500_000_000

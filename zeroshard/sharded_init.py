@@ -29,9 +29,9 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroshard.core.collectives import Collectives, create_collectives
-from zeroshard.core.metadata import METADATA, VALUES
+from zeroshard.collectives.collectives import Collectives, create_collectives
 from zeroshard.errors import StorageError
+from zeroshard.parameters.metadata import METADATA, VALUES
 
 _METADATA = METADATA | {"__format__", "__repr__"}
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.export import MAX_SHARD_NBYTES, begin, finish, live_sources, plan, write_ranges
 from zeroshard.checkpoint.loading import Loader, Reader, group_names
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.random_state import random_state, set_random_state
@@ -27,12 +26,13 @@ from zeroshard.checkpoint.saving import (
     take_snapshot,
     write_checkpoint,
 )
-from zeroshard.core.collectives import Collectives, create_control
-from zeroshard.core.schedule import Schedule
+from zeroshard.collectives.collectives import Collectives, create_control
 from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
-from zeroshard.optim.model_states import ModelStates
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, begin, finish, live_sources, plan, write_ranges
 from zeroshard.policy import Policy
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.step.model_states import ModelStates
+from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 _ATTEMPTS = 3
 

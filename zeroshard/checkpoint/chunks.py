@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.safetensors_file import header
-from zeroshard.core.raw_memory import memory_of
 from zeroshard.errors import CheckpointError
+from zeroshard.formats.safetensors_file import header
+from zeroshard.storage.raw_memory import memory_of
 
 CHUNK_NBYTES = 4 << 20
 """Bytes with one checksum (CRC-32)."""

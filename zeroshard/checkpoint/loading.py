@@ -19,9 +19,9 @@ from zeroshard.checkpoint.chunks import Task, read_tasks
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord, dtype_of
 from zeroshard.checkpoint.saving import persistent_buffers
 from zeroshard.checkpoint.values import unpack
-from zeroshard.core.unit import NamedParameter, Unit
 from zeroshard.errors import CheckpointError
-from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates, counting_on_device
+from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.step.model_states import PARAMETERS, Held, ModelStates, counting_on_device
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 """How this run computes is its own affair."""

@@ -24,12 +24,12 @@ from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import CHUNK_NBYTES, Lying, write_file
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
 from zeroshard.checkpoint.values import Packer, storable
-from zeroshard.core.collectives import Collectives
-from zeroshard.core.raw_memory import memory_of
-from zeroshard.core.unit import Unit
+from zeroshard.collectives.collectives import Collectives
 from zeroshard.errors import CheckpointError
-from zeroshard.optim.model_states import PARAMETERS, Held, ModelStates
 from zeroshard.policy import Policy
+from zeroshard.schedule.unit import Unit
+from zeroshard.step.model_states import PARAMETERS, Held, ModelStates
+from zeroshard.storage.raw_memory import memory_of
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from zeroshard.core.buffer_pool import BufferPool
-from zeroshard.core.unit import Unit
 from zeroshard.policy import DTypes, Policy
+from zeroshard.schedule.unit import Unit
+from zeroshard.storage.buffer_pool import BufferPool
 
 STATES_PER_PARAMETER = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "RMSprop": 1, "Adagrad": 1,

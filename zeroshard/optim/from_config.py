@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zeroshard.config.schema import OptimizerBlock
-from zeroshard.core.bucketing import find_units
 from zeroshard.errors import ConfigError
+from zeroshard.layout.bucketing import find_units
 from zeroshard.optim.lion import Lion
 from zeroshard.optim.muon import MuonWithAdamW
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zeroshard.core.buffer_pool import BufferPool
+from zeroshard.storage.buffer_pool import BufferPool
 from zeroshard.storage.transfers import Transfer
 
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroshard.core.raw_memory import memory_of
 from zeroshard.errors import StorageError
 from zeroshard.policy import PAGE_NBYTES
+from zeroshard.storage.raw_memory import memory_of
 from zeroshard.storage.transfers import CPU, LANDED, Transfer, in_pages
 
 BOUNCE_NBYTES = 1 << 20

@@ -78,7 +78,7 @@ class Storages:
             return self.host
         if states not in self._disks:
             if states == "optimizer":
-                # The rest of what the policy allows is for sub-groups, see optim/sub_groups.py.
+                # The rest of what the policy allows is for sub-groups, see step/sub_groups.py.
                 offload, count = self._policy.offload_optimizer, STAGING_COUNT
                 nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT
             else:

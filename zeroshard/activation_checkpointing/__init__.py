@@ -1,1 +1,0 @@
-"""Activation checkpointing on top of torch's own: where its saved inputs rest, and what it costs."""

@@ -1,0 +1,153 @@
+"""Owns the commands that look at checkpoints and turn them into something else. Called by cli."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.loading import Reader
+from zeroshard.checkpoint.manifest import FileRecord, dtype_of
+from zeroshard.formats.deepspeed import import_deepspeed
+from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, export, open_checkpoint
+from zeroshard.step.model_states import PARAMETERS
+
+MIB = 2**20
+
+
+class Dtype(StrEnum):
+    """What a model is exported as."""
+
+    fp32 = "float32"
+    bf16 = "bfloat16"
+    fp16 = "float16"
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")],
+    tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
+) -> None:
+    """Show what is in a checkpoint: parameters, sizes, ranks, step, and whether it is whole."""
+    reader = open_checkpoint(checkpoint, tag)
+    told = describe(reader, verify=verify)
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        _print(told)
+    if told["problems"]:
+        raise typer.Exit(1)
+
+
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write to, as transformers reads it.")],
+    tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the floating-point tensors.")] = Dtype.fp32,
+    max_shard_nbytes: Annotated[
+        int, typer.Option(help="A larger model is spread over files of this size.")
+    ] = MAX_SHARD_NBYTES,
+) -> None:
+    """Write the model of a checkpoint in the Hugging Face layout, with bounded memory, on any machine."""
+    reader = open_checkpoint(checkpoint, tag)
+    for path in export(reader, out, getattr(torch, dtype.value), max_shard_nbytes=max_shard_nbytes):
+        print(f"{path}  {path.stat().st_size / MIB:.1f} MiB")
+
+
+def import_from_deepspeed(
+    folder: Annotated[Path, typer.Argument(help="The folder of DeepSpeed's checkpoints, or one of them.")],
+    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
+    tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
+) -> None:
+    """Turn a DeepSpeed checkpoint of ZeRO 1, 2 or 3 into one that loads at any world size and stage. None of its code is run."""
+    path = import_deepspeed(folder, out, tag)
+    manifest = files.read_manifest(path)
+    print(f"{path}: {len(manifest.parameters)} parameters, {manifest.world_size} ranks")
+
+
+def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
+    """What `inspect` prints, as JSON."""
+    manifest = reader.manifest
+    states: dict[str, int] = {}
+    for record in manifest.parameters.values():
+        numel = torch.Size(record.shape).numel()
+        for name, state in record.states.items():
+            states[name] = states.get(name, 0) + numel * dtype_of(state.dtype).itemsize
+    engine = manifest.values.get("shared", {}).get("engine", {})
+    return {
+        "path": str(reader.folder),
+        "tag": manifest.tag,
+        "created": manifest.created,
+        "written_by": manifest.written_by,
+        "world_size": manifest.world_size,
+        "policy": manifest.policy,
+        "optimizer": manifest.optimizer,
+        "global_steps": engine.get("global_steps"),
+        "numel": sum(torch.Size(record.shape).numel() for record in manifest.parameters.values()),
+        "state_nbytes": states,
+        "excluded": manifest.excluded,
+        "values": sorted(manifest.values.get("shared", {})),
+        "files": [{"name": one.name, "nbytes": one.nbytes} for one in manifest.files],
+        "parameters": {
+            name: {
+                "shape": record.shape,
+                "names": record.names,
+                "trained": record.trained,
+                "states": {state: saved.dtype for state, saved in record.states.items()},
+            }
+            for name, record in manifest.parameters.items()
+        },
+        "verified": verify,
+        "problems": [problem for one in manifest.files for problem in _problems(reader, one, verify)],
+    }
+
+
+def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
+    path = reader.folder / record.name
+    if not path.is_file():
+        return [f"{record.name} is missing"]
+    if path.stat().st_size != record.nbytes:
+        return [f"{record.name} has {path.stat().st_size} bytes, not {record.nbytes}"]
+    if verify:
+        with path.open("rb") as file:
+            for number, checksum in enumerate(record.checksums):
+                if zlib.crc32(file.read(reader.manifest.chunk_nbytes)) != checksum:
+                    return [f"{record.name} is damaged at byte {number * reader.manifest.chunk_nbytes} or after"]
+    return []
+
+
+def _print(told: dict[str, Any]) -> None:
+    console = Console()
+    stage = "".join(
+        "s" if told["policy"][state]["sharded"] else "-" for state in (PARAMETERS, "gradients", "optimizer")
+    )
+    sizes = ", ".join(f"{name} {nbytes / MIB:.1f} MiB" for name, nbytes in told["state_nbytes"].items())
+    console.print(f"[bold]{told['path']}[/bold]", highlight=False)
+    console.print(
+        f"{told['numel']:,} elements in {len(told['parameters'])} parameters; {sizes}\n"
+        f"step {told['global_steps']}, {told['world_size']} ranks, sharded (parameters, gradients, optimizer): {stage}, "
+        f"{told['optimizer']}, zeroshard {told['written_by']['zeroshard']}, torch {told['written_by']['torch']}",
+        highlight=False,
+    )
+    table = Table("parameter", "shape", "states", "also called")
+    for name, record in told["parameters"].items():
+        states = ", ".join(f"{state} {dtype}" for state, dtype in record["states"].items())
+        frozen = "" if record["trained"] else " (frozen)"
+        table.add_row(
+            name + frozen, "x".join(map(str, record["shape"])) or "scalar", states, ", ".join(record["names"][1:])
+        )
+    console.print(table)
+    for problem in told["problems"]:
+        console.print(f"[red]not whole:[/red] {problem}")
+    if not told["problems"]:
+        checked = "and its checksums are right" if told["verified"] else "with its size; checksums were not looked at"
+        console.print(f"[green]whole[/green]: every file is there {checked}")

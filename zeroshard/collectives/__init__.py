@@ -1,0 +1,1 @@
+"""What ranks send to one another."""

@@ -1,1 +1,0 @@
-"""See docs/design.md, "The rooms"."""

@@ -1,0 +1,1 @@
+"""Other people's files: Hugging Face, DeepSpeed, torch's distributed checkpoint."""

@@ -1,0 +1,205 @@
+"""Owns models that begin with values from a file, or with none: every rank reads its own part. Called by users, before `shard`.
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    zeroshard.materialise(model, initialise=model._init_weights)   # what the file does not hold
+    zeroshard.load_pretrained(model, "folder with model.safetensors.index.json")
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+
+Parameters come out born sharded, see sharded_init: the whole of the model exists on no rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.formats.safetensors_file import SafetensorsReader
+from zeroshard.sharded_init import Births, BornSharded, Shard, born, cut_parameter, shard_of
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] = lambda fqn: fqn,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> tuple[list[str], list[str]]:
+    """Give a model the values of safetensors files. Each rank reads its own part of each parameter, 1 / world_size of the bytes.
+
+    Args:
+        model: not sharded yet; its parameters may be whole, born sharded, or on the meta device. They keep their dtypes;
+            those on the meta device are made on `device`. Tied parameters are found under any of their names.
+        path: a file, an index (`*.index.json`), or a folder with `model.safetensors` or `model.safetensors.index.json`.
+        strict: missing and unexpected names are errors.
+        rename: from a name of the model to the name in the file.
+        device: default: torch's default device.
+        group: the data-parallel process group. Every rank of it must call.
+        folder: see `sharded_init`.
+
+    Returns:
+        The names that the files lack, and the names that the model lacks.
+
+    Raises:
+        CheckpointError: names the file, the parameter, and what is wrong.
+    """
+    births = Births(group, torch.device(device or torch.get_default_device()), folder)
+    with ExitStack() as stack:
+        readers = {
+            name: stack.enter_context(SafetensorsReader(name)) for name in dict.fromkeys(_files(Path(path)).values())
+        }
+        home = {tensor: reader for reader in readers.values() for tensor in reader.entries}
+        missing: list[str] = []
+        used: set[str] = set()
+        for fqns, tensor in _named_tensors(model):
+            name = next((rename(fqn) for fqn in fqns if rename(fqn) in home), None)
+            if name is None:
+                missing.append(fqns[0])
+                continue
+            used.update(rename(fqn) for fqn in fqns)
+            _read(model, fqns, tensor, home[name], name, births)
+    unexpected = sorted(home.keys() - used)
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{path} is of another model: it lacks {_some(missing)}, and {type(model).__name__} lacks {_some(unexpected)}. "
+            "strict=False loads what both have."
+        )
+    return missing, unexpected
+
+
+def materialise(
+    model: nn.Module,
+    initialise: Callable[[nn.Module], object] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> None:
+    """Give a model on the meta device its values, one module at a time; they are cut at once. Every rank must call it.
+
+    Args:
+        model: what of it is not on the meta device stays as it is.
+        initialise: fills the parameters and buffers that a module holds itself; default: its `reset_parameters`. Random
+            numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
+        device: default: torch's default device.
+        group: the data-parallel process group.
+        folder: see `sharded_init`.
+    """
+    births = Births(group, torch.device(device or torch.get_default_device()), folder)
+    made: dict[int, nn.Parameter] = {}
+    for fqn, module in model.named_modules():
+        own = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
+        buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+        if not own and not buffers:
+            continue
+        fresh = []
+        for name in own:
+            before = module._parameters[name]
+            assert before is not None
+            if id(before) not in made:
+                made[id(before)] = nn.Parameter(torch.empty_like(before, device=births.device), before.requires_grad)
+                fresh.append(made[id(before)])
+            module._parameters[name] = made[id(before)]
+        for name in buffers:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=births.device)  # type: ignore[arg-type]
+        if initialise is None and not hasattr(module, "reset_parameters"):
+            raise UsageError(
+                f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: give "
+                "materialise(initialise=...), a function that fills what a module holds itself."
+            )
+        with torch.no_grad():
+            if initialise is not None:
+                initialise(module)
+            else:
+                module.reset_parameters()
+        for parameter in fresh:
+            cut_parameter(parameter, births)
+
+
+def _read(
+    model: nn.Module, fqns: list[str], tensor: Tensor, reader: SafetensorsReader, name: str, births: Births
+) -> None:
+    entry = reader.entries[name]
+    if entry.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} {tuple(tensor.shape)}."
+        )
+    if not tensor.is_meta and type(tensor) is not BornSharded:
+        with torch.no_grad():
+            target = (
+                tensor.detach()
+                if tensor.is_contiguous()
+                else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            )
+            reader.read_into(name, 0, target)
+            tensor.detach().copy_(target)
+        return
+    if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():  # whole on every rank
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=births.device)
+        reader.read_into(name, 0, whole)
+        _replace(model, fqns, nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole)
+        return
+    if type(tensor) is BornSharded:
+        shard, own = shard_of[tensor], shard_of[tensor].own
+    else:
+        shard = Shard(tensor.shape, births)
+        own = births.room(shard.numel, tensor.dtype, births.device)
+    start, stop = shard.range
+    reader.read_into(name, start, own[: stop - start])
+    shard.own = own
+    if type(tensor) is not BornSharded:
+        _replace(model, fqns, born(shard, tensor.shape, tensor.requires_grad))
+
+
+def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
+    """Put a tensor under each of its names."""
+    for fqn in fqns:
+        prefix, _, name = fqn.rpartition(".")
+        module = model.get_submodule(prefix)
+        kind = module._parameters if name in module._parameters else module._buffers
+        kind[name] = tensor  # type: ignore[assignment]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Parameters, and the buffers that a state dict holds, each once with all its names."""
+    names: dict[int, tuple[list[str], Tensor]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), ([], parameter))[0].append(fqn)
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(id(buffer), ([], buffer))[0].append(f"{prefix}.{name}" if prefix else name)
+    yield from names.values()
+
+
+def _files(path: Path) -> Mapping[str, Path]:
+    """Tensor names, or "" for all, to the files that hold them."""
+    if path.is_dir():
+        found = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
+        if not found:
+            raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}.")
+        path = found[0]
+    if not path.name.endswith(".json"):
+        return {"": path}
+    try:
+        weights = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): path.parent / str(file) for name, file in weights.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({error!r}).") from None
+
+
+def _some(names: list[str]) -> str:
+    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"

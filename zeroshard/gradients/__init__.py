@@ -1,0 +1,1 @@
+"""Gradients: gathered from autograd, reduced over ranks."""

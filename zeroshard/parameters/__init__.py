@@ -1,0 +1,1 @@
+"""Parameters: sharded at rest, brought together, given back."""

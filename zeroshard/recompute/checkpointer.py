@@ -1,0 +1,255 @@
+"""Owns activation checkpointing: a function, or a model's units, whose activations are computed again in the backward.
+
+It is torch's own (non-reentrant) checkpointing; `Checkpointing` adds where the saved inputs rest, and what is measured.
+Gradients are those without it, to the bit, dropout included. Called by users (through zeroshard.checkpointing), initialize.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zeroshard.collectives.collectives import create_collectives
+from zeroshard.config.schema import ActivationCheckpointingBlock
+from zeroshard.errors import UsageError
+from zeroshard.layout.bucketing import find_units
+from zeroshard.policy import Units
+from zeroshard.recompute.saved_inputs import HostCopies, Keeper, Partition, Recall, Slots, keep
+
+_Version = tuple[weakref.ref[Tensor], int]
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What is done beyond torch's checkpointing. The names are those of the config's block.
+
+    Attributes:
+        partition_activations: inputs that are the same on all ranks of `model_parallel_group` are kept sharded over it.
+        cpu_checkpointing: inputs are kept in CPU memory. Where the model computes there, they are already.
+        contiguous_memory_optimization: inputs are kept in memory that is allocated once, for `number_checkpoints`.
+        synchronize_checkpoint_boundary: wait for the accelerator where a checkpoint begins and ends.
+        profile: measure time and bytes, see `Checkpointer.table`.
+        model_parallel_group: the ranks that hold parts of one layer and the same inputs.
+    """
+
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: int | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+    model_parallel_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, block: ActivationCheckpointingBlock) -> Checkpointing:
+        """What a config says."""
+        return cls(**block.model_dump(exclude={"checkpoint_units"}))
+
+    def __post_init__(self) -> None:
+        if self.contiguous_memory_optimization and not self.number_checkpoints:
+            raise UsageError(
+                "contiguous_memory_optimization allocates its memory once: give number_checkpoints, the most "
+                "checkpoints that a forward makes."
+            )
+
+
+@dataclass
+class Cost:
+    """What the checkpoints of one name cost since the last `reset`: seconds in forward and recompute, bytes of saved inputs."""
+
+    calls: int = 0
+    forward: float = 0.0
+    recompute: float = 0.0
+    nbytes: int = 0
+
+
+class Checkpointer:
+    """Runs functions so that their activations are not kept. One for a model, or for a process.
+
+    Args:
+        options: see `Checkpointing`.
+    """
+
+    def __init__(self, options: Checkpointing | None = None) -> None:
+        self.options = options or Checkpointing()
+        self.costs: dict[str, Cost] = {}
+        on_host = self.options.cpu_checkpointing
+        slots = self.options.number_checkpoints if self.options.contiguous_memory_optimization else None
+        self._slots = Slots(slots, on_host) if slots else None
+        self._keepers: dict[torch.device, Keeper] = {}
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
+        return self  # a copy of a model whose units are checkpointed shares it
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, to be computed again in the backward."""
+        return self.run(getattr(function, "__qualname__", type(function).__qualname__), function, *args, **kwargs)
+
+    def run(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As `checkpoint`, under a name for the table."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+
+        def call(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(list(leaves), spec)
+            return function(*args, **kwargs)
+
+        if self._slots is not None:
+            self._slots.begin()
+        with self._hooks(name, leaves):
+            if self.options.profile or self.options.synchronize_checkpoint_boundary:
+                return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=partial(self._measured, name))
+            return torch_checkpoint(call, *leaves, use_reentrant=False)
+
+    # ------------------------------------------------------------------ saved inputs
+
+    def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
+        """What torch's checkpointing hands its inputs to; nothing where it may keep them as it does."""
+        options = self.options
+        if not (options.profile or options.partition_activations or options.cpu_checkpointing or self._slots):
+            return nullcontext()
+        # Weights, masks and positions are not activations: moving them would only copy what stays anyway.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), leaf._version) for leaf in tensors}
+        return saved_tensors_hooks(partial(self._pack, name, activations), _unpack)
+
+    def _pack(self, name: str, activations: Mapping[tuple[int, torch.Size], _Version], tensor: Tensor) -> Recall:
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in activations or tensor.numel() == 0:
+            return keep(tensor)
+        if self.options.profile:
+            self.costs.setdefault(name, Cost()).nbytes += tensor.nbytes
+        return partial(_unless_changed, self._keeper(tensor.device)(tensor), *activations[key])
+
+    def _keeper(self, device: torch.device) -> Keeper:
+        if device not in self._keepers:
+            self._keepers[device] = self._make_keeper(device)
+        return self._keepers[device]
+
+    def _make_keeper(self, device: torch.device) -> Keeper:
+        keeper: Keeper = self._slots or keep
+        if self.options.cpu_checkpointing and device.type != "cpu":
+            keeper = HostCopies(self._slots)
+        if not self.options.partition_activations:
+            return keeper
+        group = self.options.model_parallel_group
+        if group is None or dist.get_world_size(group) == 1:
+            warnings.warn(
+                "partition_activations has no effect: there is no model-parallel group over which inputs are the same.",
+                stacklevel=2,
+            )
+            return keeper
+        return Partition(create_collectives(group, device), keeper)
+
+    # ------------------------------------------------------------------ costs
+
+    def _measured(self, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        cost = self.costs.setdefault(name, Cost()) if self.options.profile else None
+        return _Clock(cost, is_forward=True), _Clock(cost, is_forward=False)
+
+    def table(self) -> Table:
+        """Time and bytes of each checkpoint, for rich's console. Empty without `profile`."""
+        table = Table("checkpoint", "calls", "forward ms", "recompute ms", "saved inputs MiB")
+        for name, cost in self.costs.items():
+            calls = max(cost.calls, 1)
+            numbers = (1e3 * cost.forward / calls, 1e3 * cost.recompute / calls, cost.nbytes / calls / 2**20)
+            table.add_row(name, str(cost.calls), *[f"{number:.2f}" for number in numbers])
+        return table
+
+    # ------------------------------------------------------------------ units
+
+    def checkpoint_units(
+        self, model: nn.Module, patterns: str | Sequence[str] = "auto", units: Units | None = None
+    ) -> None:
+        """Checkpoint modules of a model that nobody prepared, until `remove`.
+
+        Args:
+            model: its modules' `forward` is wrapped, on the module itself.
+            patterns: "auto" is the units of the model (each block of a list of blocks); else full names, with `*` for anything.
+            units: what is a unit, as given to `shard`.
+        """
+        chosen = find_units(model, units) if patterns == "auto" else _matching(model, patterns)
+        if not chosen:
+            raise UsageError(f"nothing to checkpoint: {type(model).__name__} has no list of blocks. Name the modules.")
+        for name, module in chosen:
+            self._wrapped.append((module, module.__dict__.get("forward")))
+            module.forward = partial(self.run, name, module.forward)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Take what `checkpoint_units` did off again."""
+        for module, forward in reversed(self._wrapped):
+            del module.forward
+            if forward is not None:
+                module.forward = forward  # type: ignore[method-assign]
+        self._wrapped.clear()
+
+
+class _Clock(AbstractContextManager[None]):
+    """Waits for the accelerator at both ends, and adds to a cost; entered once for each backward of the graph."""
+
+    def __init__(self, cost: Cost | None, *, is_forward: bool) -> None:
+        self._cost, self._is_forward, self._start = cost, is_forward, 0.0
+
+    def __enter__(self) -> None:
+        _synchronize()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        _synchronize()
+        seconds = time.perf_counter() - self._start
+        if self._cost is None:
+            return
+        if self._is_forward:
+            self._cost.calls += 1
+            self._cost.forward += seconds
+        else:
+            self._cost.recompute += seconds
+
+
+def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
+    """As torch does without hooks: an input that was changed in place since is no input to compute from."""
+    alive = reference()
+    if alive is not None and alive._version != version:
+        raise RuntimeError(
+            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be computed again."
+        )
+    return recall()
+
+
+def _unpack(recall: Recall) -> Tensor:
+    return recall()
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    found: list[tuple[str, nn.Module]] = []
+    for pattern in patterns:
+        matching = [(name, module) for name, module in model.named_modules() if name and fnmatchcase(name, pattern)]
+        if not matching:
+            raise UsageError(f"checkpoint_units: no module of the model is called {pattern!r}.")
+        found += [pair for pair in matching if pair not in found]
+    # Of modules inside one another the outermost: a checkpoint in a checkpoint would keep what the outer one does not.
+    names = {name for name, _ in found}
+    return [(n, m) for n, m in found if not any(n[:i] in names for i, letter in enumerate(n) if letter == ".")]

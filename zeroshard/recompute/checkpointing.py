@@ -1,0 +1,83 @@
+"""Owns activation checkpointing in the shape that DeepSpeed users know. Called by users.
+
+    zeroshard.checkpointing.configure(deepspeed_config="zero2.json")
+    x = zeroshard.checkpointing.checkpoint(block, x)
+
+That shape needs one thing per process that both know, and this module holds it. `Checkpointer` is the way without, and the config's
+`"activation_checkpointing": {"checkpoint_units": "auto"}` the one without touching the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroshard.config.load import load_checkpointing
+from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
+
+__all__ = ["Checkpointer", "Checkpointing", "checkpoint", "configure", "configured", "is_configured", "reset"]
+
+_configured: list[Checkpointer] = []
+_DEFAULT = Checkpointer()
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> Checkpointer:
+    """Say how `checkpoint` keeps its inputs, for this process.
+
+    Args:
+        mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
+        deepspeed_config: its `activation_checkpointing` block is taken where the arguments after it say nothing.
+        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile: as
+            `Checkpointing`'s partition_activations, contiguous_memory_optimization, number_checkpoints, cpu_checkpointing,
+            synchronize_checkpoint_boundary, profile.
+    """
+    options = Checkpointing()
+    if deepspeed_config is not None:
+        options = Checkpointing.of(load_checkpointing(deepspeed_config))
+    given: dict[str, Any] = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    group = mpu_.get_model_parallel_group() if hasattr(mpu_, "get_model_parallel_group") else mpu_
+    assert group is None or isinstance(group, dist.ProcessGroup)
+    said = {key: value for key, value in given.items() if value is not None}
+    reset()
+    _configured.append(Checkpointer(replace(options, model_parallel_group=group, **said)))
+    return configured()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose activations are computed again in the backward instead of being kept."""
+    return configured().checkpoint(function, *args)
+
+
+def configured() -> Checkpointer:
+    """What `checkpoint` uses: its costs, and their table."""
+    return _configured[0] if _configured else _DEFAULT
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return bool(_configured)
+
+
+def reset() -> None:
+    """Forget what was configured."""
+    _configured.clear()

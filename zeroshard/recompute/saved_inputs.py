@@ -1,0 +1,207 @@
+"""Owns where the saved inputs of a checkpoint rest between forward and backward. Called by checkpointer.
+
+torch's checkpointing hands each input that it saves to the saved-tensor hooks around it. A keeper is the first of such a pair of
+hooks: it takes a tensor in the forward and returns how to get it back, to be called in the backward as often as the graph is used.
+What is returned lives as long as the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.collectives import Collectives
+from zeroshard.errors import UsageError
+
+Recall = Callable[[], Tensor]
+
+
+class Keeper(Protocol):
+    """See the module's docstring."""
+
+    def __call__(self, tensor: Tensor) -> Recall:
+        """Keep it."""
+        ...
+
+
+def keep(tensor: Tensor) -> Recall:
+    """Keep the tensor as it is, as torch does."""
+    return lambda: tensor
+
+
+class Partition:
+    """Keeps this rank's part of an input that is the same on all ranks of a model-parallel group, and gathers it again.
+
+    `inner` keeps the parts.
+    """
+
+    def __init__(self, collectives: Collectives, inner: Keeper) -> None:
+        self._collectives, self._inner = collectives, inner
+
+    def __call__(self, tensor: Tensor) -> Recall:
+        ranks = self._collectives.world_size
+        numel = -(-tensor.numel() // ranks)
+        start = self._collectives.rank * numel
+        own = tensor.new_zeros(numel)
+        part = tensor.detach().reshape(-1)[start : start + numel]
+        own[: part.numel()].copy_(part)
+        recall, shape = self._inner(own), tensor.shape
+
+        def gather() -> Tensor:
+            rows = tensor_like.new_empty(ranks, numel)
+            rows[self._collectives.rank].copy_(recall())
+            self._collectives.all_gather(rows, 0, "all-gather of partitioned activations").wait()
+            return rows.view(-1)[: shape.numel()].view(shape)
+
+        tensor_like = tensor.new_empty(0)
+        return gather
+
+
+class HostCopies:
+    """Keeps inputs in (pinned) CPU memory. Copies run on a stream of their own, and come back one checkpoint ahead of use.
+
+    Args:
+        slots: the memory for the copies; default: memory that torch's allocator of pinned memory keeps for reuse.
+    """
+
+    def __init__(self, slots: Slots | None = None) -> None:
+        self._slots = slots
+        self._stream: torch.Stream | None = None
+        self._alive: list[weakref.ref[_HostCopy]] = []
+
+    def __call__(self, tensor: Tensor) -> Recall:
+        stream = self._stream_for(tensor.device)
+        self._alive = [copy for copy in self._alive if copy() is not None]
+        memory = _host_memory(tensor.shape, tensor) if self._slots is None else self._slots.take(tensor)
+        copy = _HostCopy(tensor, memory, stream, self._alive, len(self._alive))
+        if self._slots is not None:
+            self._slots.hold(copy)
+        self._alive.append(weakref.ref(copy))
+        return copy.recall
+
+    def _stream_for(self, device: torch.device) -> torch.Stream | None:
+        if device.type != "cpu" and self._stream is None:
+            self._stream = torch.Stream(device)
+        return self._stream
+
+
+class _HostCopy:
+    """One input in CPU memory; `earlier` are the copies before it, of which the last is needed next."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        host: Tensor,
+        stream: torch.Stream | None,
+        earlier: list[weakref.ref[_HostCopy]],
+        number: int,
+    ) -> None:
+        self._host, self._device, self._stream, self._earlier, self._number = (
+            host,
+            tensor.device,
+            stream,
+            earlier,
+            number,
+        )
+        self._back: Tensor | None = None
+        self._is_recalled = False
+        if stream is None:
+            host.copy_(tensor.detach())
+            return
+        stream.wait_stream(torch.accelerator.current_stream())  # type: ignore[attr-defined]
+        with stream:
+            host.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(stream)
+
+    def start(self) -> None:
+        """Bring it back, behind what is computed now."""
+        if self._back is None and self._stream is not None:
+            with self._stream:
+                self._back = self._host.to(self._device, non_blocking=True)
+
+    def recall(self) -> Tensor:
+        """The input on its own device."""
+        self._is_recalled = True
+        if self._stream is None:
+            return self._host.to(self._device)
+        self.start()
+        tensor, self._back = self._back, None
+        assert tensor is not None
+        current = torch.accelerator.current_stream()
+        current.wait_stream(self._stream)  # type: ignore[attr-defined]
+        tensor.record_stream(current)
+        earlier = [copy for copy in (ref() for ref in self._earlier[: self._number]) if copy is not None]
+        before = [copy for copy in earlier if not copy._is_recalled]
+        if before:
+            before[-1].start()
+        return tensor
+
+
+def _host_memory(shape: torch.Size, like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
+
+
+class Slots:
+    """Memory for saved inputs that is allocated once: `count` slots for each size and place among a checkpoint's inputs.
+
+    Slots are used again when no input is kept any more, which is after the backward.
+    """
+
+    def __init__(self, count: int, on_host: bool = False) -> None:
+        self._count, self._on_host = count, on_host
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self._next: dict[tuple[object, ...], int] = {}
+        self._kept: set[int] = set()
+        self._ordinal = 0
+
+    def begin(self) -> None:
+        """Another checkpoint begins."""
+        self._ordinal = 0
+        if not self._kept:
+            self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in self._next}
+            self._next.clear()
+
+    def __call__(self, tensor: Tensor) -> Recall:
+        slot = self.take(tensor)
+        slot.copy_(tensor.detach())
+        held = _InSlot(slot)
+        self.hold(held)
+        return held.recall
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A slot for a copy of `tensor`."""
+        key = (self._ordinal, tensor.shape, tensor.dtype)
+        self._ordinal += 1
+        number = self._next.get(key, 0)
+        if number >= self._count:
+            raise UsageError(
+                f"number_checkpoints is {self._count}, but more checkpoints than that were made before their backward: raise it, "
+                "or turn contiguous_memory_optimization off."
+            )
+        self._next[key] = number + 1
+        if key not in self._buffers:
+            shape = torch.Size((self._count, *tensor.shape))
+            self._buffers[key] = _host_memory(shape, tensor) if self._on_host else tensor.new_empty(shape)
+        return self._buffers[key][number]
+
+    def hold(self, owner: object) -> None:
+        """Slots are in use as long as `owner` lives."""
+        self._kept.add(id(owner))
+        weakref.finalize(owner, self._kept.discard, id(owner))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class _InSlot:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def recall(self) -> Tensor:
+        return self._tensor

@@ -1,0 +1,1 @@
+"""What happens when in a step: hooks, units, order."""

@@ -1,0 +1,324 @@
+"""Owns the hooks on the user's modules and parameters, and the phase they imply. Called by torch; calls schedule.
+
+[Note: when a unit may be given back in the backward]
+When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
+needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have none to
+tell by; a module that has some is finished when, in addition, the gradients of all its inputs are known. What cannot be
+told is given back when the backward ends.
+
+[Note: recomputation]
+Activation checkpointing runs a module's forward inside the backward. Such a forward brings the unit together, but must
+not give it back: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an
+exception, so nothing here counts on a forward's end.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.schedule.probe import Probe, Take
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import State, Unit
+
+
+class Phase(enum.Enum):
+    """What the model is doing, as far as hooks can tell."""
+
+    IDLE_OR_FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class _Hook:
+    """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
+
+    def __init__(self, method: Callable[..., None], *args: Any) -> None:
+        self._method, self._args = method, args
+
+    def __call__(self, *args: Any) -> None:
+        self._method(*self._args, *args)
+
+    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
+        return _no_hook, ()
+
+
+@functools.cache
+def _module_hook() -> type[_Hook]:
+    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit.
+
+    Made at first use: to say so imports the compiler, which takes a second.
+    """
+
+    class ModuleHook(_Hook):
+        __call__ = torch.compiler.disable(_Hook.__call__)
+
+    return ModuleHook
+
+
+class _WeakHook:
+    """The same as a parameter keeps it. Python's garbage collector does not see what a parameter's hooks refer to, so a
+    parameter must not own what owns it; modules keep `Hooks` alive."""
+
+    def __init__(self, method: Callable[..., None], *args: Any) -> None:
+        self._method, self._args = weakref.WeakMethod(method), args
+
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*self._args, *args)
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*_: Any) -> None:
+    return
+
+
+@dataclass
+class _Call:
+    """One call of a module in a forward; `counted` until its backward begins (a recomputation is never counted)."""
+
+    counted: bool
+
+
+class Hooks:
+    """Connects a model's modules and parameters to a schedule, until `remove`."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        self._schedule: Schedule | Probe = schedule
+        self._aside: Schedule | None = None
+        """The schedule, while a backward that reaches no parameter goes around it."""
+        self._phase = Phase.IDLE_OR_FORWARD
+        # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
+        self._open_calls: Counter[nn.Module] = Counter()
+        self._root = model
+        # Calls whose backward is still to come, and modules whose backward has begun, in this order.
+        self._calls_to_come: Counter[nn.Module] = Counter()
+        self._in_progress: dict[nn.Module, None] = {}
+        self._brought: dict[nn.Module, list[Unit]] = {}
+        self._handles: list[RemovableHandle] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on the modules and parameters of the schedule's units."""
+        model, schedule = self._root, self._schedule
+        self._units: dict[nn.Module, list[Unit]] = {}
+        for unit in schedule.units:
+            for module in unit.modules:
+                self._units.setdefault(module, []).append(unit)
+        self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
+        hook_of = _module_hook()
+        self._handles += [
+            model.register_forward_pre_hook(hook_of(self._pre_root_forward)),
+            model.register_state_dict_pre_hook(hook_of(self._pre_state_dict)),
+        ]
+        for module in self._units:
+            self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_forward), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(hook_of(self._post_forward, module is model)))
+        self._owned = {
+            module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
+        }
+        for module in self._owned:
+            self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_part)))
+            self._handles.append(module.register_forward_hook(hook_of(self._post_part)))
+        for number, unit in enumerate(schedule.units):
+            for index, entry in enumerate(unit.named if unit.trainable else ()):
+                hook = _WeakHook(self._post_accumulate, number, index)
+                self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def probe(self, take: Take) -> Iterator[None]:
+        """Backwards inside belong to no step: `take` gets their gradients, and nothing is reduced."""
+        schedule = self._schedule
+        assert isinstance(schedule, Schedule)
+        self._schedule = Probe(schedule, take)
+        try:
+            yield
+        finally:
+            self._schedule = schedule
+
+    # ------------------------------------------------------------------ forward
+
+    def _pre_root_forward(self, module: nn.Module, args: Any) -> None:
+        if _in_backward():
+            return
+        if self._phase is Phase.BACKWARD:  # a backward that never reached its end
+            self._schedule.abandon_backward()
+            self._end_phase()
+        self._schedule.begin_forward()
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recompute = _in_backward()
+        self._schedule.unshard(self._units[module], backward=recompute)
+        if self._has_frozen[module] and torch.is_grad_enabled() and not recompute:
+            for tensor in _differentiable((args, kwargs)):
+                self._open_calls[module] += 1
+                tensor.register_hook(partial(self._input_gradient_known, module))
+
+    def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward() and not torch.is_grad_enabled():
+            return
+        outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        if outputs:
+            call = _Call(counted=not _in_backward())
+            self._calls_to_come[module] += call.counted
+            for tensor in outputs:
+                tensor.register_hook(partial(self._pre_backward, module, call))
+        if not _in_backward() and not (is_root and outputs):
+            self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
+
+    # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
+
+    def _pre_part(self, module: nn.Module, args: Any) -> None:
+        missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
+        if missing:
+            _unshard(missing)
+            self._brought[module] = missing
+
+    def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        units = self._brought.pop(module, None)
+        if units is None or _in_backward():
+            return  # what a recomputation brings together, the backward still needs
+        for tensor in _differentiable(output) if torch.is_grad_enabled() else []:
+            tensor.register_hook(partial(self._pre_part_backward, units))
+        for unit in units:
+            unit.reshard()
+
+    def _pre_part_backward(self, units: Sequence[Unit], gradient: Tensor) -> None:
+        self._begin_backward()
+        _unshard(units)
+
+    def _pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if any(unit.state in (State.SHARDED, State.PARKED) for unit in self._schedule.units):
+            warnings.warn(
+                "state_dict() of a model whose parameters are sharded, or parked, holds NaN for their values; read it inside "
+                "`with zeroshard.unsharded(model):`.",
+                stacklevel=4,
+            )
+
+    # ------------------------------------------------------------------ backward
+
+    def _begin_backward(self) -> None:
+        if self._phase is not Phase.BACKWARD:
+            self._phase = Phase.BACKWARD
+            if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
+                self._aside, self._schedule = self._schedule, Probe(self._schedule, _ignore)
+            # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _reaches_parameters(self) -> bool:
+        """Whether this backward will give any parameter a gradient. One for the sake of inputs (torch.autograd.grad) does not.
+
+        torch has no public way to ask; its own checkpointing uses this one.
+        """
+        trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
+        try:
+            # Asked for anew each time: who keeps these nodes keeps the parameters. The first answer is nearly always yes.
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined]
+                for parameter in trainable
+            )
+        except RuntimeError:  # autograd.grad with respect to parameters: they get no .grad either
+            return False
+
+    def _pre_backward(self, module: nn.Module, call: _Call, gradient: Tensor) -> None:
+        self._begin_backward()
+        if call.counted:
+            self._calls_to_come[module] -= 1
+            call.counted = False
+        self._close_others(module)
+        if module is not self._root:
+            self._in_progress[module] = None
+        for unit in self._units[module]:
+            unit.expect_gradients()
+        self._schedule.unshard(self._units[module], backward=True)
+
+    def _close_others(self, module: nn.Module) -> None:
+        """A module's backward begins: autograd runs later modules first, so those that began before it are over."""
+        over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
+        for other in over:
+            del self._in_progress[other]
+            for unit in self._units[other]:
+                self._schedule.close(unit)
+
+    def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
+        self._begin_backward()
+        unit = self._schedule.units[number]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._schedule.add_gradient(unit, index, gradient)
+        if unit.has_all_gradients:
+            self._give_back(unit.modules)
+
+    def _input_gradient_known(self, module: nn.Module, gradient: Tensor) -> None:
+        self._open_calls[module] -= 1
+        self._give_back([module])
+
+    def _give_back(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            units = self._units[module]
+            if self._open_calls[module] <= 0 and all(unit.has_all_gradients or unit.is_frozen for unit in units):
+                for unit in units:
+                    unit.reshard()
+
+    def _end_backward(self) -> None:
+        schedule = self._schedule
+        self._end_phase()
+        schedule.end_backward()
+
+    def _end_phase(self) -> None:
+        if self._aside is not None:
+            self._schedule, self._aside = self._aside, None
+        self._phase = Phase.IDLE_OR_FORWARD
+        self._open_calls.clear()
+        self._calls_to_come.clear()
+        self._in_progress.clear()
+
+
+def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """The modules that hold sharded parameters themselves, with those parameters' units."""
+    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
+    found = {}
+    for module in model.modules():
+        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+        if held:
+            found[module] = list(held)
+    return found
+
+
+def _unshard(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.start_unshard()
+    for unit in units:
+        unit.unshard()
+
+
+def _in_backward() -> bool:
+    """Whether this thread is running a backward: a forward that starts now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,0 +1,50 @@
+"""Owns backwards that belong to no step: their gradients are looked at and forgotten. Called by hooks, in the schedule's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import Unit
+
+Take = Callable[[Unit, int, Tensor], None]
+"""Gets this rank's unreduced gradient of parameter `index` of a unit, as autograd made it."""
+
+
+class Probe:
+    """Brings units together as the schedule does, and hands gradients to `take`. Nothing is reduced."""
+
+    def __init__(self, schedule: Schedule, take: Take) -> None:
+        self.units = schedule.units
+        self._schedule, self._take = schedule, take
+
+    def begin_forward(self) -> None:
+        """As the schedule's own."""
+        self._schedule.begin_forward()
+
+    def unshard(self, units: Sequence[Unit], *, backward: bool) -> None:
+        """As the schedule's own."""
+        self._schedule.unshard(units, backward=backward)
+
+    def reshard_after_forward(self, units: Sequence[Unit], *, backward_follows: bool) -> None:
+        """As the schedule's own."""
+        self._schedule.reshard_after_forward(units, backward_follows=backward_follows)
+
+    def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
+        """Show it."""
+        self._take(unit, index, gradient)
+
+    def close(self, unit: Unit) -> None:
+        """No reduction waits for what the unit did not give."""
+
+    def end_backward(self) -> None:
+        """Give all units back."""
+        for unit in self.units:
+            unit.expect_gradients()
+            unit.reshard()
+
+    def abandon_backward(self) -> None:
+        """As its end."""
+        self.end_backward()

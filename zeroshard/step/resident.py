@@ -1,0 +1,306 @@
+"""Owns one shard with all that the optimizer keeps of it: in place, or in a frame while it is needed. Called by sub_groups.
+
+[Note: values that are elsewhere]
+The optimizer knows the 1-D tensors that it updates, and the state that it keeps for each, by identity. So those tensors stay, and
+what they look at is exchanged: a part of a frame while their sub-group has its turn, else a placeholder, one NaN expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import StorageError, UsageError
+from zeroshard.parameters.bucket import Shard
+from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.storage.base import Slot
+from zeroshard.storage.transfers import CPU, Transfer, in_pages
+
+State = MutableMapping[Any, dict[str, Any]]
+
+
+class Frame:
+    """Memory for one sub-group, where the optimizer steps."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self._used = memory, 0
+        self._busy: list[Transfer] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Room for `numel` elements, aligned for direct I/O. Beyond the frame, which the first step alone needs, new memory."""
+        nbytes = numel * dtype.itemsize
+        start, self._used = self._used, self._used + in_pages(nbytes)
+        if self._used > self._memory.numel():
+            return torch.empty(numel, dtype=dtype, device=self._memory.device)
+        return self._memory[start : start + nbytes].view(dtype)
+
+    def hold(self, transfer: Transfer) -> None:
+        """The frame is not used again before `transfer` is over."""
+        self._busy.append(transfer)
+
+    def empty(self) -> Frame:
+        """Wait until nothing is on its way from here, and begin anew."""
+        busy, self._busy, self._used = self._busy, [], 0
+        failed = None
+        for transfer in busy:
+            try:
+                transfer.wait(CPU)
+            except StorageError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return self
+
+    def forget(self) -> None:
+        """What was on its way failed, or is of no use any longer; nothing of it may come later."""
+        with suppress(StorageError):
+            self.empty()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `empty` would not block, as far as can be told."""
+        return all(transfer.is_done for transfer in self._busy)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its memory."""
+        return self._memory.numel()
+
+
+class Resident:
+    """One shard with all that the optimizer keeps of it."""
+
+    def __init__(self, shard: Shard, views: Sequence[ShardView], state: State) -> None:
+        self.shard, self.views, self._state = shard, views, state
+        self.gradient: Tensor | None = shard.gradient.memory_in(shard.step)
+        master = shard.master.memory_in(shard.step)
+        lent = self.gradient if shard.gradient.dtype == shard.master.dtype else None
+        self.gradient_parts = None if lent is None else [view.part_of(lent) for view in views]
+        """Of the gradient, by view, where they are the same in every step."""
+        self.is_in_place = master is not None and self.gradient is not None and shard.home is shard.step
+        self._slots: dict[str, Slot] = {}
+        """Of the optimizer's states, each of the shard's numel, where they do not rest where the optimizer steps."""
+        self._away: dict[int, Tensor] = {}
+        """The optimizer's tensors whose values are in the slots. Others were set by somebody: the next write takes them up."""
+        self._frame: Frame | None = None
+        self._memory: dict[str, Tensor] = {}
+        self._reading: list[Transfer] = []
+        self._version = 0
+        self._look(master)
+
+    def look_in(self, state: State) -> None:
+        """The optimizer keeps its states there from now on."""
+        self._state = state
+        self._away.clear()
+
+    @property
+    def states(self) -> int:
+        """How many states the optimizer keeps of it that rest elsewhere."""
+        return len(self._slots)
+
+    def park(self) -> None:
+        """What the optimizer's tensors look at will be elsewhere for a while."""
+        self._look(None)
+
+    def unpark(self) -> None:
+        """It is where it was."""
+        self._look(self.shard.master.memory_in(self.shard.step))
+
+    def nbytes(self, states: int) -> int:
+        """What this takes of a frame, with `states` tensors of optimizer state for each parameter."""
+        shard = self.shard
+        slots = [slot for slot in (shard.master, shard.gradient) if slot.memory_in(shard.step) is None]
+        if shard.home is not shard.step:
+            slots += list(self._slots.values()) or [shard.master] * states
+        return sum(in_pages(slot.nbytes) for slot in slots)
+
+    # ------------------------------------------------------------------ coming
+
+    def start(self, frame: Frame, *, read: bool = True) -> None:
+        """Start to bring master weights and states into the frame. Master weights that the user may write to come last.
+
+        Args:
+            read: False takes the room alone, for what will be overwritten.
+        """
+        master = self.shard.master
+        self._frame, self._memory, self._version = frame, {}, master.version
+        slots = {_MASTER: master} if master.memory_in(self.shard.step) is None else {}
+        for name, slot in (slots | self._slots).items():
+            self._memory[name] = frame.take(slot.numel, slot.dtype)
+            if not read:
+                self._memory[name].zero_()
+            elif name != _MASTER or not self.shard.is_shown:
+                self._hold_read(slot.read(self._memory[name]))
+
+    @property
+    def is_stale(self) -> bool:
+        """The master weights were set since they were read, or may have been."""
+        return _MASTER in self._memory and (self.shard.is_shown or self._version != self.shard.master.version)
+
+    def refresh(self) -> None:
+        """What is here is read again where it may have changed since."""
+        if self.is_stale:
+            self._read_master()
+            self._reading.pop().wait(self.shard.step.device)
+
+    def _read_master(self) -> None:
+        self._version = self.shard.master.version
+        self._hold_read(self.shard.master.read(self._memory[_MASTER]))
+
+    def start_gradient(self) -> None:
+        """Start to bring the gradient."""
+        slot = self.shard.gradient
+        if slot.memory_in(self.shard.step) is None:
+            assert self._frame is not None
+            self._memory[_GRADIENT] = self._frame.take(slot.numel, slot.dtype)
+            self._hold_read(slot.read(self._memory[_GRADIENT]))
+
+    def _hold_read(self, transfer: Transfer) -> None:
+        assert self._frame is not None
+        self._reading.append(transfer)
+        self._frame.hold(transfer)
+
+    def enter(self) -> None:
+        """Block until all is here; the optimizer's tensors look at it.
+
+        Raises:
+            UsageError: somebody wrote to what these tensors looked at meanwhile.
+        """
+        if self.is_stale:
+            self._read_master()
+        for slot in (self.shard.rest, self.shard.master, self.shard.gradient):
+            slot.wait()
+        reading, self._reading = self._reading, []
+        for transfer in reading:
+            transfer.wait(self.shard.step.device)
+        self._refuse_written_placeholders()
+        if _GRADIENT in self._memory:
+            self.gradient = self._memory[_GRADIENT]
+        if _MASTER in self._memory:
+            self._look(self._memory[_MASTER])
+        for name in self._slots:
+            for view, tensor in self._tensors(name):
+                if id(tensor) in self._away:
+                    tensor.data = self._part(name, view).view(tensor.shape)
+
+    def _refuse_written_placeholders(self) -> None:
+        if self.shard.step.device.type != "cpu":
+            return  # a look would make the host wait for the accelerator
+        looked_at = [view.value for view in self.views if _MASTER in self._memory] + list(self._away.values())
+        written = [tensor for tensor in looked_at if tensor.is_floating_point() and not is_placeholder(tensor)]
+        for tensor in written:
+            tensor.data = placeholder(tensor)
+        if written:
+            raise UsageError(
+                f"master weights or optimizer states of {self.shard.master.label} were written while they rest elsewhere, and the "
+                "write has no effect: use sharded.states.set or set_local."
+            )
+
+    def abandon(self) -> None:
+        """Something went wrong: nothing of it is here or on its way any longer. What rests is what was last written."""
+        for transfer in self._reading:
+            with suppress(StorageError):
+                transfer.wait(CPU)
+        if self._frame is not None:
+            for tensor in self._away.values():
+                tensor.data = placeholder(tensor)
+            if _MASTER in self._memory:
+                self._look(None)
+            if _GRADIENT in self._memory:
+                self.gradient = None
+        self._reading, self._frame, self._memory = [], None, {}
+        for slot in (self.shard.rest, self.shard.master, self.shard.gradient, *self._slots.values()):
+            with suppress(StorageError):
+                slot.wait()
+
+    # ------------------------------------------------------------------ going
+
+    def leave(self, *, write: bool, update_rest: bool) -> None:
+        """Start to bring back what changed; the optimizer's tensors look at nothing.
+
+        Args:
+            write: master weights and states may have changed.
+            update_rest: the parameters at rest follow the master weights.
+        """
+        shard = self.shard
+        if self._frame is None and not self.is_in_place:
+            return
+        master = self._memory.get(_MASTER, shard.master.memory_in(shard.step))
+        assert master is not None
+        if update_rest and shard.rest is not shard.master:
+            self._hold(shard.rest.write(master))
+        if shard.home is not shard.step and write:
+            self._adopt()
+        if write:
+            for name, slot in self._slots.items():
+                self._hold(slot.write(self._memory[name]))
+            if _MASTER in self._memory:
+                self._hold(shard.master.write(master))
+        if _MASTER in self._memory:
+            self._look(None)
+        if _GRADIENT in self._memory:
+            self.gradient = None
+        kept = [tensor for name in self._slots for _, tensor in self._tensors(name)]
+        self._away = {id(tensor): tensor for tensor in kept if write or id(tensor) in self._away}
+        for tensor in self._away.values():
+            tensor.data = placeholder(tensor)
+        self._frame, self._memory = None, {}
+
+    def _hold(self, transfer: Transfer) -> None:
+        if self._frame is not None:
+            self._frame.hold(transfer)
+
+    def _adopt(self) -> None:
+        """States that the optimizer has made, or that were set, move into the frame, and have a slot from now on."""
+        assert self._frame is not None
+        names = [
+            name
+            for view in self.views
+            for name, value in self._state.get(view.value, {}).items()
+            if runs_along(value, name, view.value)
+        ]
+        for name in dict.fromkeys(names):
+            tensors = self._tensors(name)
+            if name not in self._slots:
+                dtype = tensors[0][1].dtype
+                self._slots[name] = self.shard.home.slot(
+                    f"{name} of {self.shard.master.label}", self.shard.numel, dtype
+                )
+                self._memory[name] = self._frame.take(self.shard.numel, dtype).zero_()
+            for view, tensor in tensors:
+                part = self._part(name, view)
+                if part.data_ptr() != tensor.data_ptr():
+                    part.copy_(tensor.reshape(-1))
+
+    def _tensors(self, name: str) -> list[tuple[ShardView, Tensor]]:
+        found = []
+        for view in self.views:
+            value = self._state.get(view.value, {}).get(name)
+            if runs_along(value, name, view.value):
+                found.append((view, value))
+        return found
+
+    def _part(self, name: str, view: ShardView) -> Tensor:
+        return self._memory[name][view.start : view.start + view.numel]
+
+    def _look(self, master: Tensor | None) -> None:
+        for view in self.views:
+            view.value.data = placeholder(view.value) if master is None else view.part_of(master)
+
+
+_MASTER, _GRADIENT = "master weights", "gradients"
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """What a tensor looks at while its values are elsewhere: one NaN (0, where it holds integers), expanded."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return tensor.new_full((1,) * tensor.ndim, value).expand(tensor.shape)
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether nobody has written to it since it was made one."""
+    return bool(tensor.as_strided((1,), (1,)).isnan())

@@ -1,0 +1,36 @@
+"""Owns the tensor that an optimizer is handed for a parameter's part of a shard. Called by sharded_optimizer and sub_groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from torch import Tensor
+
+from zeroshard.schedule.unit import NamedParameter
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """The part of one parameter in one shard: the tensor that the optimizer updates.
+
+    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard,
+    `parameter_start` where in the flattened parameter.
+    """
+
+    named: NamedParameter
+    flag: int
+    """Which of the flags of used parameters is this one's."""
+    value: Tensor
+    start: int
+    numel: int
+    parameter_start: int
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """Its part of a tensor that runs along the shard, in its own shape."""
+        return flat[self.start : self.start + self.numel].view_as(self.value)
+
+
+def runs_along(state: Any, name: str, value: Tensor) -> TypeGuard[Tensor]:
+    """Whether the optimizer's state `name` has one number for each element of `value`."""
+    return isinstance(state, Tensor) and state.ndim > 0 and state.numel() == value.numel() and name != "step"

@@ -1,0 +1,453 @@
+"""Owns the step: an unmodified torch optimizer that is handed views of shards. Called by the user, or the engine.
+
+Each parameter that has elements in a shard is one 1-D tensor there, in its own param group: so it keeps its own state, step
+count and hyperparameters, and one that no rank used in a step is left alone, as plain PyTorch leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.collectives import Collectives
+from zeroshard.errors import UsageError
+from zeroshard.gradients.norm import clip_coefficient, scale_, sum_of_squares
+from zeroshard.layout.layout import Piece
+from zeroshard.observe.memory import STATES_PER_PARAMETER
+from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.parameters.bucket import Shard
+from zeroshard.policy import Policy
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.step.resident import Resident, placeholder
+from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.sub_groups import SubGroups
+from zeroshard.storage.base import Storage
+from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.storages import Storages
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer over this rank's shards; schedulers, `param_groups` and `state_dict` as ever.
+
+    Args:
+        inner: the user's optimizer, over the parameters of the units. Its `param_groups` are given the shards' views
+            instead, in the same groups; `step` is its own.
+        storages, policy: where states rest, and how what rests elsewhere comes to the step.
+        whole_parameters: the layout cuts no parameter, and `inner` is to see their true shapes.
+
+    `param_groups` and `state` are the inner optimizer's own objects, so a change of `lr` by whatever scheduler takes effect.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        schedule: Schedule,
+        collectives: Collectives,
+        storages: Storages,
+        policy: Policy,
+        *,
+        whole_parameters: bool = False,
+    ) -> None:
+        self.inner = inner
+        self._schedule, self._collectives = schedule, collectives
+        self._storages, self._policy = storages, policy
+        self._used: tuple[bool, ...] = ()
+        self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
+        self._narrow_coefficient = 1.0
+        """What gradients in a dtype narrower than the master weights' are still to be multiplied by, see `_scale`."""
+        self._coefficients: list[float] = []
+        """The same for gradients that are not where the optimizer steps: one after another."""
+        self._whole_parameters = whole_parameters
+        self.views: list[ShardView] = []
+        self._residents: list[Resident] = []
+        self._parked: list[tuple[Tensor, Tensor]] = []
+        self._first_state = dict(next(iter(inner.state.values()), {}))
+        """What an optimizer keeps of a parameter before its first step: nothing, or, as Adagrad, some constants."""
+        inner.state.clear()
+        self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
+        """`id`s of the user's parameters, group by group."""
+        self.lay_out()
+        self._is_laid_out = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._is_laid_out = True
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.inner!r})"
+
+    def lay_out(self) -> None:
+        """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
+        before = {id(resident.shard): resident for resident in self._residents}
+        trainable = [unit for unit in self._schedule.units if unit.trainable]
+        self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
+        flag_of = {flag: number for number, flag in enumerate(self._flags)}
+        self._residents = []
+        self._unit_of: dict[Resident, Unit] = {}
+        for unit in trainable:
+            for bucket in unit.buckets:
+                for shard in bucket.optimizer_shards():
+                    there = before.get(id(shard))
+                    # A shard's padding is zero.
+                    views = [
+                        self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
+                        for number, piece in enumerate(shard.pieces)
+                    ]
+                    resident = there or Resident(shard, views, self.inner.state)
+                    resident.views = views
+                    self._residents.append(resident)
+                    self._unit_of[resident] = unit
+        self.views = [view for resident in self._residents for view in resident.views]
+        by_parameter: dict[int, list[Tensor]] = {}
+        for view in self.views:
+            by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
+        for group, parameters in zip(self.inner.param_groups, self.groups, strict=True):
+            group["params"] = [value for parameter in parameters for value in by_parameter.get(parameter, [])]
+        alive = {view.value for view in self.views}
+        for value in [value for value in self.inner.state if value not in alive]:
+            del self.inner.state[value]
+        states = STATES_PER_PARAMETER.get(type(self.inner).__name__, 2)
+        states += any(group.get("amsgrad") or group.get("centered") for group in self.inner.param_groups)
+        self._sub_groups = SubGroups(self._residents, self._storages, self._policy, states)
+        for resident in self._residents if self._first_state else ():
+            new = [view for view in resident.views if view.value not in self.inner.state]
+            if new:
+                with self._sub_groups.opened(resident, write=True):
+                    self.inner.state.update({view.value: self._first_states(view) for view in new})
+
+    def _first_states(self, view: ShardView) -> dict[str, Any]:
+        return {
+            name: first.clone() if first.ndim == 0 else torch.full_like(view.value, first.reshape(-1)[0].item())
+            for name, first in self._first_state.items()
+        }
+
+    def _view(
+        self, shard: Shard, piece: Piece, named: NamedParameter, flag: int, number: int, there: Resident | None
+    ) -> ShardView:
+        if there is not None:
+            value = there.views[number].value
+        else:
+            shape = named.shape if self._whole_parameters else (piece.numel,)
+            value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
+        return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters with the mean gradients. Every rank must call it."""
+        if closure is not None:
+            raise UsageError(
+                "ShardedOptimizer.step takes no closure: the gradients of a repeated backward would have to be reduced "
+                "within the step. Call backward yourself, then step()."
+            )
+        if self._used_at != self._schedule.gradients_taken:
+            self._exchange(norm=False)
+        self._schedule.begin_step()
+        result, before = None, [_options(group) for group in self.inner.param_groups]
+        left = Counter(self._unit_of[resident] for resident in self._residents)
+        waiting = deque(unit for unit in self._schedule.in_order() if unit.trainable)
+
+        def sync(residents: list[Resident]) -> None:
+            # In one order on every rank, however each cuts its sub-groups.
+            left.subtract(self._unit_of[resident] for resident in residents)
+            while waiting and not left[waiting[0]]:
+                self._schedule.sync_parameters(waiting.popleft())
+
+        if not self._residents:
+            result = self.inner.step()  # nothing to update: its hooks run, or it says so
+        for residents in self._sub_groups.run(sync):
+            # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
+            for group, options in zip(self.inner.param_groups, before, strict=True):
+                for key in group.keys() - options.keys() - {"params"}:
+                    del group[key]
+                group.update(options)
+            for resident in residents:
+                self._lend_gradients(resident)
+            result = self.inner.step()
+            for resident in residents:
+                for view in resident.views:
+                    view.value.grad = None
+        self._schedule.end_step()
+        return result
+
+    def _lend_gradients(self, resident: Resident) -> None:
+        parts = resident.gradient_parts
+        if parts is None:
+            flat = resident.gradient
+            assert flat is not None
+            if _is_narrow(resident.shard):
+                flat = flat.to(resident.shard.master.dtype)
+                scale_([flat], self._narrow_coefficient)
+            else:
+                for coefficient in self._coefficients:
+                    scale_([flat], coefficient)
+            parts = [view.part_of(flat) for view in resident.views]
+        for view, part in zip(resident.views, parts, strict=True):
+            if self._used[view.flag]:
+                view.value.grad = part
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. Their buffers stay, to be overwritten."""
+        self._used_at, self._narrow_coefficient = -1, 1.0
+        self._coefficients.clear()
+        self._schedule.forget_gradients()
+        if not self._schedule.parked:
+            self._sub_groups.prefetch()
+
+    # ------------------------------------------------------------------ the norm
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the mean gradients of all parameters. Every rank must call it, after the last backward."""
+        return self._exchange(norm=True)
+
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
+        """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+
+        Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
+
+        Args:
+            max_norm: None leaves the norm as it is.
+            loss_scale: what the loss was multiplied by before the backward; the gradients are divided by it first.
+        """
+        norm = self.grad_norm() / loss_scale
+        if math.isfinite(norm):
+            clip = 1.0 if max_norm is None else clip_coefficient(norm, max_norm)
+            self._scale(clip / loss_scale)
+        return norm
+
+    def not_finite(self) -> tuple[str, ...]:
+        """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
+        self._schedule.finish_gradients()
+        own = bytearray(len(self._flags))
+        for resident in self._residents:
+            with self._gradient(resident.shard) as gradient:
+                for view in resident.views:
+                    part = gradient[view.start : view.start + view.numel]
+                    own[view.flag] |= not bool(torch.isfinite(part).all())
+        messages = self._collectives.exchange(bytes(own), "the flags of gradients that are not finite")
+        anywhere = [any(flags) for flags in zip(*messages, strict=True)]
+        return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
+
+    def used(self) -> dict[str, bool]:
+        """By fqn, whether any rank used the parameter in this step. Every rank must call it, after the last backward."""
+        if self._used_at != self._schedule.gradients_taken:
+            self._exchange(norm=False)
+        return {unit.named[i].fqn: used for (unit, i), used in zip(self._flags, self._used, strict=True)}
+
+    def residents(self) -> Iterator[Resident]:
+        """What this rank updates: the shards, and their parts by parameter."""
+        yield from self._residents
+
+    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
+        """Inside, master weights and states of one shard are memory, wherever they rest: see `SubGroups.opened`."""
+        return self._sub_groups.opened(resident, write=write, read=read)
+
+    def settle(self) -> None:
+        """Wait until every state is where it rests; raises what went wrong on the way."""
+        self._sub_groups.settle()
+
+    def park(self, *, states: bool) -> None:
+        """The tensors that it updates, and with `states` those that it keeps, will be elsewhere for a while."""
+        for resident in self._residents:
+            resident.park()
+        kept = [value for state in self.state.values() for value in state.values()] if states else []
+        self._parked = [(value, value.data) for value in kept if isinstance(value, Tensor) and value.ndim]
+        for value, _ in self._parked:
+            value.data = placeholder(value)
+
+    def unpark(self) -> None:
+        """They are where they were."""
+        for resident in self._residents:
+            resident.unpark()
+        for value, memory in self._parked:
+            value.data = memory
+        self._parked = []
+
+    def kept_in(self, storage: Storage) -> list[Tensor]:
+        """What the optimizer keeps as memory of `storage`."""
+        here = [r for r in self._residents if r.shard.step is storage and r.shard.home is storage]
+        kept = [value for r in here for view in r.views for value in self.state.get(view.value, {}).values()]
+        return [value for value in kept if isinstance(value, Tensor)]
+
+    def refuse_parked(self, what: str) -> None:
+        """Raise where model states that `what` needs are away."""
+        self._schedule.refuse_parked(what)
+
+    def abandon(self) -> None:
+        """Forget what an error left behind: states will be loaded anew."""
+        self._sub_groups.abandon()
+
+    @property
+    def frames_nbytes(self) -> int:
+        """Bytes of memory through which states that rest elsewhere come to the step."""
+        return self._sub_groups.nbytes
+
+    @contextmanager
+    def _gradient(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
+        """The mean gradient of a shard as memory where the optimizer steps, as it was reduced."""
+        shard.gradient.wait()
+        # Scratch that is not kept: the norm of a step needs none, see `Shard.squares`.
+        with shard.gradient.borrowed(shard.step, BufferPool(shard.step.device), write=write) as gradient:
+            yield gradient
+
+    def mean_gradient(self, shard: Shard, view: ShardView) -> Tensor:
+        """A view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
+        with self._gradient(shard) as gradient:
+            part = gradient[view.start : view.start + view.numel]
+            if _is_narrow(shard):
+                return part.to(shard.master.dtype) * self._narrow_coefficient
+            if not _is_away(shard):
+                return part
+            part = part.clone()
+            for coefficient in self._coefficients:
+                scale_([part], coefficient)
+            return part
+
+    def set_mean_gradient(self, shard: Shard, view: ShardView, value: Tensor) -> None:
+        """Overwrite what `mean_gradient` gives."""
+        if _is_narrow(shard):
+            value = value / self._narrow_coefficient
+        elif _is_away(shard):
+            value = value / math.prod(self._coefficients)
+        shard.squares = None
+        with self._gradient(shard, write=True) as gradient:
+            gradient[view.start : view.start + view.numel].copy_(value)
+
+    def _scale(self, coefficient: float) -> None:
+        """Multiply the gradients: at once, or as they are lent: in fp32, those in 16 bits; those that are elsewhere."""
+        if coefficient == 1.0:
+            return
+        for resident in self._residents:
+            if not _is_narrow(resident.shard) and not _is_away(resident.shard):
+                with self._gradient(resident.shard) as gradient:
+                    scale_([gradient], coefficient)
+                resident.shard.squares = None
+        self._narrow_coefficient *= coefficient
+        self._coefficients.append(coefficient)
+
+    def _sum_of_squares(self, shard: Shard) -> Tensor:
+        scaled = not _is_narrow(shard) and _is_away(shard) and bool(self._coefficients)
+        if shard.squares is None or scaled:
+            with self._gradient(shard) as gradient:
+                for coefficient in self._coefficients if scaled else ():
+                    scale_([gradient], coefficient)
+                squares = sum_of_squares(gradient)
+        else:
+            squares = shard.squares
+        return squares * self._narrow_coefficient**2 if _is_narrow(shard) else squares
+
+    def _exchange(self, norm: bool) -> float:
+        """One small message: who used which parameter, and, where asked for, each rank's sum of squares."""
+        self._schedule.finish_gradients()
+        squares: dict[int, list[Tensor]] = {}
+        for resident in self._residents if norm else ():
+            squares.setdefault(resident.shard.rank, []).append(self._sum_of_squares(resident.shard))
+        sums = {rank: _total(parts) for rank, parts in squares.items()}
+        own_flags = bytes(index in unit.used for unit, index in self._flags)
+        message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
+        messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")
+        everyone = [struct.unpack("<d", data[:8])[0] for data in messages]
+        # An unsharded optimizer holds every rank's shard, bit for bit the same as its owner's.
+        total = sum(sums.get(rank, everyone[rank]) for rank in range(self._collectives.world_size))
+        self._used = tuple(any(flags) for flags in zip(*(data[8:] for data in messages), strict=True))
+        self._used_at = self._schedule.gradients_taken
+        return math.sqrt(total)
+
+    # ------------------------------------------------------------------ torch.optim's surface
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
+        self._schedule.refuse_parked("optimizer.state_dict()")
+        whole = self.inner.state_dict()
+        number_of = {id(p): n for n, p in enumerate(p for group in self.inner.param_groups for p in group["params"])}
+        for resident in self._residents:
+            if resident.is_in_place:
+                continue
+            with self.opened(resident):
+                for view in resident.views:
+                    state = self.state.get(view.value, {})
+                    if state:
+                        whole["state"][number_of[id(view.value)]] = {
+                            name: value.clone() if runs_along(value, name, view.value) else value
+                            for name, value in state.items()
+                        }
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave on this rank, with the same world size and policy."""
+        self._schedule.refuse_parked("optimizer.load_state_dict()")
+        self._sub_groups.settle()
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        for resident in self._residents:
+            resident.look_in(self.state)
+            with self.opened(resident, write=True):  # what rests elsewhere goes there
+                pass
+
+    @property
+    def groups_are_known(self) -> bool:
+        """Whether there is anything to update at all."""
+        return not isinstance(self.inner, NoOptimizer)
+
+    def list_group(self, param_group: dict[str, Any]) -> None:
+        """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
+        if isinstance(self.inner, MuonWithAdamW):
+            raise UsageError(
+                "MuonWithAdamW takes its groups when it is made: list the parameters there, frozen as they are."
+            )
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        known = {parameter for group in self.groups for parameter in group}
+        again = sum(id(parameter) in known for parameter in parameters)
+        if again:
+            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
+        self.groups.append([id(parameter) for parameter in parameters])
+        self.inner.add_param_group({**param_group, "params": parameters})
+        self.inner.param_groups[-1]["params"] = []
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the shards are laid out."""
+        if self._is_laid_out:
+            raise UsageError(
+                "the shards are laid out: give the optimizer its param groups before zeroshard, or free parameters with "
+                "sharded.update_trainable(param_group)."
+            )
+        super().add_param_group(param_group)
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """What stands for the optimizer of a model that is for evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {"lr": 0.0})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """There is nothing to update."""
+        raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _total(parts: Sequence[Tensor]) -> float:
+    """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
+    device = parts[0].device
+    return float(torch.stack([part.to(device) for part in parts]).sum())
+
+
+def _is_away(shard: Shard) -> bool:
+    """Whether the gradient is not memory where the optimizer steps."""
+    return shard.gradient.memory_in(shard.step) is None
+
+
+def _is_narrow(shard: Shard) -> bool:
+    """Whether the gradient has fewer digits than what it updates."""
+    return shard.gradient.dtype != shard.master.dtype

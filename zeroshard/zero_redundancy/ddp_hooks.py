@@ -1,0 +1,120 @@
+"""Owns the step inside DDP's backward: communication hooks that update parameters as their gradients are reduced. Called by users.
+
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
+    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+
+The step runs on a thread of its own, one for each hook: it waits for a bucket of DDP's, and must not keep autograd's thread from
+the next. DDP's backward ends when all parameters are current. The first step updates already (torch's class waits two or three).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroshard.errors import UsageError
+from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
+from zeroshard.zero_redundancy.parameter_bucket import is_dense
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+"""(state, torch.distributed.GradBucket) -> the reduced buffer, in the future."""
+
+
+def hook_with_zero_step(
+    hook: CommHook,
+    ddp: DistributedDataParallel,  # noqa: ARG001 (torch's signature)
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,  # noqa: ARG001
+) -> CommHook:
+    """A DDP hook that runs `hook` on each bucket, and one step when the last bucket of the backward is reduced.
+
+    Args:
+        hook: reduces a bucket, such as torch's `allreduce_hook`.
+        ddp: whose backward it is.
+        zero: made with `overlap_with_ddp=True`.
+        shard_buckets: accepted for torch's sake: shards are even in any case.
+    """
+    return _as_function(_StepInBackward(hook, zero, interleaved=False))
+
+
+def hook_with_zero_step_interleaved(
+    hook: CommHook,
+    ddp: DistributedDataParallel,  # noqa: ARG001 (torch's signature)
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,  # noqa: ARG001
+) -> CommHook:
+    """As `hook_with_zero_step`, but parameters are updated and gathered as soon as their gradients are reduced."""
+    return _as_function(_StepInBackward(hook, zero, interleaved=True))
+
+
+def _as_function(step: _StepInBackward) -> CommHook:
+    # DDP wants a function, whose `bucket` is annotated by its own class or not at all.
+    def zero_step(state, bucket):  # type: ignore[no-untyped-def]
+        return step(state, bucket)
+
+    return zero_step
+
+
+class _StepInBackward:
+    def __init__(self, hook: CommHook, zero: ZeroRedundancyOptimizer, *, interleaved: bool) -> None:
+        if not zero.overlap_with_ddp:
+            raise UsageError("the hook steps inside DDP's backward: make the optimizer with overlap_with_ddp=True.")
+        self._hook, self._zero, self._interleaved = hook, zero, interleaved
+        self._thread = ThreadPoolExecutor(1, "zero-step")
+        self._gradients: dict[int, Tensor] = {}
+        self._stepped: set[int] = set()
+        self._waits: list[Callable[[], None]] = []
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        reduced, buffer = self._hook(state, bucket), bucket.buffer()
+        devices = [buffer.device] if buffer.device.type != "cpu" else None
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        # DDP lays a gradient out as its parameter (channels last, say), and `gradients()` shows it as if contiguous.
+        gradients = {
+            id(p): g.as_strided(p.shape, p.stride(), g.storage_offset()) if is_dense(p) else g
+            for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
+        self._thread.submit(self._finish, reduced, buffer, gradients, bucket.is_last(), done)
+        return done
+
+    def _finish(
+        self, reduced: torch.futures.Future[Tensor], buffer: Tensor, gradients: dict[int, Tensor], is_last: bool,
+        done: torch.futures.Future[Tensor],
+    ) -> None:  # fmt: skip
+        """The step's thread: one bucket of DDP's after the other, in the order that all ranks share."""
+        try:
+            value = reduced.wait()
+            if value.data_ptr() != buffer.data_ptr():
+                buffer.copy_(value)  # the gradients are views of the buffer
+            self._gradients |= gradients
+            with torch.no_grad():
+                if self._interleaved or is_last:
+                    self._step(is_last)
+                if is_last:
+                    self._end()
+            done.set_result(buffer)
+        except Exception as error:
+            done.set_exception(error)  # type: ignore[arg-type]
+
+    def _step(self, is_last: bool) -> None:
+        ready = [
+            bucket
+            for bucket in self._zero.buckets
+            if bucket.number not in self._stepped
+            and (is_last or all(id(p) in self._gradients for p in bucket.members if p.requires_grad))
+        ]
+        self._stepped |= {bucket.number for bucket in ready}
+        if ready:
+            self._waits.append(self._zero.step_buckets(ready, lambda parameter: self._gradients.get(id(parameter))))
+
+    def _end(self) -> None:
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
+        self._gradients.clear()
+        self._stepped.clear()

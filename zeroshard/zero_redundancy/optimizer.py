@@ -1,0 +1,340 @@
+"""Owns the drop-in for torch.distributed.optim.ZeroRedundancyOptimizer: any optimizer beside DDP, its state sharded over ranks.
+
+The parameters are laid out in buckets, each bucket in one shard a rank (core.layout). A rank's optimizer steps on views of its own
+shards, in the parameters' own storage; then one all-gather a bucket brings the parameters together again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from zeroshard.collectives.collectives import Collectives, create_collectives
+from zeroshard.errors import UsageError
+from zeroshard.step.elementwise import looks_at_whole_parameters
+from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.zero_redundancy.optimizer_state import consolidate, load, sharded_form
+from zeroshard.zero_redundancy.parameter_bucket import (
+    BUCKET_NUMEL,
+    CACHE_NUMEL,
+    Home,
+    OwnView,
+    ParameterBucket,
+    lay_out_parameters,
+)
+from zeroshard.zero_redundancy.uneven_inputs import share_gradients
+
+_IN_FLIGHT = 4
+"""All-gathers through scratch that may be under way at once."""
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+    """Shards the state of any torch optimizer over a process group. Use it beside DistributedDataParallel.
+
+    Elementwise optimizers get even shards, so that every rank holds the same; others (Muon, Adafactor, LBFGS, classes that we do
+    not know) get whole parameters, balanced by size. Its `repr` says which.
+
+    Args:
+        params: parameters, or param groups.
+        optimizer_class: makes the local optimizer.
+        process_group: default: all ranks.
+        parameters_as_bucket_view: make the parameters views of flat buffers, which the all-gather then writes directly.
+            (`p.data = x` breaks that.) Otherwise they keep their own storages, and small ones pass through scratch.
+        overlap_with_ddp: the step runs inside DDP's backward, by `hook_with_zero_step` or `hook_with_zero_step_interleaved`;
+            `step()` then does nothing, with a warning.
+        elementwise: your word on whether each element is updated from its own history alone.
+        defaults: arguments of the local optimizer.
+
+    Raises:
+        TypeError, ValueError: as torch's.
+    """
+
+    def __init__(
+        self, params: Any, optimizer_class: type[torch.optim.Optimizer],
+        process_group: dist.ProcessGroup | None = None, parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False, *, elementwise: bool | None = None, **defaults: Any,
+    ) -> None:  # fmt: skip
+        groups = _verify(params)
+        self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
+        self._optim: torch.optim.Optimizer | None = None
+        torch.optim.Optimizer.__init__(self, groups, defaults)
+        Joinable.__init__(self)  # type: ignore[no-untyped-call]
+        self._device = self._parameters[0].device
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        self._collectives: Collectives = create_collectives(self.process_group, self._device)
+        self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
+        self._pool = BufferPool(self._device)
+        known = looks_at_whole_parameters(optimizer_class)
+        self._whole = not elementwise if elementwise is not None else known is not False
+        # A loop over elements passes over them several times: in pieces that a cache holds, it reads memory once.
+        in_loop = (
+            not self._whole and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach"))
+        )
+        self._piece_numel = CACHE_NUMEL if in_loop else None
+        self._buckets: list[ParameterBucket] = []
+        self._homes: list[Home] = []
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        own = self._own_views(self._parameters)
+        self._optim = optimizer_class(self._local_groups(self.param_groups, own), **defaults)
+        self.defaults = dict(self._optim.defaults)
+        _copy_options(self._optim.param_groups, self.param_groups)
+
+    # ------------------------------------------------------------------ layout
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The local optimizer, over this rank's shards."""
+        assert self._optim is not None
+        return self._optim
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def _views(self) -> list[OwnView]:
+        return [view for bucket in self._buckets for view in bucket.views]
+
+    def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """Lay these parameters out; this rank's views of each, by the parameter's id."""
+        added, homes = lay_out_parameters(
+            parameters, len(self._buckets), self.rank, self.world_size,
+            whole=self._whole, flat=self.parameters_as_bucket_view, bucket_numel=BUCKET_NUMEL, piece_numel=self._piece_numel,
+        )  # fmt: skip
+        self._buckets += added
+        self._homes += homes
+        own: dict[int, list[Tensor]] = {}
+        for bucket in added:
+            for view in bucket.views:
+                own.setdefault(id(view.parameter), []).append(view.value)
+        return own
+
+    @staticmethod
+    def _local_groups(groups: Sequence[dict[str, Any]], own: dict[int, list[Tensor]]) -> list[dict[str, Any]]:
+        return [{**group, "params": [view for p in group["params"] for view in own.get(id(p), [])]} for group in groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's: the shards of earlier parameters stay where they are."""
+        if self._optim is not None and self.overlap_with_ddp:
+            raise RuntimeError("a param group cannot be added with overlap_with_ddp=True: DDP's buckets are laid out.")
+        super().add_param_group(param_group)
+        if self._optim is not None:
+            group = self.param_groups[-1]
+            self._optim.add_param_group(self._local_groups([group], self._own_views(group["params"]))[0])
+            _copy_options(self._optim.param_groups, self.param_groups)
+            self._consolidated = None
+
+    def __repr__(self) -> str:
+        kind = "whole parameters" if self._whole else "elementwise, even shards"
+        own, numel = sum(view.value.numel() for view in self._views), sum(p.numel() for p in self._parameters)
+        held = f"{own:,} of {numel:,} elements on rank {self.rank} of {self.world_size}"
+        return f"ZeroRedundancyOptimizer({kind}: {held})\n{self.optim!r}"
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Update this rank's shards, and bring the parameters together. Every rank must call it, with reduced gradients.
+
+        Args:
+            closure: computes the loss and the gradients again.
+            kwargs: go to the local optimizer.
+        """
+        if self.overlap_with_ddp:
+            warnings.warn("step() does nothing with overlap_with_ddp=True: DDP's backward steps.", stacklevel=2)
+            return None
+        Join.notify_join_context(self)
+        if self._join_config.enable:
+            share_gradients(self._buckets, self._parameters, self._collectives, joined=False)
+        return self._step_and_gather(closure, **kwargs)
+
+    def _step_and_gather(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        if closure is None:
+            loss = self._local_step(self._buckets, _own_gradient, **kwargs)
+            self.start_gather(self._buckets)()
+            return loss
+
+        def reduced() -> Any:
+            value = closure()
+            self._lend(self._buckets, _own_gradient)
+            return value
+
+        loss = self._local_step((), _own_gradient, closure=reduced, **kwargs)
+        self.start_gather(self._buckets)()
+        return loss
+
+    def step_buckets(
+        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]
+    ) -> Callable[[], None]:
+        """Update this rank's shards of some buckets, and start to gather them. For DDP's hooks.
+
+        Returns:
+            waits until the parameters are whole and current.
+        """
+        self._local_step(buckets, gradient_of)
+        return self.start_gather(buckets)
+
+    def _local_step(
+        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None], **kwargs: Any
+    ) -> Any:
+        _copy_options(self.param_groups, self.optim.param_groups)
+        self._follow_parameters()
+        self._lend(buckets, gradient_of)
+        loss = self.optim.step(**kwargs)
+        self._lend(self._buckets, lambda _: None)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._consolidated = None
+        return loss
+
+    def _follow_parameters(self) -> None:
+        """Trainers and `module.to` give parameters other storages: move them back into the flat buffers, or follow them."""
+        for view in self._views:
+            parameter, value = view.parameter, view.value
+            if (parameter.device, parameter.dtype) != (value.device, value.dtype):
+                raise UsageError(
+                    f"a parameter moved from {value.device}, {value.dtype} to {parameter.device}, {parameter.dtype} after the "
+                    "optimizer was made: move and cast the model first."
+                )
+        for home in self._homes:
+            home.move_in()
+        for view in self._views:
+            view.follow()
+
+    @staticmethod
+    def _lend(buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]) -> None:
+        for bucket in buckets:
+            for view in bucket.views:
+                view.lend(gradient_of(view.parameter))
+
+    def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
+        """Bring the parameters of buckets together; returns what waits for it. Frozen ones stay as they are."""
+        in_place: list[Callable[[], None]] = []
+        in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
+        for bucket in buckets if self.world_size > 1 else ():
+            if bucket.is_trainable:
+                holder = in_scratch if bucket.needs_scratch else in_place
+                holder.append(bucket.start_gather(self._collectives, self._pool))
+            while len(in_scratch) > _IN_FLIGHT:
+                in_scratch.popleft()()
+
+        def wait() -> None:
+            for finish in [*in_scratch, *in_place]:
+                finish()
+
+        return wait
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Steps along while other ranks still have inputs.
+
+        A rank that has run out takes the gradients of its shards from one that has not. (With torch's class it steps on those of
+        its own last backward, unless the user sets them.)
+        """
+        return _StepAlong(self)
+
+    def step_along(self) -> None:
+        """One step of a rank that has run out of inputs."""
+        share_gradients(self._buckets, self._parameters, self._collectives, joined=True)
+        self._step_and_gather(None)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group."""
+        return self.process_group
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """A plain optimizer's state dict on the rank of the last consolidation, if no step came after it; else this rank's shards.
+
+        Runs no collective and never raises. Shards are told by the key "zeroshard": a list `pieces` with one
+        [parameter index, start, stop] for each entry of "state", in elements of the flattened parameter.
+        """
+        state_dict: dict[str, Any] = super().state_dict()
+        if self._consolidated is not None:
+            state_dict["state"] = self._consolidated
+        else:
+            state_dict |= sharded_form(self.optim, self._views, self._indices(), self.rank, self.world_size)
+        return state_dict
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole state to rank `to`, in CPU memory, tensor by tensor. Every rank must call it."""
+        if not 0 <= to < self.world_size:
+            raise UsageError(
+                f"consolidate_state_dict(to={to}): the ranks of the process group are 0 to {self.world_size - 1}."
+            )
+        self._consolidated = consolidate(
+            self.optim, self._views, self._indices(), self._parameters, self._collectives, to
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a plain optimizer's state, torch's ZeroRedundancyOptimizer's, or ours; from any number of ranks if whole.
+
+        Args:
+            state_dict: stays as it is.
+
+        Raises:
+            ValueError: its param groups are not this optimizer's.
+            UsageError: it holds shards, and not those that this rank needs.
+        """
+        load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._consolidated = None
+
+    def _indices(self) -> dict[int, int]:
+        """The parameters' numbers in a plain optimizer's state dict, by id."""
+        return {id(parameter): index for index, parameter in enumerate(self._parameters)}
+
+    @property
+    def buckets(self) -> Sequence[ParameterBucket]:
+        """What is gathered together, in this order."""
+        return self._buckets
+
+
+class _StepAlong(JoinHook):
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+
+    def main_hook(self) -> None:
+        """While other ranks step."""
+        self._zero.step_along()
+
+
+def _own_gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
+
+
+def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Everything of the param groups but the parameters."""
+    for one, other in zip(source, target, strict=True):
+        other.update((key, value) for key, value in one.items() if key != "params")
+
+
+def _verify(params: Any) -> list[Any]:
+    """The errors of torch's class."""
+    if isinstance(params, Tensor):
+        raise TypeError(f"`params` is an iterable of tensors, not one ({torch.typename(params)}).")
+    try:
+        given = list(params)
+    except TypeError:
+        raise TypeError(f"`params` is an iterable of tensors or dicts, not {torch.typename(params)}.") from None
+    if not given:
+        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list.")
+    if not all(isinstance(item, Tensor) for item in given) and not all(isinstance(item, dict) for item in given):
+        raise TypeError("`params` is an iterable of tensors, or of dicts, and not of both.")
+    for item in given:
+        if isinstance(item, dict) and "params" not in item:
+            raise ValueError("each param group needs a 'params' key with its parameters.")
+    return given

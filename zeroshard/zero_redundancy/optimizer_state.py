@@ -1,0 +1,215 @@
+"""Owns the ways of optimizer state between shards and a plain optimizer's state dict. Called by zero_redundancy_optimizer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.collectives import Collectives
+from zeroshard.errors import UsageError
+from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
+
+_IN_FLIGHT = 64
+"""Tensors that may be under way at once; they are written where they belong, so none needs a buffer."""
+
+State = dict[str, Any]
+
+
+# ---------------------------------------------------------------------- this rank's shards
+
+
+def sharded_form(
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], rank: int, world_size: int
+) -> dict[str, Any]:
+    """This rank's state as it is, and which elements of which parameters it belongs to. Copies nothing."""
+    return {
+        "state": {number: optimizer.state[v.value] for number, v in enumerate(views) if optimizer.state.get(v.value)},
+        "zeroshard": {
+            "rank": rank,
+            "world_size": world_size,
+            "pieces": [[indices[id(view.parameter)], view.start, view.stop] for view in views],
+        },
+    }
+
+
+# ---------------------------------------------------------------------- all shards -> one rank
+
+
+def consolidate(
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
+    collectives: Collectives, to: int,
+) -> dict[int, State] | None:  # fmt: skip
+    """The whole state by parameter index, in CPU memory, on rank `to`; None elsewhere. Every rank must call it.
+
+    First all ranks tell what they hold, as JSON; then each tensor goes from where it lies to where it belongs.
+    """
+    held = [view for view in views if optimizer.state.get(view.value)]
+    told = [
+        [indices[id(view.parameter)], view.start, view.stop, _describe(optimizer.state[view.value], view)]
+        for view in held
+    ]
+    whole: dict[int, State] = {}
+    in_flight: deque[Callable[[], None]] = deque()
+    for source, entries in enumerate(collectives.exchange_json(told, "the description of optimizer state")):
+        for number, (index, start, stop, description) in enumerate(entries):
+            own = optimizer.state[held[number].value] if source == collectives.rank else {}
+            for name, (kind, dtype, content) in description.items():
+                if kind == "value":
+                    if collectives.rank == to:
+                        value = content if dtype is None else torch.tensor(content, dtype=getattr(torch, dtype))
+                        whole.setdefault(index, {})[name] = value
+                    continue
+                target: Tensor | None = None
+                if collectives.rank == to:
+                    target = _home(
+                        whole.setdefault(index, {}), name, kind, dtype, content, parameters[index], start, stop
+                    )
+                in_flight.append(_bring(own.get(name), target, source, to, collectives, parameters[index].device))
+                while len(in_flight) > _IN_FLIGHT:
+                    in_flight.popleft()()
+    while in_flight:
+        in_flight.popleft()()
+    return dict(sorted(whole.items())) if collectives.rank == to else None
+
+
+def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
+    """(kind, dtype, content) of each entry: a value, a tensor that runs along the parameter, or one of a shape of its own."""
+    described: dict[str, tuple[str, str | None, Any]] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            if value.shape == view.value.shape and name != "step":
+                described[name] = ("along", dtype, None)
+            elif value.ndim == 0:
+                described[name] = ("value", dtype, value.item())
+            else:
+                described[name] = ("apart", dtype, list(value.shape))
+        elif value is None or isinstance(value, bool | int | float | str):
+            described[name] = ("value", None, value)
+        else:
+            raise UsageError(
+                f"the optimizer keeps {name!r} as {type(value).__name__}: only tensors, numbers and strings can be consolidated. "
+                "Save each rank's own state_dict() instead."
+            )
+    return described
+
+
+def _home(
+    state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
+) -> Tensor:
+    """Where a piece belongs in the whole state: made at its first piece."""
+    if name not in state:
+        like = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
+        state[name] = like if kind == "along" else torch.empty(shape or [], dtype=like.dtype)
+    whole: Tensor = state[name]
+    return in_storage_order(whole)[start:stop] if kind == "along" else whole.view(-1)
+
+
+def _bring(
+    own: Tensor | None, target: Tensor | None, source: int, to: int, collectives: Collectives, device: torch.device
+) -> Callable[[], None]:
+    if own is not None and target is not None:
+        target.copy_(in_storage_order(own))
+        return lambda: None
+    if own is not None:
+        return collectives.transfer(in_storage_order(own), source, to, "optimizer state on its way to one rank").wait
+    if target is None:
+        return lambda: None
+    landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
+    pending = collectives.transfer(landing, source, to, "optimizer state on its way to one rank")
+
+    def land() -> None:
+        pending.wait()
+        if landing is not target:
+            target.copy_(landing)
+
+    return land
+
+
+# ---------------------------------------------------------------------- a state dict -> this rank's shards
+
+
+def load(
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int],
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Give the local optimizer its part of a whole or sharded state dict, and the options of its param groups."""
+    saved = state_dict["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        raise ValueError(
+            f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and this "
+            f"optimizer of {[len(group['params']) for group in groups]}."
+        )
+    names = [name for group in saved for name in group["params"]]  # a parameter's key in the saved state, by our index
+    find = _find_in_shards(state_dict) if "zeroshard" in state_dict else _find_in_whole(state_dict, names)
+    state = {}
+    numbers = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    for view in views:
+        found = find(indices[id(view.parameter)], view)
+        if found:
+            state[numbers[id(view.value)]] = found
+    local = [
+        {**group, "params": [numbers[id(p)] for p in own["params"]]}
+        for group, own in zip(saved, optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": local})
+
+
+Find = Callable[[int, OwnView], State | None]
+
+
+def _find_in_whole(state_dict: Mapping[str, Any], names: Sequence[Any]) -> Find:
+    def find(index: int, view: OwnView) -> State | None:
+        whole = state_dict["state"].get(names[index])
+        return {name: _part(value, name, view) for name, value in whole.items()} if whole else None
+
+    return find
+
+
+def _part(value: Any, name: str, view: OwnView) -> Any:
+    """A copy of what a view needs of one entry of a parameter's whole state."""
+    if not isinstance(value, Tensor):
+        return value
+    if name == "step" or view.is_whole:
+        return value.clone()
+    if value.shape == view.parameter.shape:
+        return view.part(value).clone()
+    if value.ndim == 0:
+        return value.clone()
+    raise UsageError(
+        f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has {tuple(view.parameter.shape)}: it "
+        "comes from an optimizer that looks at whole parameters, and cannot be cut."
+    )
+
+
+def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
+    told, state = state_dict["zeroshard"], state_dict["state"]
+    pieces: dict[int, list[tuple[int, int, int]]] = {}
+    for number, (index, start, stop) in enumerate(told["pieces"]):
+        pieces.setdefault(index, []).append((start, stop, number))
+
+    def find(index: int, view: OwnView) -> State | None:
+        # The cut may be another one than when it was saved: (start, stop) within the saved piece, in order.
+        needed = [
+            (max(view.start, start) - start, min(view.stop, stop) - start, state.get(number, {}))
+            for start, stop, number in sorted(pieces.get(index, []))
+            if start < view.stop and view.start < stop
+        ]
+        if sum(stop - start for start, stop, _ in needed) != view.stop - view.start:
+            raise UsageError(
+                f"the loaded state dict holds the shards of rank {told['rank']} of {told['world_size']}, and this rank needs "
+                "others: call consolidate_state_dict before you save, and load what state_dict() then gives."
+            )
+        found: State = {}
+        for name, value in needed[0][2].items():
+            if isinstance(value, Tensor) and value.ndim and name != "step" and not view.is_whole:
+                found[name] = torch.cat([saved[name][start:stop] for start, stop, saved in needed])
+            else:
+                found[name] = value.clone() if isinstance(value, Tensor) else value
+        return found
+
+    return find

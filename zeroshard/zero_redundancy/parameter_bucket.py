@@ -1,0 +1,270 @@
+"""Owns the buckets of parameters that keep their values whole: who updates which part, and the all-gather after.
+
+Called by zero_redundancy_optimizer. Elements are counted in the order in which the parameter's storage has them, so a
+channels-last weight is cut like any other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.collectives import Collectives
+from zeroshard.errors import UsageError
+from zeroshard.layout.layout import BucketLayout, Piece, lay_out, lay_out_whole
+from zeroshard.storage.buffer_pool import BufferPool
+
+BUCKET_NUMEL = 1 << 23
+"""Elements of the largest bucket: 32 MiB of fp32, enough that a transfer's fixed cost vanishes."""
+
+SOLO_NUMEL = 1 << 16
+"""Elements from which a parameter that keeps its own storage is gathered there, without a copy through scratch."""
+
+CACHE_NUMEL = 1 << 17
+"""Elements of the largest view for optimizers that loop over their arithmetic: parameter, gradient and two states in fp32 are
+2 MiB, which a core's cache holds. Adam's loop over 25 M elements on each of two ranks: 60 to 80 ms in whole parameters, 43 so."""
+
+
+def in_storage_order(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor as a 1-D view of its storage."""
+    flat = tensor.detach()
+    return flat.as_strided((flat.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of the storage, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class OwnView:
+    """What this rank updates of one parameter: elements `start` to `stop`, 1-D, or, where it `is_whole`, the parameter itself."""
+
+    parameter: Tensor
+    start: int
+    stop: int
+    value: Tensor
+    is_whole: bool
+
+    def follow(self) -> None:
+        """Look at the parameter's storage again, where somebody gave it another (`p.data = x`: trainers do)."""
+        if self.value.data_ptr() != self.parameter.data_ptr() + self.start * self.parameter.element_size():
+            self.value.data = _range(self.parameter, self.start, self.stop, self.is_whole)
+
+    def lend(self, gradient: Tensor | None) -> None:
+        """Let the local optimizer see its part of the gradient, or none."""
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UsageError(
+                f"a gradient is sparse ({gradient.layout}); zeroshard shards dense parameters: use sparse=False embeddings."
+            )
+        self.value.grad = None if gradient is None else self.part(gradient)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This view's part of a tensor of the parameter's shape."""
+        if self.is_whole:
+            return tensor.detach()
+        if tensor.stride() != self.parameter.stride():
+            tensor = torch.empty_like(self.parameter, dtype=tensor.dtype).copy_(tensor)
+        return in_storage_order(tensor)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Home:
+    """A parameter's place in a flat buffer."""
+
+    parameter: Tensor
+    place: Tensor
+
+    def move_in(self) -> None:
+        """Make the parameter a view of its place, with the value that it has."""
+        if self.parameter.data_ptr() != self.place.data_ptr():
+            self.place.copy_(self.parameter.detach())
+            self.parameter.data = self.place
+
+
+@dataclass(frozen=True)
+class ParameterBucket(ABC):
+    """Parameters, or ranges of them, that are gathered together. Three final classes say how.
+
+    Attributes:
+        parameters: those that the layout's pieces count.
+        views: what this rank updates.
+    """
+
+    number: int
+    layout: BucketLayout
+    parameters: Sequence[Tensor]
+    views: Sequence[OwnView]
+    needs_scratch: ClassVar[bool] = False
+
+    @property
+    def members(self) -> list[Tensor]:
+        """The parameters that have elements here."""
+        return [self.parameters[index] for index in dict.fromkeys(piece.index for piece in self.layout.pieces)]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of them takes a gradient."""
+        return any(parameter.requires_grad for parameter in self.members)
+
+    @abstractmethod
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Start to bring every rank's shard here; returns what waits for it."""
+
+    def _parts(self, rank: int) -> Iterator[tuple[Tensor, Piece]]:
+        """A rank's ranges: in the parameters' storages, and where they lie in its shard."""
+        for piece in self.layout.shard_pieces(rank):
+            flat = in_storage_order(self.parameters[piece.index])
+            yield flat[piece.parameter_start : piece.parameter_start + piece.numel], piece
+
+    @property
+    def _label(self) -> str:
+        return f"all-gather of parameters [bucket {self.number}]"
+
+
+@final
+@dataclass(frozen=True)
+class InPlaceBucket(ParameterBucket):
+    """The bucket is one range of storage: of the flat `buffer`, or, where there is none, of one large parameter."""
+
+    buffer: Tensor | None
+
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """One all-gather, without a copy."""
+        if self.buffer is not None:
+            together = self.buffer[self.layout.start : self.layout.stop]
+        else:
+            first = self.layout.pieces[0]
+            stop = first.parameter_start + first.numel
+            together = _range(self.parameters[first.index], first.parameter_start, stop, whole=False)
+        rows = together.view(self.layout.world_size, self.layout.shard_numel)
+        return collectives.all_gather(rows, self.number, self._label).wait
+
+
+@final
+@dataclass(frozen=True)
+class ScratchBucket(ParameterBucket):
+    """The parameters lie apart."""
+
+    needs_scratch: ClassVar[bool] = True
+
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """One all-gather, through scratch."""
+        own, count = collectives.rank, self.layout.world_size
+        scratch = pool.acquire(self.layout.numel, self.parameters[0].dtype)
+        rows = scratch.view(count, self.layout.shard_numel)
+        for part, piece in self._parts(own):
+            rows[own, piece.start : piece.start + piece.numel].copy_(part)
+        pending = collectives.all_gather(rows, self.number, self._label)
+
+        def finish() -> None:
+            pending.wait()
+            for rank in range(count):
+                for part, piece in self._parts(rank) if rank != own else ():
+                    part.copy_(rows[rank, piece.start : piece.start + piece.numel])
+            pool.release(scratch)
+
+        return finish
+
+
+@final
+@dataclass(frozen=True)
+class OwnedBucket(ParameterBucket):
+    """Each parameter lies whole on one rank, and ranks may hold very different sizes."""
+
+    def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Each parameter goes from its owner straight into the others' storages: no padding travels."""
+        ranks = range(self.layout.world_size)
+        pending = [
+            collectives.transfer(part, owner, rank, self._label)
+            for owner in ranks
+            for part, _ in self._parts(owner)
+            for rank in ranks
+            if rank != owner
+        ]
+
+        def finish() -> None:
+            for transfer in pending:
+                transfer.wait()
+
+        return finish
+
+
+def lay_out_parameters(
+    parameters: Sequence[Tensor], first_number: int, rank: int, world_size: int, *,
+    whole: bool, flat: bool, bucket_numel: int, piece_numel: int | None,
+) -> tuple[list[ParameterBucket], list[Home]]:  # fmt: skip
+    """Cut parameters into buckets; those of one dtype on one device share them.
+
+    Args:
+        whole: no parameter is cut.
+        flat: make the parameters views of one flat buffer for each dtype and device.
+        piece_numel: the most elements of one view; None is no limit.
+
+    Returns:
+        the buckets, and, with `flat`, the places in the flat buffers.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"a parameter is sparse ({parameter.layout}): dense parameters are sharded.")
+        if not is_dense(parameter):
+            parameter.data = parameter.data.contiguous()
+        alike[parameter.dtype, parameter.device].append(parameter)
+    buckets: list[ParameterBucket] = []
+    homes: list[Home] = []
+    # In a flat buffer everything is gathered in place anyway: fewer, larger buckets are better there.
+    solo = bucket_numel + 1 if flat else SOLO_NUMEL
+    for (dtype, device), members in alike.items():
+        numels = [parameter.numel() for parameter in members]
+        unit = lay_out_whole(numels, world_size) if whole else lay_out(numels, world_size, bucket_numel, solo)
+        buffer = torch.zeros(unit.numel, dtype=dtype, device=device) if flat else None
+        if buffer is not None:
+            homes += [
+                Home(parameter, buffer.as_strided(parameter.shape, parameter.stride(), start))
+                for parameter, start in zip(members, unit.starts, strict=True)
+            ]
+        for home in homes:
+            home.move_in()
+        for layout in unit.buckets:
+            views = [
+                _own_view(members[piece.index], part, whole)
+                for piece in layout.shard_pieces(rank)
+                for part in _cut(piece, piece_numel)
+            ]
+            number = first_number + len(buckets)
+            if whole:
+                buckets.append(OwnedBucket(number, layout, members, views))
+            elif buffer is not None or layout.pieces[0].numel == layout.numel:
+                buckets.append(InPlaceBucket(number, layout, members, views, buffer))
+            else:
+                buckets.append(ScratchBucket(number, layout, members, views))
+    return buckets, homes
+
+
+def _cut(piece: Piece, most: int | None) -> Iterator[Piece]:
+    for start in range(0, piece.numel, most or max(piece.numel, 1)):
+        numel = min(most or piece.numel, piece.numel - start)
+        yield Piece(piece.index, piece.parameter_start + start, piece.start + start, numel)
+
+
+def _own_view(parameter: Tensor, piece: Piece, whole: bool) -> OwnView:
+    start, stop = piece.parameter_start, piece.parameter_start + piece.numel
+    return OwnView(parameter, start, stop, _range(parameter, start, stop, whole), whole)
+
+
+def _range(parameter: Tensor, start: int, stop: int, whole: bool) -> Tensor:
+    return parameter.detach() if whole else in_storage_order(parameter)[start:stop]

@@ -163,8 +163,8 @@ class CommsLoggerBlock(Block):
 class ActivationCheckpointingBlock(Block):
     """`activation_checkpointing`: activations that are computed again in the backward, on top of torch's checkpointing.
 
-    It applies to the modules that `checkpoint_units` names, and to `zeroshard.recompute.checkpointing.checkpoint` after
-    `zeroshard.recompute.checkpointing.configure(deepspeed_config=...)`. A model's own `gradient_checkpointing_enable()` is torch's alone.
+    It applies to the modules that `checkpoint_units` names, and to `zeroshard.checkpointing.checkpoint` after
+    `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own `gradient_checkpointing_enable()` is torch's alone.
     """
 
     checkpoint_units: Annotated[

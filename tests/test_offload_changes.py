@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
-from zeroshard.schedule.unit import State
+from zeroshard.schedule.states import State
 from zeroshard.testing import run_ranks
 
 

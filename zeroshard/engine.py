@@ -27,7 +27,7 @@ from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLos
 from zeroshard.optim.lr_schedules import Floor, LRSchedule
 from zeroshard.policy import Offload, Place
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.shard import Sharded
+from zeroshard.sharded import Sharded
 from zeroshard.step.parking import STATES
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 

@@ -20,7 +20,8 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord
 from zeroshard.checkpoint.saving import persistent_buffers
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
-from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import PARAMETERS, Held, ModelStates, counting_on_device
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.stateful import Stateful
 
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.shard import Sharded
+from zeroshard.sharded import Sharded
 from zeroshard.step.model_states import PARAMETERS, Held
 
 _MADE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "SGD", "Lion", "MuonWithAdamW"}

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from zeroshard.collectives.collectives import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import Resident
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sharded_optimizer import ShardedOptimizer

@@ -19,13 +19,14 @@ from torch import Tensor
 from zeroshard.collectives.collectives import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.norm import clip_coefficient, scale_, sum_of_squares
+from zeroshard.gradients.shard import Shard
+from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Piece
 from zeroshard.observe.memory import STATES_PER_PARAMETER
 from zeroshard.optim.muon import MuonWithAdamW
-from zeroshard.parameters.bucket import Shard
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
-from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sub_groups import SubGroups
@@ -92,18 +93,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._residents = []
         self._unit_of: dict[Resident, Unit] = {}
         for unit in trainable:
-            for bucket in unit.buckets:
-                for shard in bucket.optimizer_shards():
-                    there = before.get(id(shard))
-                    # A shard's padding is zero.
-                    views = [
-                        self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
-                        for number, piece in enumerate(shard.pieces)
-                    ]
-                    resident = there or Resident(shard, views, self.inner.state)
-                    resident.views = views
-                    self._residents.append(resident)
-                    self._unit_of[resident] = unit
+            for shard in unit.optimizer_shards():
+                there = before.get(id(shard))
+                # A shard's padding is zero.
+                views = [
+                    self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
+                    for number, piece in enumerate(shard.pieces)
+                ]
+                resident = there or Resident(shard, views, self.inner.state)
+                resident.views = views
+                self._residents.append(resident)
+                self._unit_of[resident] = unit
         self.views = [view for resident in self._residents for view in resident.views]
         by_parameter: dict[int, list[Tensor]] = {}
         for view in self.views:

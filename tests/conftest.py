@@ -21,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="only what the quick set leaves out")
 
 
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """How long trainings last that are compared bit by bit: shorter in the quick set."""
+    return 20 if request.config.getoption("--all") or request.config.getoption("--rest") else 6
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The quick set, unless asked for more. Accelerator tests run where there is one. Heavy files come last."""
     items.sort(key=lambda item: item.path.stem in HEAVY)

@@ -13,7 +13,7 @@ Pair = tuple[Hashable, Hashable]
 
 def pairs(values: Iterable[Hashable]) -> set[Pair]:
     """Every two of a combination's values; the value itself where it has one axis."""
-    values = sorted(values, key=repr)
+    values = list(values)
     return set(combinations(values, 2)) or {(value, value) for value in values}
 
 
@@ -28,12 +28,11 @@ def cover(cases: list[set[Pair]]) -> set[int]:
 
 
 def axes(item: pytest.Item) -> list[Hashable]:
-    """(argument, value) for each argument that parametrize gives; where a value has no plain name, its index."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None:
-        return []
+    """(argument, value) for each argument that parametrize gives; what is no plain value is known by its identity."""
+    given = getattr(item, "callspec", None)
     plain = (str, int, float, bool, type(None))
-    return [(name, repr(v) if isinstance(v, plain) else callspec.indices[name]) for name, v in callspec.params.items()]
+    values = sorted(given.params.items()) if given else []
+    return [(name, repr(value) if isinstance(value, plain) else id(value)) for name, value in values]
 
 
 def mark_what_is_not_quick(items: list[pytest.Item]) -> None:

@@ -26,7 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.checkpoint.checkpoints import Checkpoints, Loaded
 from zeroshard.checkpoint.saving import Where
-from zeroshard.collectives.collectives import Collectives, create_collectives
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import Group, group_parameters
 from zeroshard.observe.memory import formula, live_nbytes, memory_report

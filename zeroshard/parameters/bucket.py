@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives, Pending, PendingReduction
+from zeroshard.collectives.base import Collectives, Pending, PendingReduction
 from zeroshard.errors import StorageError
 from zeroshard.gradients.norm import sum_of_squares
 from zeroshard.layout.layout import BucketLayout, Piece

@@ -21,7 +21,7 @@ from itertools import chain, islice
 
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import StorageError, UsageError
 from zeroshard.parameters.bucket import Bucket
 from zeroshard.policy import Policy

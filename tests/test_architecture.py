@@ -12,7 +12,14 @@ import zeroshard
 
 PACKAGE = Path(zeroshard.__file__).parent
 LEVELS = [
-    {"errors", "storage.raw_memory", "parameters.metadata"},
+    {
+        "errors",
+        "storage.raw_memory",
+        "parameters.metadata",
+        "collectives.base",
+        "collectives.reduction",
+        "collectives.report",
+    },
     {
         "policy",
         "layout.layout",
@@ -23,16 +30,17 @@ LEVELS = [
         "observe.timers",
         "formats.safetensors_file",
     },
-    {"storage.transfers"},
+    {"storage.transfers", "collectives.alone", "collectives.grouped"},
     {
         "parameters.flat_buffer",
         "storage.buffer_pool",
-        "collectives.collectives",
+        "collectives.native",
+        "collectives.point_to_point",
         "gradients.norm",
         "config.zero_block",
         "observe.underflow",
     },
-    {"storage.base"},
+    {"storage.base", "collectives.choose"},
     {"storage.memory_slot", "storage.direct_file"},
     {"storage.accelerator", "storage.cpu", "storage.disk"},
     {"storage.storages"},
@@ -81,13 +89,25 @@ def test_imports_go_downwards(level: int) -> None:
 def test_config_imports_none_of_the_run_time() -> None:
     for path in (PACKAGE / "config").glob("*.py"):
         module = f"config.{path.stem}"
-        assert not any(name.startswith(("core", "optim", "shard", "engine")) for name in imports(module))
+        rooms = ("parameters", "gradients", "schedule", "step", "collectives", "optim", "shard", "engine")
+        assert not any(name.startswith(rooms) for name in imports(module))
 
 
 def test_only_collectives_talks_to_other_ranks() -> None:
-    for path in (PACKAGE / "core").glob("*.py"):
-        if path.stem != "collectives":
-            assert "torch.distributed" not in path.read_text().replace("the only user of torch.distributed", ""), path
+    """Others may name a group, ask who they are, and open or close torch.distributed as a whole."""
+    allowed = {
+        "ProcessGroup", "group", "get_rank", "get_world_size", "is_available", "is_initialized", "init_process_group",
+        "destroy_process_group", "get_default_backend_for_device", "GradBucket",
+    }  # fmt: skip
+    seen = 0
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name in ("collectives", "testing"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+                seen += 1
+                assert node.attr in allowed, f"{path}:{node.lineno} uses dist.{node.attr}"
+    assert seen > 10
 
 
 def test_public_names_are_documented() -> None:

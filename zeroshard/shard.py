@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.checkpoint.checkpoints import Checkpoints
-from zeroshard.collectives.collectives import Collectives, create_collectives
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import group_parameters
 from zeroshard.parameters.context import Context

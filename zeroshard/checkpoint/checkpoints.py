@@ -26,7 +26,8 @@ from zeroshard.checkpoint.saving import (
     take_snapshot,
     write_checkpoint,
 )
-from zeroshard.collectives.collectives import Collectives, create_control
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_control
 from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, begin, finish, live_sources, plan, write_ranges
 from zeroshard.policy import Policy

@@ -24,7 +24,7 @@ from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import CHUNK_NBYTES, Lying, write_file
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
 from zeroshard.checkpoint.values import Packer, storable
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 from zeroshard.policy import Policy
 from zeroshard.schedule.unit import Unit

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Pending, PendingReduction
+from zeroshard.collectives.base import Pending, PendingReduction
 from zeroshard.gradients.norm import sum_of_squares
 from zeroshard.gradients.shard import Places, Shard
 from zeroshard.layout.layout import Piece

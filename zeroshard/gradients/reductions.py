@@ -16,7 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.policy import DTypes, Policy, Precision
 from zeroshard.storage.buffer_pool import BufferPool

@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Pending
+from zeroshard.collectives.base import Pending
 from zeroshard.errors import StorageError
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.storage.base import Slot

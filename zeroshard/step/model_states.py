@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.schedule.unit import Unit

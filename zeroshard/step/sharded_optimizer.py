@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.norm import clip_coefficient, scale_, sum_of_squares
 from zeroshard.gradients.shard import Shard

@@ -21,10 +21,9 @@ from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
 from zeroshard.recompute import checkpointing
 from zeroshard.shard import Sharded, shard, unsharded
 from zeroshard.sharded_init import sharded_init
+from zeroshard.version import __version__ as __version__
 from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import zeroshard
 from zeroshard import CheckpointError, Policy
+from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.cli.main import app
-from zeroshard.formats.hugging_face import export, open_checkpoint
+from zeroshard.formats.hugging_face import export
 from zeroshard.testing import run_ranks
 
 

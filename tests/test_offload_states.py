@@ -72,7 +72,7 @@ def test_checkpoints_go_from_any_place_to_any(precision: str, tmp_path: Path) ->
         for source, policy in policies(tmp_path / "disk").items():
             sharded, work = build(policy, precision)
             sharded.save(tmp_path, source)
-            sharded.checkpoints.export(tmp_path / f"export {source}")
+            sharded.export(tmp_path / f"export {source}")
             saved = everything(sharded)
             take_step(sharded, work, 2)
             expected = everything(sharded)

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError, Policy, UsageError
-from zeroshard.formats.safetensors_file import SafetensorsReader
+from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 

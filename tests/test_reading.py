@@ -63,7 +63,7 @@ WANTING_VALUES = {
     "a list": lambda weight: torch.cat([weight, weight]),
     "a write": lambda weight: weight.add_(1),
     "a write to data": lambda weight: weight.data.fill_(1),
-    "init": lambda weight: nn.init.normal_(weight),
+    "init": nn.init.normal_,
     "another dtype": lambda weight: weight.to(torch.bfloat16),
     "pickle": lambda weight: torch.save(weight, io.BytesIO()),
 }

@@ -23,10 +23,9 @@ from zeroshard.shard import shard
 from zeroshard.sharded import Sharded
 from zeroshard.sharded_init import sharded_init
 from zeroshard.unsharded import unsharded
+from zeroshard.version import __version__ as __version__
 from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.checkpoints import Checkpoints, Loaded
 from zeroshard.checkpoint.saving import Where
 from zeroshard.errors import UsageError
+from zeroshard.formats.hugging_face import export_live
 from zeroshard.layout.bucketing import Group
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
@@ -283,6 +284,10 @@ class Sharded:
         return self.checkpoints.load(
             folder, tag, strict=strict, optimizer_states=optimizer_states, random=random, fall_back=fall_back
         )
+
+    def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write the model for `from_pretrained`, each rank its own part, see `Engine.export`. Every rank must call it."""
+        export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:
         """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""

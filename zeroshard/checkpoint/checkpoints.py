@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.loading import Loader, Reader, group_names
+from zeroshard.checkpoint.live_model import LiveModel
+from zeroshard.checkpoint.loading import Loader, Reader
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.random_state import random_state, set_random_state
-from zeroshard.checkpoint.saving import (
-    PendingSave,
-    Snapshot,
-    Where,
-    persistent_buffers,
-    take_snapshot,
-    write_checkpoint,
-)
+from zeroshard.checkpoint.saving import PendingSave, Where, write_checkpoint
+from zeroshard.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_control
 from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
-from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, begin, finish, live_sources, plan, write_ranges
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
-from zeroshard.step.model_states import ModelStates
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 _ATTEMPTS = 3
@@ -57,15 +49,28 @@ class Loaded:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is loaded, see `Checkpoints.load`."""
+
+    strict: bool
+    optimizer_states: bool
+    random: bool
+
+
 class Checkpoints:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Attributes:
+        live: what is saved, and what a load goes to.
+    """
 
     def __init__(
         self, model: nn.Module, schedule: Schedule, optimizer: ShardedOptimizer, collectives: Collectives, policy: Policy,
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        self._model, self._schedule, self._optimizer = model, schedule, optimizer
-        self._collectives, self._policy, self._group = collectives, policy, group
+        self.live = LiveModel(model, schedule, optimizer, collectives, policy)
+        self._group = group
         self._control: Collectives | None = None
         self._pending: PendingSave | None = None
         self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
@@ -89,13 +94,13 @@ class Checkpoints:
                 asynchronous save failed.
         """
         files.check_tag(where.tag)
-        if asynchronous and self._policy.uses_disk:
+        if asynchronous and self.live.policy.uses_disk:
             raise UsageError(
                 "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
                 "disk, where there is room for them: save without asynchronous=True."
             )
-        self._wait_together()
-        if self._schedule.awaits_step:
+        self.wait_together()
+        if self.live.schedule.awaits_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         snapshot = self._agree_on_snapshot(values, exclude_frozen, asynchronous)
         if not asynchronous:
@@ -107,53 +112,17 @@ class Checkpoints:
         """What one rank cannot save, none does. `staged` makes it a copy."""
         snapshot, problem = None, None
         try:
-            snapshot = take_snapshot(
-                self._model,
-                self._schedule.units,
-                ModelStates(self._schedule.units, self._optimizer, self._collectives),
-                self._optimizer.inner if self._optimizer.groups_are_known else None,
-                group_names(self._schedule.units, self._optimizer.groups),
-                self._policy,
-                self._collectives.rank,
-                values,
-                {"random": random_state()},
-                exclude_frozen,
-            )
-            snapshot = snapshot.staged(self._staging) if staged else snapshot
+            snapshot = take_snapshot(self.live, values, {"random": random_state()}, exclude_frozen=exclude_frozen)
+            if staged:
+                snapshot = replace(snapshot, part=snapshot.part.staged(self._staging))
         except Exception as error:  # the others wait for this rank's word
-            problem = f"rank {self._collectives.rank}: {error}"
+            problem = f"rank {self.live.rank}: {error}"
         problems = [one for one in self.control.exchange_json(problem, "what is saved") if one is not None]
         if problems or snapshot is None:
             raise CheckpointError("\n  ".join(problems))
         return snapshot
 
-    def export(
-        self, out: str | os.PathLike[str], dtype: torch.dtype | None = None, max_shard_nbytes: int = MAX_SHARD_NBYTES
-    ) -> None:
-        """Write the model as transformers does, see `export`: each rank its own ranges. Every rank must call it.
-
-        Raises:
-            CheckpointError: on every rank, where any could not write.
-        """
-        self._wait_together()
-        folder, units = Path(out), self._schedule.units
-        buffers = dict(persistent_buffers(self._model))
-        plans = plan(live_sources(units, buffers, dtype), max_shard_nbytes)
-        states = ModelStates(units, self._optimizer, self._collectives)
-        mine = [held for held in states.held() if held.owner == self.control.rank]
-
-        def parts() -> Iterator[tuple[str, int, Tensor]]:
-            for held in mine:
-                with held.shard.opened():
-                    yield held.named.fqn, held.start, held.value
-            if self.control.rank == 0:
-                yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items())
-
-        self._together(lambda: begin(folder, plans) if self.control.rank == 0 else None)
-        self._together(lambda: write_ranges(folder, plans, parts()))
-        self._together(lambda: finish(folder, plans) if self.control.rank == 0 else None)
-
-    def _together(self, work: Callable[[], object]) -> None:
+    def together(self, work: Callable[[], object]) -> None:
         """Do a part of something; what goes wrong on any rank is an error on all."""
         problem = None
         try:
@@ -172,7 +141,7 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
 
-    def _wait_together(self) -> None:
+    def wait_together(self) -> None:
         """As `wait`; what went wrong is raised on every rank now, also where one was told before."""
         problem = None
         try:
@@ -217,14 +186,15 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank. Parameters may have been overwritten in part: load another, or start anew.
         """
-        self._wait_together()
-        if self._schedule.awaits_step:
+        self.wait_together()
+        if self.live.schedule.awaits_step:
             raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
-        self._optimizer.refuse_parked("a load")
-        self._optimizer.abandon()
+        self.live.optimizer.refuse_parked("a load")
+        self.live.optimizer.abandon()
+        wanted = Wanted(strict, optimizer_states, random)
         problems: list[str] = []
         for candidate in self._candidates(Path(folder), tag, fall_back):
-            found = self._try(Path(folder) / candidate, candidate, strict, optimizer_states, random)
+            found = self._try(Path(folder) / candidate, candidate, wanted)
             if isinstance(found, Loaded):
                 return found
             problems.append(found)
@@ -248,14 +218,14 @@ class Checkpoints:
             raise CheckpointError(told["error"])
         return list(told["tags"])
 
-    def _try(self, path: Path, tag: str, strict: bool, optimizer_states: bool, random: bool) -> Loaded | str:
+    def _try(self, path: Path, tag: str, wanted: Wanted) -> Loaded | str:
         """Load one, or say why not. A checkpoint that is replaced while it is read is read again."""
         problem = ""
         for _ in range(_ATTEMPTS):
             manifest, problem = self._agree_on_manifest(path)
             if manifest is None:
                 return problem
-            outcome = self._read(path, tag, manifest, strict, optimizer_states, random)
+            outcome = self._read(path, tag, manifest, wanted)
             if isinstance(outcome, Loaded):
                 return outcome
             problem = outcome
@@ -280,27 +250,24 @@ class Checkpoints:
                 return manifest, ""
         return None, f"{path} is replaced again and again while it is read."
 
-    def _read(
-        self, path: Path, tag: str, manifest: Manifest, strict: bool, optimizer_states: bool, random: bool
-    ) -> Loaded | str:
-        reader, rank = Reader(path, manifest), self._collectives.rank
-        states = ModelStates(self._schedule.units, self._optimizer, self._collectives)
-        groups = group_names(self._schedule.units, self._optimizer.groups)
-        loader = Loader(reader, self._model, self._schedule.units, states, self._optimizer.inner, groups)
-        optimizer_states = optimizer_states and self._optimizer.groups_are_known
+    def _read(self, path: Path, tag: str, manifest: Manifest, wanted: Wanted) -> Loaded | str:
+        reader = Reader(path, manifest)
+        loader = Loader(reader, self.live)
+        optimizer_states = wanted.optimizer_states and self.live.inner is not None
         problem, values = None, dict[str, Any]()
         try:
-            loader.prepare(strict=strict, optimizer_states=optimizer_states)
+            loader.prepare(strict=wanted.strict, optimizer_states=optimizer_states)
         except Exception as error:  # the others wait for this rank's word
             problem = str(error)
         problem = self._first(problem)
         if problem is not None:
             return problem
         try:
-            loader.read(rank)
+            loader.read()
             values = reader.values(manifest.values["shared"])
-            own = manifest.values["ranks"][rank] if manifest.world_size == self._collectives.world_size else {}
-            state = reader.values(own.get("random")) if random else None
+            same_world = manifest.world_size == self.live.collectives.world_size
+            own = manifest.values["ranks"][self.live.rank] if same_world else {}
+            state = reader.values(own.get("random")) if wanted.random else None
         except Exception as error:
             problem = str(error) if isinstance(error, ZeroshardError) else f"{path} is damaged: {error!r}"
         problem = self._first(problem)
@@ -313,6 +280,7 @@ class Checkpoints:
 
     def _first(self, problem: str | None) -> str | None:
         """What is wrong on any rank is wrong on all."""
-        rank = self._collectives.rank
-        everyone = self.control.exchange_json(None if problem is None else f"rank {rank}: {problem}", "how it went")
+        everyone = self.control.exchange_json(
+            None if problem is None else f"rank {self.live.rank}: {problem}", "how it went"
+        )
         return next((one for one in everyone if one is not None), None)

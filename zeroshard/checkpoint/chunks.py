@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.errors import CheckpointError
-from zeroshard.formats.safetensors_file import header
 from zeroshard.storage.raw_memory import memory_of
 
 CHUNK_NBYTES = 4 << 20

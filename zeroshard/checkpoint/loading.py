@@ -5,24 +5,25 @@ Called by checkpoints, by export and by the command line.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import Task, read_tasks
+from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord, dtype_of
-from zeroshard.checkpoint.saving import persistent_buffers
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.bucketing import NamedParameter
-from zeroshard.schedule.unit import Unit
-from zeroshard.step.model_states import PARAMETERS, Held, ModelStates, counting_on_device
+from zeroshard.step.model_states import PARAMETERS, Held, counting_on_device
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 """How this run computes is its own affair."""
@@ -75,6 +76,18 @@ class Reader:
         return unpack(packed, wanted.__getitem__)
 
 
+def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Reader:
+    """A checkpoint by its own folder, or by the folder of all (then the tag, or what `latest` names).
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    path = Path(folder)
+    if tag is not None or not (path / files.MANIFEST).is_file():
+        path = path / (tag if tag is not None else files.latest_tag(path))
+    return Reader(path, files.read_manifest(path))
+
+
 def tasks_for(state: StateRecord, start: int, out: Tensor, what: str) -> Iterator[Located]:
     """Where elements [start, start + out.numel()) of one model state lie. `out` is 1-D.
 
@@ -98,12 +111,8 @@ def tasks_for(state: StateRecord, start: int, out: Tensor, what: str) -> Iterato
 class Loader:
     """Brings one checkpoint into the units of a model. `prepare` first, then `read`, then `apply`."""
 
-    def __init__(
-        self, reader: Reader, model: nn.Module, units: Sequence[Unit], states: ModelStates, optimizer: torch.optim.Optimizer,
-        groups: list[list[str]],
-    ) -> None:  # fmt: skip
-        self.reader, self._model, self._units, self._states = reader, model, units, states
-        self._optimizer, self._groups = optimizer, groups
+    def __init__(self, reader: Reader, live: LiveModel) -> None:
+        self.reader, self._live, self._optimizer = reader, live, live.optimizer.inner
         self._tasks: list[Located] = []
         self._state: list[tuple[Held, dict[str, Any]]] = []
         self._elsewhere: list[tuple[Held, ParameterRecord]] = []
@@ -119,7 +128,7 @@ class Loader:
         """
         self._takes_states = optimizer_states
         manifest = self.reader.manifest
-        entries = [entry for unit in self._units for entry in unit.named]
+        entries = [entry for unit in self._live.units for entry in unit.named]
         self._refuse_another_model(entries, strict)
         if optimizer_states and manifest.optimizer not in (None, type(self._optimizer).__qualname__):
             raise CheckpointError(
@@ -127,7 +136,7 @@ class Loader:
                 f"{type(self._optimizer).__qualname__}: load_optimizer_states=False takes the parameters alone."
             )
         self._refuse_other_buffers(strict)
-        for held in self._states.held():
+        for held in self._live.states.held():
             record = self.reader.parameter(held.named.fqns)
             if record is None or PARAMETERS not in record.states:
                 continue
@@ -181,7 +190,7 @@ class Loader:
             name: tuple(self.reader.manifest.tensors[one["$tensor"]].shape) if "$tensor" in one else ()
             for name, one in packed.items()
         }
-        own = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._model)}
+        own = {name: tuple(buffer.shape) for name, buffer in self._live.buffers.items()}
         for name in saved.keys() & own.keys():
             if saved[name] != own[name]:
                 raise CheckpointError(
@@ -204,7 +213,7 @@ class Loader:
                 state[name] = there
                 yield from tasks_for(saved, held.start, there.view(-1), f"{name} of {held.named.fqn}")
 
-    def read(self, rank: int) -> None:
+    def read(self) -> None:
         """Read this rank's part, and verify it. What is there is overwritten as it comes."""
         self.reader.read(self._tasks)
         for shard, group in groupby(self._elsewhere, key=lambda part: part[0].shard):
@@ -220,9 +229,8 @@ class Loader:
                 self.reader.read(tasks)
         self._values = self.reader.values(self._values)
         ranks = self.reader.manifest.values.get("ranks", [])
-        same_world = rank < len(ranks)
         common = ranks[0].get("buffers", {}) if ranks else {}
-        own = ranks[rank].get("buffers", {}) if same_world else {}
+        own = ranks[self._live.rank].get("buffers", {}) if self._live.rank < len(ranks) else {}
         self._buffers = self.reader.values({**common, **own})
 
     def apply(self, *, optimizer_states: bool) -> None:
@@ -237,11 +245,11 @@ class Loader:
                 if not state and not beside:
                     del self._optimizer.state[held.view.value]
             self._apply_groups()
-        buffers = dict(persistent_buffers(self._model))
+        buffers = self._live.buffers
         for name, value in self._buffers.items():
             if name in buffers:
                 buffers[name].copy_(value)
-        for unit in self._units:
+        for unit in self._live.units:
             unit.take_masters()
 
     def _apply_groups(self) -> None:
@@ -249,7 +257,7 @@ class Loader:
         saved = [
             (set(group["names"]), self.reader.values(group["options"])) for group in self.reader.manifest.param_groups
         ]
-        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, names in zip(self._optimizer.param_groups, self._live.group_names, strict=True):
             sources = [options for known, options in saved if known & set(names)]
             if sources and all(source == sources[0] for source in sources):
                 group.update({key: value for key, value in sources[0].items() if key not in _IMPLEMENTATION})
@@ -266,9 +274,3 @@ def _fresh(value: Any, device: torch.device) -> Any:
 
 def _some(names: Sequence[str]) -> str:
     return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"
-
-
-def group_names(units: Sequence[Unit], groups: Sequence[Sequence[int]]) -> list[list[str]]:
-    """The first names of each param group's parameters."""
-    fqn_of: Mapping[int, str] = {id(entry.parameter): entry.fqn for unit in units for entry in unit.named}
-    return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in groups]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.safetensors_file import DTYPE_NAMES
 from zeroshard.errors import CheckpointError
-from zeroshard.formats.safetensors_file import DTYPE_NAMES
 
 _PLAIN = (type(None), bool, int, float, str)
 

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.loading import Reader
+from zeroshard.checkpoint.loading import Reader, open_checkpoint
 from zeroshard.checkpoint.manifest import FileRecord, dtype_of
 from zeroshard.formats.deepspeed import import_deepspeed
-from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, export, open_checkpoint
+from zeroshard.formats.hugging_face import export
+from zeroshard.formats.model_files import MAX_SHARD_NBYTES
 from zeroshard.step.model_states import PARAMETERS
 
 MIB = 2**20

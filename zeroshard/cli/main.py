@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.cli.checkpoints import consolidate, import_from_deepspeed, inspect
 from zeroshard.cli.doctor import doctor
 from zeroshard.config.document import pages
 from zeroshard.config.load import load_config
 from zeroshard.config.table import config_table
 from zeroshard.errors import UsageError, ZeroshardError
-from zeroshard.formats.safetensors_file import SafetensorsReader
 from zeroshard.observe.memory import STATES_PER_PARAMETER, formula
 from zeroshard.policy import Policy, Precision
 from zeroshard.testing.gpt import GPT, GPTConfig

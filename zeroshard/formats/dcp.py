@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.stateful import Stateful
 
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.sharded import Sharded
-from zeroshard.step.model_states import PARAMETERS, Held
+from zeroshard.step.model_states import PARAMETERS, Held, ModelStates
+from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 _MADE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "SGD", "Lion", "MuonWithAdamW"}
 """Optimizers whose first states are zeros, whatever the learning rate."""
@@ -116,13 +116,29 @@ class Parts(Tensor):
         return self._reads[index.offset].tensor
 
 
+class HasStates(Protocol):
+    """What `shard` returns, as far as it is needed here."""
+
+    @property
+    def optimizer(self) -> ShardedOptimizer: ...
+
+    @property
+    def states(self) -> ModelStates: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def take_masters(self) -> None:
+        """The parameters follow master weights that were written to."""
+
+
 class DistributedState(Stateful):
     """A sharded model's parameters and optimizer states for `dcp.save` and `dcp.load`.
 
     Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not in it: give DCP those yourself.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: HasStates) -> None:
         self._sharded = sharded
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.manifest import ParameterRecord
-from zeroshard.checkpoint.saving import Copied, Snapshot, Where, finish_save, write_part
+from zeroshard.checkpoint.saving import Where, finish_save, write_part
+from zeroshard.checkpoint.snapshot import Copied, Outline, Part
 from zeroshard.checkpoint.values import Packer
 from zeroshard.errors import CheckpointError
 from zeroshard.policy import Policy
@@ -120,20 +121,12 @@ def import_deepspeed(folder: str | os.PathLike[str], out: str | os.PathLike[str]
             shared = {key: packer.pack(value, key) for key, value in _shared(model, saved).items()}
             groups = _groups(saved, shapes, packer)
         buffers = {name: model["module"][name] for name in model.get("buffer_names") or []} if rank == 0 else {}
-        snapshot = Snapshot(
-            pieces, parameters, [], groups, None, Policy.stage(stage), values, shared, {}, packer.tensors, buffers
-        )
-        report = write_part(snapshot, target / f"rank_{rank:05d}.{save}.safetensors", source.name, rank, list(buffers))
+        part = Part(pieces, values, tensors=packer.tensors, buffers=buffers)
+        report = write_part(part, target / f"rank_{rank:05d}.{save}.safetensors", source.name, rank, list(buffers))
         reports.append(report)
-    finish_save(
-        snapshot=_first(snapshot, shared, groups), where=Where(Path(out), source.name), save=save, reports=reports
-    )
+    outline = Outline(parameters, [], groups, None, Policy.stage(stage), shared)
+    finish_save(outline, Where(Path(out), source.name), save, reports)
     return target
-
-
-def _first(last: Snapshot, shared: dict[str, Any], groups: list[dict[str, Any]]) -> Snapshot:
-    """What the manifest takes from one rank alone."""
-    return Snapshot([], last.parameters, [], groups, None, last.policy, {}, shared, {}, {})
 
 
 # ---------------------------------------------------------------------- files

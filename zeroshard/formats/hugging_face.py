@@ -7,65 +7,31 @@ and `model.safetensors.index.json`; tied parameters are stored once, under the f
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.chunks import Task
 from zeroshard.checkpoint.loading import Located, Reader, tasks_for
 from zeroshard.checkpoint.manifest import Manifest, dtype_of
 from zeroshard.errors import CheckpointError
-from zeroshard.formats.pretrained import INDEX, SINGLE
-from zeroshard.formats.safetensors_file import header
+from zeroshard.formats.model_files import (
+    BATCH_NBYTES,
+    MAX_SHARD_NBYTES,
+    Source,
+    begin,
+    finish,
+    plan,
+    write_ranges,
+)
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import PARAMETERS
 from zeroshard.storage.raw_memory import memory_of
-
-MAX_SHARD_NBYTES = 5_000_000_000
-"""As transformers' `max_shard_size`."""
-_BATCH_NBYTES = 32 << 20
-"""Bytes that are held while a tensor is streamed, in each of two dtypes."""
-_EXPORTED = re.compile(
-    rf"{re.escape(INDEX)}|{re.escape(SINGLE)}|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?|{re.escape(SINGLE)}\.tmp"
-)
-
-
-@dataclass(frozen=True)
-class Source:
-    """One tensor of the export: where its numbers are, and what it becomes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    saved: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Reader:
-    """A checkpoint by its own folder, or by the folder of all (then the tag, or what `latest` names).
-
-    Raises:
-        CheckpointError: there is none, or its manifest is damaged.
-    """
-    path = Path(folder)
-    if tag is not None or not (path / files.MANIFEST).is_file():
-        path = path / (tag if tag is not None else files.latest_tag(path))
-    return Reader(path, files.read_manifest(path))
 
 
 def export(
@@ -103,57 +69,34 @@ def export(
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from error
 
 
-@dataclass(frozen=True)
-class FilePlan:
-    """A file of an export: `offsets` says where each tensor begins, in bytes."""
+def export_live(
+    checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+) -> None:  # fmt: skip
+    """Write a model that trains, see `export`: each rank its own ranges. Every rank must call it.
 
-    name: str
-    sources: tuple[Source, ...]
-    header: bytes
-    offsets: dict[str, int]
+    Raises:
+        CheckpointError: on every rank, where any could not write.
+    """
+    checkpoints.wait_together()
+    live, folder = checkpoints.live, Path(out)
+    buffers = live.buffers
+    plans = plan(_live_sources(live.units, buffers, dtype), max_shard_nbytes)
+    mine = [held for held in live.states.held() if held.owner == live.rank]
 
-    @property
-    def temporary(self) -> str:
-        return self.name + ".tmp"
+    def parts() -> Iterator[tuple[str, int, Tensor]]:
+        for held in mine:
+            with held.shard.opened():
+                yield held.named.fqn, held.start, held.value
+        if live.rank == 0:
+            yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items())
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + sum(source.nbytes for source in self.sources)
-
-
-def plan(sources: Sequence[Source], max_shard_nbytes: int) -> list[FilePlan]:
-    """Which tensor goes to which file, and where."""
-    shards = _spread(sources, max_shard_nbytes)
-    plans = []
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        head = header({source.name: (source.dtype, source.shape) for source in shard}, {"format": "pt"})
-        offsets, at = {}, len(head)
-        for source in shard:
-            offsets[source.name] = at
-            at += source.nbytes
-        plans.append(FilePlan(name, tuple(shard), head, offsets))
-    return plans
+    checkpoints.together(lambda: begin(folder, plans) if live.rank == 0 else None)
+    checkpoints.together(lambda: write_ranges(folder, plans, parts()))
+    checkpoints.together(lambda: finish(folder, plans) if live.rank == 0 else None)
 
 
-def finish(folder: Path, plans: Sequence[FilePlan]) -> list[Path]:
-    """Everything is written: give the files their names, write the index, remove a former export's files."""
-    written = [folder / one.name for one in plans]
-    for one in plans:
-        (folder / one.temporary).replace(folder / one.name)
-    if len(plans) > 1:
-        weight_map = {source.name: one.name for one in plans for source in one.sources}
-        total = sum(source.nbytes for one in plans for source in one.sources)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        written.append(folder / INDEX)
-    for path in list(folder.iterdir()):
-        if path not in written and _EXPORTED.fullmatch(path.name):
-            path.unlink()
-    return written
-
-
-def live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[Source]:
+def _live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[Source]:
     """What a model that trains would export: the same list on every rank."""
     found = []
     for unit in units:
@@ -163,36 +106,6 @@ def live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: to
     for name, buffer in buffers.items():
         found.append(Source(name, tuple(buffer.shape), _target(buffer.dtype, dtype), buffer.dtype))
     return found
-
-
-def write_ranges(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write (name, start, 1-D tensor) to where they belong in files that are there. A tensor is asked for in its turn."""
-    home = {source.name: (one, source) for one in plans for source in one.sources}
-    descriptors = {one.name: os.open(folder / one.temporary, os.O_WRONLY) for one in plans}
-    try:
-        for name, start, tensor in parts:
-            one, source = home[name]
-            size = source.dtype.itemsize
-            step = max(_BATCH_NBYTES // size, 1)
-            for low in range(0, tensor.numel(), step):
-                data = memory_of(tensor[low : low + step].to("cpu", source.dtype).contiguous())
-                at, done = one.offsets[name] + (start + low) * size, 0
-                while done < len(data):
-                    done += os.pwrite(descriptors[one.name], data[done:], at + done)
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-
-
-def begin(folder: Path, plans: Sequence[FilePlan]) -> None:
-    """Make the files of their full size, with their headers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for one in plans:
-        with (folder / one.temporary).open("wb") as file:
-            file.write(one.header)
-            file.truncate(one.nbytes)
 
 
 def _sources(manifest: Manifest, dtype: torch.dtype | None) -> Iterator[Source]:
@@ -220,25 +133,13 @@ def _target(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and saved.is_floating_point else saved
 
 
-def _spread(sources: Sequence[Source], limit: int) -> list[list[Source]]:
-    shards: list[list[Source]] = [[]]
-    filled = 0
-    for source in sources:
-        if shards[-1] and filled + source.nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(source)
-        filled += source.nbytes
-    return shards
-
-
 def _stream(reader: Reader, source: Source) -> Iterator[Tensor]:
     """The flattened tensor, piece by piece."""
     packed = _buffers(reader.manifest).get(source.name)
     if packed is not None and "$scalar" in packed:
         yield torch.tensor([packed["$scalar"][1]], dtype=source.dtype)
         return
-    step = max(_BATCH_NBYTES // source.saved.itemsize, 1)
+    step = max(BATCH_NBYTES // source.saved.itemsize, 1)
     for start in range(0, source.numel, step):
         out = torch.empty(min(step, source.numel - start), dtype=source.saved)
         reader.read(list(_tasks(reader, source, packed, start, out)))

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.formats.safetensors_file import SafetensorsReader
+from zeroshard.formats.model_files import INDEX, SINGLE
 from zeroshard.sharded_init import Births, BornSharded, Shard, born, cut_parameter, shard_of
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_pretrained(

@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.parameters.shown import classes_of
 from zeroshard.schedule.states import State
 
-if TYPE_CHECKING:
-    from zeroshard.schedule.unit import Unit
+
+class _Unit(Protocol):
+    """What it asks of its unit."""
+
+    modules: tuple[nn.Module, ...]
+    named: tuple[NamedParameter, ...]
+    sharded_at_rest: bool
+    state: State
+    used: set[int]
+
+    def unshard(self) -> None: ...
+
+    def reshard(self) -> None: ...
 
 
 class Appearance:
@@ -30,7 +42,7 @@ class Appearance:
         dtype: of the parameters.
     """
 
-    def __init__(self, unit: Unit, views: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, unit: _Unit, views: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._unit, self._named, self._views = unit, unit.named, list(views)
         self._index_of = {id(entry.parameter): index for index, entry in enumerate(self._named)}
         self._away_class, self._taken_class = classes_of(self)

@@ -45,7 +45,8 @@ class Unit:
     """
 
     def __init__(self, group: Group, dtypes: DTypes, first_bucket: int, context: Context) -> None:
-        self.label, self.modules, self.named = group.label, (group.module,), group.named
+        self.label, self.named = group.label, group.named
+        self.modules: tuple[nn.Module, ...] = (group.module,)
         self.trainable, self.policy = group.trainable, context.policy
         self.sharded_at_rest = context.policy.parameters.sharded
         self.master_dtype = dtypes.master if self.trainable else dtypes.param

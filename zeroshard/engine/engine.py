@@ -7,59 +7,29 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from zeroshard.config.load import Config
+from zeroshard.engine.checkpoint_values import COUNTERS, Resumable
+from zeroshard.engine.loss_scaling import cast_inputs, create_loss_scaler
+from zeroshard.engine.parking_names import destination, states_of
+from zeroshard.engine.progress import Progress
+from zeroshard.engine.readers import Readers
+from zeroshard.engine.step_report import StepReport, why_not_finite
+from zeroshard.engine.underflow import count_underflow
 from zeroshard.errors import UsageError
-from zeroshard.observe.log import Log, StepFigures
-from zeroshard.observe.timers import Timers
-from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
-from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from zeroshard.observe.underflow import SCALES, UnderflowReport
 from zeroshard.optim.lr_schedules import Floor, LRSchedule
-from zeroshard.policy import Offload, Place
 from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharded import Sharded
-from zeroshard.step.parking import STATES
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What `engine.step()` did.
-
-    Attributes:
-        applied: whether the parameters were updated.
-        reason: why not, or None.
-        not_finite: fqns of the parameters whose gradient has an infinite or NaN element.
-        grad_norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step.
-        loss_scale: the scale that the gradients were made with.
-    """
-
-    applied: bool
-    reason: str | None = None
-    not_finite: tuple[str, ...] = ()
-    grad_norm: float | None = None
-    loss_scale: float = 1.0
-
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_STATES = {
-    "lp_params": "parameters", "lp_grads": "gradients", "contiguous_grad_buffer": "gradients", "hp_params": "optimizer",
-    "optim_states": "optimizer",
-}  # fmt: skip
-"""DeepSpeed's names of model states, as it writes them in `offload_states`."""
-
-
-class Engine:
+class Engine(Readers):
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
     Attributes:
@@ -76,36 +46,26 @@ class Engine:
         self, sharded: Sharded, config: Config, lr_scheduler: Any, device: torch.device,
         checkpointing: Checkpointer | None = None,
     ) -> None:  # fmt: skip
-        self.module = sharded.model
-        self.optimizer: ShardedOptimizer = sharded.optimizer
+        super().__init__(sharded, config)
         self.lr_scheduler = lr_scheduler
-        self.config = config
         self.device = device
         self.checkpointing = checkpointing
-        self.loss_scaler = _loss_scaler(config)
+        self.loss_scaler = create_loss_scaler(config)
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        self._sharded = sharded
         self.training_dataloader: Any = None
-        self._last = StepReport(applied=False)
         self._backward_done = False
-        self._losses: list[Tensor] = []
         self._last_call: tuple[Any, Any] | None = None
-        self._log = Log(config.schema, dist.get_rank() if dist.is_initialized() else 0)
-        self._timers = Timers(device, enabled=config.schema.wall_clock_breakdown)
-        if config.schema.wall_clock_breakdown:
-            sharded.measure_waits(self._timers.measure)
-        self._told_at = (time.perf_counter(), 0)
+        self._progress = Progress(sharded, config, device)
 
     # ------------------------------------------------------------------ one microbatch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if self.config.schema.fp16.auto_cast and self.config.schema.fp16.enabled:
-            args, kwargs = tree_map(_to_half, (args, kwargs))
+        args, kwargs = cast_inputs(self.config, (args, kwargs))
         if self.config.scales_loss and torch.is_grad_enabled():
             self._last_call = (args, kwargs)  # for underflow_report
-        with self._timers.measure("forward"), self._autocast():
+        with self._progress.measure("forward"), self._autocast():
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -133,7 +93,7 @@ class Engine:
         mean = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         # In fp32: a loss in half precision times 65536 is infinite.
         scaled = mean.float() * self.loss_scaler.scale if self.config.scales_loss else mean
-        with self._timers.measure("backward"), self._sharded.accumulate(not self.is_gradient_accumulation_boundary()):
+        with self._progress.measure("backward"), self._sharded.accumulate(not self.is_gradient_accumulation_boundary()):
             if scaled.requires_grad:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             elif torch.is_grad_enabled() and self.optimizer.views:
@@ -142,7 +102,7 @@ class Engine:
                 )
             self._sharded.finish_backward()
         self._backward_done = True
-        self._losses.append(loss.detach())
+        self._progress.add_loss(loss.detach())
         return mean.detach()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
@@ -164,9 +124,9 @@ class Engine:
         if not ends_step:
             count = self.gradient_accumulation_steps()
             return StepReport(False, f"microbatch {self.micro_steps % count} of {count}: gradients are accumulated")
-        with self._timers.measure("step"):
+        with self._progress.measure("step"):
             self._last = self._take_step(lr_kwargs or {})
-        self._tell(self._last)
+        self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
         self.loss_scaler.update(not math.isfinite(self._last.grad_norm or 0.0))
         self._sharded.checkpoints.raise_if_failed()
         return self._last
@@ -178,10 +138,7 @@ class Engine:
         norm = self._sharded.clip_grad_norm_(self.config.schema.gradient_clipping or None, scale)
         if not math.isfinite(norm):
             not_finite = self.optimizer.not_finite()
-            named = f": those of {', '.join(not_finite[:3])}" + (", ..." if len(not_finite) > 3 else "")
-            reason = (
-                f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite{named if not_finite else ''}"
-            )
+            reason = why_not_finite(norm, not_finite)
         applied = reason is None or not self.config.skips_steps_that_are_not_finite
         if applied:
             self.optimizer.step()
@@ -192,29 +149,6 @@ class Engine:
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         return StepReport(applied, None if applied else reason, not_finite, norm, scale)
-
-    def _tell(self, report: StepReport) -> None:
-        losses, self._losses = self._losses, []
-        if not self._log.wants(self.global_steps):
-            return
-        mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
-        (then, samples), now = self._told_at, time.perf_counter()
-        steps = max(1, (self.global_samples - samples) // self.train_batch_size())
-        figures = StepFigures(
-            step=self.global_steps,
-            samples=self.global_samples,
-            loss=float(self._sharded.sum_over_ranks(mine)) / self.config.batch.world_size,
-            lr=self.get_lr()[0],
-            loss_scale=report.loss_scale,
-            grad_norm=report.grad_norm or 0.0,
-            applied=report.applied,
-            samples_per_second=(self.global_samples - samples) / (now - then),
-            seconds={part: seconds / steps for part, seconds in self._timers.take().items()},
-            sent=self.comm_report() if self.config.schema.comms_logger.enabled else {},
-            memory=self.memory_report(),
-        )
-        self._told_at = (now, self.global_samples)
-        self._log.tell(figures)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present microbatch is the last of its step."""
@@ -245,18 +179,11 @@ class Engine:
         Raises:
             CheckpointError: on every rank, where any could not write. What was saved before is as it was.
         """
-        loader = self.training_dataloader
-        values = {
-            "engine": {name: getattr(self, name) for name in _COUNTERS},
-            "lr_scheduler": self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None,
-            "loss_scaler": dict(vars(self.loss_scaler)),
-            "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
-            "client_state": dict(client_state or {}),
-        }
+        counters = {name: getattr(self, name) for name in COUNTERS}
         self._sharded.save(
             save_dir,
             tag or f"global_step{self.global_steps}",
-            values,
+            self._resumable.values(counters, client_state),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             asynchronous=asynchronous,
@@ -298,17 +225,16 @@ class Engine:
         values = loaded.values
         self._backward_done = False
         if not load_module_only:
-            for name in _COUNTERS:
+            for name in COUNTERS:
                 setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
-            if load_lr_scheduler_states and values.get("lr_scheduler") and self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(values["lr_scheduler"])
-            if states and isinstance(self.loss_scaler, DynamicLossScaler):
-                self.loss_scaler.load(values.get("loss_scaler", {}))
-            if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
-                self.training_dataloader.load_state_dict(values["data"])
-            self._told_at = (time.perf_counter(), self.global_samples)
+            self._resumable.load(values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
+            self._progress.start_at(self.global_samples)
         return str(loaded.path), values.get("client_state", {})
+
+    @property
+    def _resumable(self) -> Resumable:
+        return Resumable(self.lr_scheduler, self.loss_scaler, self.training_dataloader)
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model as transformers does (safetensors, ties once), each rank its own part. Every rank must call it.
@@ -317,7 +243,7 @@ class Engine:
             out: the folder, for `from_pretrained` or `load_pretrained`.
             dtype: of the floating-point tensors; default: fp32, from the master weights.
         """
-        self._sharded.checkpoints.export(out, dtype)
+        self._sharded.export(out, dtype)
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
         """As `export`, in the dtype that the model trains in; bf16 where that is fp32. Every rank must call it."""
@@ -325,47 +251,7 @@ class Engine:
         self.export(save_dir, dtype if dtype is not None and dtype.itemsize == 2 else torch.bfloat16)
         return True
 
-    # ------------------------------------------------------------------ what it knows
-
-    def get_global_grad_norm(self) -> float | None:
-        """The global L2 norm of the last step's gradients before clipping; None before the first step."""
-        return self._last.grad_norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step updated the parameters."""
-        return self._last.applied
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step, over all ranks and microbatches."""
-        return self.config.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
-        return self.config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Microbatches per optimizer step."""
-        return self.config.batch.accumulation
-
-    def zero_optimization_stage(self) -> int:
-        """The stage that the config names."""
-        return self.config.stage
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch)."""
-        return self._sharded.memory_report()
-
-    def memory_formula(self) -> dict[str, float]:
-        """What the ZeRO paper's formulas give for this model, policy and world size, with Adam."""
-        return self._sharded.memory_formula()
-
-    def comm_report(self) -> dict[str, int]:
-        """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
-        return self._sharded.comm_report()
+    # ------------------------------------------------------------------ looks and changes between steps
 
     def underflow_report(
         self, compute_loss: Callable[[], Tensor] | None = None, scales: Sequence[float] = SCALES
@@ -382,17 +268,7 @@ class Engine:
         """
         if not self.config.scales_loss:
             raise UsageError("underflow_report looks at fp16 gradients: enable fp16 in the config.")
-        compute = compute_loss or self._replay
-        counts = [GradientCount(scale) for scale in sorted({*scales, self.loss_scaler.scale})]
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        for count in counts:
-            # The same dropout at each scale, and none of it missing from the training after.
-            with torch.random.fork_rng(), self._sharded.probe(count.add), torch.enable_grad():
-                loss = compute()
-                (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        return summarise(counts, self.loss_scaler.scale, self._sharded.sum_over_ranks)
+        return count_underflow(self._sharded, compute_loss or self._replay, self.loss_scaler.scale, scales)
 
     def _replay(self) -> Tensor:
         if self._last_call is None:
@@ -434,16 +310,8 @@ class Engine:
         Returns:
             The bytes that were given back.
         """
-        names = [str(getattr(name, "value", name)) for name in include] if include is not None else list(STATES)
-        device = str(getattr(device, "value", device))
-        if device not in ("cpu", "nvme"):
-            raise UsageError(f'offload_states goes to device "cpu" or "nvme", not {device!r}.')
-        known = nvme_path or self.config.policy.offload_optimizer.path or self.config.policy.offload_parameters.path
-        if device == "nvme" and known is None:
-            raise UsageError("offload_states to nvme needs nvme_path: the config names no folder.")
-        offload = Offload(None if known is None else str(known), pin_memory)
-        place = Place.DISK if device == "nvme" else Place.CPU
-        return self._sharded.offload_states(dict.fromkeys(_STATES.get(name, name) for name in names), place, offload)
+        place, offload = destination(device, nvme_path, self.config.policy, pin_memory)
+        return self._sharded.offload_states(states_of(include), place, offload)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` parked."""
@@ -460,26 +328,7 @@ class Engine:
 
     def destroy(self) -> None:
         """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
-        self._log.close()
+        self._progress.close()
         if self.checkpointing is not None:
             self.checkpointing.remove()
         self._sharded.remove()
-
-
-def _loss_scaler(config: Config) -> LossScaler:
-    block = config.schema.fp16
-    if not config.scales_loss:
-        return StaticLossScaler()
-    if block.loss_scale:
-        return StaticLossScaler(block.loss_scale)
-    return DynamicLossScaler(
-        2.0**block.initial_scale_power,
-        block.loss_scale_window,
-        block.hysteresis,
-        block.consecutive_hysteresis,
-        block.min_loss_scale,
-    )
-
-
-def _to_half(value: Any) -> Any:
-    return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value

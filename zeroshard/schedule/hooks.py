@@ -134,7 +134,8 @@ class Hooks:
         for unit in schedule.units:
             for module in unit.modules:
                 units.setdefault(module, []).append(unit)
-        self._units: dict[nn.Module, Run] = {module: tuple(used) for module, used in units.items()}
+        # The root is there in any case: it begins a forward.
+        self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
         self._run_of = {unit: run for run in self._units.values() for unit in run}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._pushed: list[bool] = []
@@ -145,10 +146,10 @@ class Hooks:
         }
         hook_of = _module_hook()
         for module in self._units:
-            self._outer.add(module, hook_of(self._pre_forward), hook_of(self._post_forward, module is model))
+            before = self._pre_root_forward if module is model else self._pre_forward
+            self._outer.add(module, hook_of(before), hook_of(self._post_forward, module is model))
         for module in self._owned:
             self._outer.add(module, hook_of(self._pre_part), hook_of(self._post_part))
-        self._handles.append(model.register_forward_pre_hook(hook_of(self._pre_root_forward), prepend=True))
         self._handles += hooks_for_state_dicts({**_units_at_rest(self._units), **self._owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
@@ -176,14 +177,14 @@ class Hooks:
 
     # ------------------------------------------------------------------ forward
 
-    def _pre_root_forward(self, module: nn.Module, args: Any) -> None:
-        if _in_backward():
-            return
-        self._outer.keep()
-        self._forget_what_broke_off()
-        self._saved.recover()
-        self._pushed.clear()
-        self._schedule.begin_forward()
+    def _pre_root_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _in_backward():
+            self._outer.keep()
+            self._forget_what_broke_off()
+            self._saved.recover()
+            self._pushed.clear()
+            self._schedule.begin_forward()
+        self._pre_forward(module, args, kwargs)
 
     def _forget_what_broke_off(self) -> None:
         """A forward begins outside of any backward, and the last one never reached its end."""

@@ -29,8 +29,9 @@ from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.sharded import Sharded
 from zeroshard.step.elementwise import needs_whole_parameters
+from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.parking import Parking
-from zeroshard.step.sharded_optimizer import NoOptimizer, ShardedOptimizer
+from zeroshard.step.sharded_optimizer import ShardedOptimizer
 from zeroshard.storage.buffer_pool import BufferPool
 from zeroshard.storage.storages import Storages
 from zeroshard.unsharded import is_taken, register
@@ -100,6 +101,7 @@ def shard(
     groups = group_parameters(model, optimized, units)
     schedule = Schedule(make_units(groups, context), context, overlap=overlap)
     sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, storages, policy, whole_parameters=whole)
+    schedule.optimized = optimized
     hooks = Hooks(model, schedule)
     register(schedule.units, hooks)
     checkpoints = Checkpoints(model, schedule, sharded_optimizer, collectives, policy, group)

@@ -189,7 +189,7 @@ class Sharded:
             raise UsageError("update_trainable between backward and zero_grad: end the step first.")
         if param_group is not None:
             self.optimizer.list_group(param_group)
-        listed = {parameter for group in self.optimizer.groups for parameter in group}
+        self._schedule.optimized = listed = {one for group in self.optimizer.groups for one in group}
         freed = [
             entry
             for unit in self._schedule.units
@@ -296,6 +296,7 @@ class Sharded:
         for unit in self._schedule.units:
             unit.release()
         unregister(self._schedule.units)
+        self.optimizer.release_inner()
         self.checkpoints.close()
         self._context.collectives.close()
         self._context.storages.close()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Pending
+from zeroshard.collectives.reduction import CHUNK_NUMEL
 from zeroshard.errors import StorageError
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.storage.base import Slot
@@ -156,6 +157,23 @@ class ParameterBucket:
         with master.borrowed(self._accelerator, self._pool, write=True) as old:
             torch.where(new == old.to(new.dtype), old, new.to(old.dtype), out=old)
 
+    def take_hidden_writes(self) -> bool:
+        """Master weights follow what was written through `.data`, of which nothing tells but the values. Returns whether any
+        was found.
+
+        An accelerator is not asked whether, since that would stop it; nor are masters that rest elsewhere brought for it.
+        """
+        found = False
+        for rank, master in self.masters.items():
+            memory = master.memory_in(self._accelerator)
+            if master is self.rests[rank] or memory is None:
+                continue
+            differs = memory.device.type == "cpu" and not _shows(self.rows[rank], memory)
+            if differs or memory.device.type != "cpu":
+                self._take_row(master, self.rows[rank])
+            found |= differs
+        return found
+
     def take_own_row(self) -> None:
         """The unsharded parameters leave: where they are the master weights, what the user did to them stays."""
         for rank, master in self.masters.items():
@@ -223,3 +241,9 @@ class ParameterBucket:
     def _in_memory(self, slots: Iterable[Slot]) -> list[Tensor]:
         found = [slot.memory_in(self._accelerator) for slot in slots]
         return [memory for memory in found if memory is not None]
+
+
+def _shows(row: Tensor, master: Tensor) -> bool:
+    """Whether a row is its master weights in its own dtype. NaN is what it is."""
+    parts = zip(row.split(CHUNK_NUMEL), master.split(CHUNK_NUMEL), strict=True)
+    return all(torch.equal(shown.view(torch.int16), kept.to(row.dtype).view(torch.int16)) for shown, kept in parts)

@@ -166,28 +166,21 @@ class Appearance:
         """Counts of in-place writes, by parameter."""
         return [entry.parameter._version for entry in self._named]
 
-    @property
-    def is_written(self) -> bool:
-        """Somebody wrote to a parameter in place, or gave it another tensor as its data, since its values were shown."""
-        return self._unit.state is State.UNSHARDED and (
-            self._versions != self.versions() or any(self._has_new_data(index) for index in range(len(self._named)))
-        )
-
-    def take_written(self) -> list[str]:
-        """The fqns of the parameters that `is_written` is about; from now on they count as known."""
-        new = self.take_new_data()
-        now = self.versions()
-        written = [e.fqn for e, old, version in zip(self._named, self._versions, now, strict=True) if old != version]
-        self._versions = now
-        return written + new
+    def take_written(self) -> set[int]:
+        """Which parameters somebody wrote to in place, or gave another tensor as data, since this was last asked."""
+        written, now = self.take_new_data(), self.versions()
+        if now != self._versions:
+            written |= {index for index, version in enumerate(now) if version != self._versions[index]}
+            self._versions = now
+        return written
 
     def _has_new_data(self, index: int) -> bool:
         parameter, view = self._named[index].parameter, self._views[index]
         return parameter.data_ptr() != view.data_ptr() and bool(view.numel())
 
-    def take_new_data(self) -> list[str]:
-        """Somebody gave a parameter another tensor as its `.data`: its values are the parameter's. Returns fqns."""
-        found = []
+    def take_new_data(self) -> set[int]:
+        """Somebody gave a parameter another tensor as its `.data`: its values are the parameter's. Returns which."""
+        found = set()
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             if self._has_new_data(index):
                 data = entry.parameter.data
@@ -199,7 +192,7 @@ class Appearance:
                     )
                 view.copy_(data)
                 entry.parameter.data = view
-                found.append(entry.fqn)
+                found.add(index)
         return found
 
     def refuse_replaced(self) -> None:

@@ -21,8 +21,6 @@ exception, so nothing here counts on a forward's end.
 from __future__ import annotations
 
 import enum
-import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.parameters.shown import grad_of
-from zeroshard.schedule.module_hooks import Outermost, hooks_for_state_dicts
+from zeroshard.schedule.module_hooks import Outermost, WeakHook, hooks_for_state_dicts, ignore, module_hook
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
@@ -50,53 +48,6 @@ class Phase(enum.Enum):
 
     IDLE_OR_FORWARD = "forward"
     BACKWARD = "backward"
-
-
-class _Hook:
-    """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
-
-    def __init__(self, method: Callable[..., None], *args: Any) -> None:
-        self._method, self._args = method, args
-
-    def __call__(self, *args: Any) -> Any:
-        return self._method(*self._args, *args)
-
-    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
-        return _no_hook, ()
-
-
-@functools.cache
-def _module_hook() -> type[_Hook]:
-    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit.
-
-    Made at first use: to say so imports the compiler, which takes a second.
-    """
-
-    class ModuleHook(_Hook):
-        __call__ = torch.compiler.disable(_Hook.__call__)
-
-    return ModuleHook
-
-
-class _WeakHook:
-    """The same as a parameter keeps it. Python's garbage collector does not see what a parameter's hooks refer to, so a
-    parameter must not own what owns it; modules keep `Hooks` alive."""
-
-    def __init__(self, method: Callable[..., None], *args: Any) -> None:
-        self._method, self._args = weakref.WeakMethod(method), args
-
-    def __call__(self, *args: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(*self._args, *args)
-
-
-def _no_hook() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(*_: Any) -> None:
-    return
 
 
 @dataclass
@@ -144,7 +95,7 @@ class Hooks:
         self._owned = {
             module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
         }
-        hook_of = _module_hook()
+        hook_of = module_hook()
         for module in self._units:
             before = self._pre_root_forward if module is model else self._pre_forward
             self._outer.add(module, hook_of(before), hook_of(self._post_forward, module is model))
@@ -153,7 +104,7 @@ class Hooks:
         self._handles += hooks_for_state_dicts({**_units_at_rest(self._units), **self._owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
-                hook = _WeakHook(self._post_accumulate, number, index)
+                hook = WeakHook(self._post_accumulate, number, index)
                 self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -281,7 +232,7 @@ class Hooks:
             self._phase = Phase.BACKWARD
             if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
                 # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
-                self._aside, self._schedule = self._schedule, Probe(self._schedule, _ignore)
+                self._aside, self._schedule = self._schedule, Probe(self._schedule, ignore)
             # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 

@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.schedule.unit import Unit
+
+
+class _Hook:
+    """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
+
+    def __init__(self, method: Callable[..., None], *args: Any) -> None:
+        self._method, self._args = method, args
+
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*self._args, *args)
+
+    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
+        return _no_hook, ()
+
+
+@functools.cache
+def module_hook() -> type[_Hook]:
+    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit.
+
+    Made at first use: to say so imports the compiler, which takes a second.
+    """
+
+    class ModuleHook(_Hook):
+        __call__ = torch.compiler.disable(_Hook.__call__)
+
+    return ModuleHook
+
+
+class WeakHook:
+    """The same as a parameter keeps it. Python's garbage collector does not see what a parameter's hooks refer to, so a
+    parameter must not own what owns it; modules keep `Hooks` alive."""
+
+    def __init__(self, method: Callable[..., None], *args: Any) -> None:
+        self._method, self._args = weakref.WeakMethod(method), args
+
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*self._args, *args)
+
+
+def _no_hook() -> Callable[..., None]:
+    return ignore
+
+
+def ignore(*_: Any) -> None:
+    """Do nothing."""
 
 
 class Outermost:

@@ -76,6 +76,8 @@ class Schedule:
         self.frozen = frozen_names(units)
         """Parameters that took no gradient when that was last looked at."""
         self.gradients_taken = 0
+        self.optimized: set[int] = set()
+        """`id`s of the parameters that the optimizer lists, frozen ones among them."""
         self.parked: frozenset[str] = frozenset()
         """Model states that are away until `reload_states`."""
         self._policy: Policy = context.policy
@@ -117,6 +119,9 @@ class Schedule:
     def begin_forward(self) -> None:
         """The root's forward starts, outside of a backward."""
         self._backward_ended = False
+        for unit in self.units:
+            if not unit.trainable:
+                unit.appearance.refuse_unfrozen(self.optimized)
         if self._present.runs:
             self._last, self._present = self._present, _Order()
 
@@ -292,12 +297,6 @@ class Schedule:
         """Raise where model states that `what` needs are away."""
         if self.parked:
             raise UsageError(f"{what} while {', '.join(sorted(self.parked))} are parked: call reload_states() first.")
-
-    def refuse_unfrozen(self, optimized: set[int]) -> None:
-        """Raise where a parameter of the optimizer was unfrozen, and nobody was told."""
-        for unit in self.units:
-            if not unit.trainable:
-                unit.appearance.refuse_unfrozen(optimized)
 
     def in_order(self) -> list[Unit]:
         """The units in the order in which the next forward will use them."""

@@ -83,6 +83,7 @@ class Unit:
         self._received: set[int] = set()
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
+        self._written: set[int] = set()
         self._pins = 0
         self.is_held = False
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
@@ -225,10 +226,27 @@ class Unit:
 
     # ------------------------------------------------------------------ writes
 
+    def written(self) -> set[int]:
+        """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.
+
+        In 16 bits a write through `.data` is found too: there the master weights say what was shown.
+        """
+        if not self.sharded_at_rest and self.state is State.UNSHARDED:
+            new = self.appearance.take_written()
+            for bucket in self.buckets:
+                if new:
+                    bucket.take_rows()
+                elif bucket.take_hidden_writes():
+                    self._written |= {piece.index for piece in bucket.layout.pieces}
+            self._written |= new
+        return self._written
+
     def write_back(self) -> None:
         """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes."""
         if self.sharded_at_rest or self.state is not State.UNSHARDED:
             return
+        if self.trainable:
+            self.written()
         self.appearance.take_new_data()
         if not isinstance(self._away, InCpuMemory):
             return
@@ -242,8 +260,8 @@ class Unit:
         if self.state is State.ARRIVING:
             self.unshard()
         self.appearance.take_written()
-        if isinstance(self._away, InCpuMemory):
-            self._away.is_current = False
+        self._written.clear()
+        self._forget_cpu_copy()
         for bucket in self.buckets:
             bucket.take_owners_rows()
             bucket.take_rows()

@@ -472,6 +472,7 @@ def test_an_engine_parks_its_states(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what does not fit
 
 
+@pytest.mark.full
 def test_a_model_larger_than_memory_trains() -> None:
     """The kernel holds each rank to a limit of which the fp32 training states are four times; the losses are the same."""
     script = Path(__file__).parents[1] / "benchmarks" / "larger_than_memory.py"

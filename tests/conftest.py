@@ -1,4 +1,4 @@
-"""Owns what every test shares: one thread in the parent, so that forks are safe."""
+"""Owns what every test shares: one thread in the parent, so that forks are safe, and which tests run when."""
 
 import sys
 from pathlib import Path
@@ -10,14 +10,32 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+from sampling import mark_what_is_not_quick  # noqa: E402
 
 HEAVY = ("test_export", "test_families", "test_pretrained", "test_sharded_init", "test_trainers")
 """They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Accelerator tests run where there is one; elsewhere the summary says that they did not. Heavy ones come last."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every combination, not only the quick set")
+    parser.addoption("--rest", action="store_true", help="only what the quick set leaves out")
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """How long trainings last that are compared bit by bit: shorter in the quick set."""
+    return 20 if request.config.getoption("--all") or request.config.getoption("--rest") else 6
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The quick set, unless asked for more. Accelerator tests run where there is one. Heavy files come last."""
     items.sort(key=lambda item: item.path.stem in HEAVY)
+    mark_what_is_not_quick(items)
+    if not config.getoption("--all"):
+        rest = config.getoption("--rest")
+        left_out = [item for item in items if bool(item.get_closest_marker("full")) != rest]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if bool(item.get_closest_marker("full")) == rest]
     if not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("accelerator"):

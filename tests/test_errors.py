@@ -226,19 +226,19 @@ def test_a_collective_that_comes_late_changes_no_bits(monkeypatch: pytest.Monkey
     """Races are provoked: every launch and every wait is delayed at random, on each rank differently."""
     import random
 
-    from zeroshard.collectives import collectives
+    from zeroshard.collectives.grouped import Transfer
 
     def body(rank: int) -> None:
         work = workload("untied", steps=5)
         calm = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
         noise = random.Random(rank)
-        original = collectives._Transfer.wait
+        original = Transfer.wait
 
-        def late(self: collectives._Transfer) -> None:
+        def late(self: Transfer) -> None:
             time.sleep(noise.random() * 0.004)
             original(self)
 
-        collectives._Transfer.wait = late  # type: ignore[method-assign]
+        Transfer.wait = late  # type: ignore[method-assign]
         for stage in range(4):
             assert train(rank, work, Policy.stage(stage)).equals(calm[stage])
 

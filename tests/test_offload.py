@@ -20,30 +20,28 @@ import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, ZeroshardError
 from zeroshard.storage import storages
 from zeroshard.storage.direct_file import DirectFile
-from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train
+from zeroshard.testing import Workload, ranks_agree, run_ranks, train
 
 PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
 BUCKETS = 256
 ACCELERATOR, CPU, DISK = Place.ACCELERATOR, Place.CPU, Place.DISK
 
 
-def legal_policies(folder: Path, offload: Offload | None = None) -> list[Policy]:
-    """Every combination of residencies with something at rest off the accelerator."""
-    how = offload or Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
+def legal_policies(folder: Path, stage: int, optimizer: Place) -> list[Policy]:
+    """Every combination of residencies of a stage with something at rest off the accelerator."""
+    how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
     found = []
-    for stage in (1, 2, 3):
-        for parameters in (ACCELERATOR, CPU, *([DISK] if stage == 3 else [])):
-            for gradients in (ACCELERATOR, *([CPU, DISK] if stage > 1 else [])):
-                for optimizer in (ACCELERATOR, CPU, DISK):
-                    policy = Policy(
-                        Residency(sharded=stage > 2, place=parameters),
-                        Residency(sharded=stage > 1, place=gradients),
-                        Residency(sharded=True, place=optimizer),
-                        offload_parameters=how,
-                        offload_optimizer=how,
-                    )
-                    if {parameters, gradients, optimizer} != {ACCELERATOR}:
-                        found.append(policy)
+    for parameters in (ACCELERATOR, CPU, *([DISK] if stage == 3 else [])):
+        for gradients in (ACCELERATOR, *([CPU, DISK] if stage > 1 else [])):
+            if {parameters, gradients, optimizer} != {ACCELERATOR}:
+                policy = Policy(
+                    Residency(sharded=stage > 2, place=parameters),
+                    Residency(sharded=stage > 1, place=gradients),
+                    Residency(sharded=True, place=optimizer),
+                    offload_parameters=how,
+                    offload_optimizer=how,
+                )
+                found.append(policy)
     return found
 
 
@@ -52,60 +50,61 @@ def keep_places_apart() -> None:
     storages.is_cpu_memory = lambda device: False
 
 
-def check(rank: int, work: Workload, precision: Precision | None, folder: Path, apart: bool) -> None:
-    """Bit-equal to the same stage with everything on the accelerator."""
-    first: dict[bool, Run] = {}
-    for stage in (1, 2, 3):
-        run = train(rank, work, Policy.stage(stage), precision=precision, bucket_numel=BUCKETS)
-        first.setdefault(work.microbatches > 1 and stage > 1, run)
-    if apart:
-        keep_places_apart()
-    for policy in legal_policies(folder):
-        run = train(rank, work, policy, precision=precision, bucket_numel=BUCKETS)
-        assert ranks_agree(run), f"ranks ended with different parameters under {policy}"
-        assert run.equals(first[work.microbatches > 1 and policy.gradients.sharded]), f"other bits under {policy}"
-        assert not list(folder.iterdir()), "files with names"
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_places_are_bit_equal(ranks: int, microbatches: int, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [ACCELERATOR, CPU, DISK])
+def test_places_are_bit_equal(
+    optimizer: Place, stage: int, ranks: int, microbatches: int, precision: str, tmp_path: Path
+) -> None:
+    """Bit-equal to the same stage with everything on the accelerator."""
     scale = 1024.0 if precision == "fp16" else 1.0
     work = workload(
         "tied", param_groups=two_groups, steps=3, microbatches=microbatches, max_norm=0.5, loss_scale=scale
     )  # fmt: skip
-    run_ranks(check, ranks, work, PRECISIONS[precision], tmp_path, True)
+
+    def body(rank: int) -> None:
+        expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=BUCKETS)
+        keep_places_apart()
+        for policy in legal_policies(tmp_path, stage, optimizer):
+            run = train(rank, work, policy, precision=PRECISIONS[precision], bucket_numel=BUCKETS)
+            assert ranks_agree(run), f"ranks ended with different parameters under {policy}"
+            assert run.equals(expected), f"other bits under {policy}"
+            assert not list(tmp_path.iterdir()), "files with names"
+
+    run_ranks(body, ranks)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_models_and_optimizers_are_bit_equal(model: str, optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "optimizer_place", "parameters"), [(2, DISK, CPU), (3, DISK, DISK), (3, CPU, CPU)],
+    ids=["stage 2 on disk", "stage 3 on disk", "stage 3 in CPU memory"],
+)  # fmt: skip
+def test_models_and_optimizers_are_bit_equal(
+    stage: int, optimizer_place: Place, parameters: Place, model: str, optimizer: str, tmp_path: Path
+) -> None:
     work = workload(model, make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=3, max_norm=1.0)
     how = Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
+    policy = Policy.stage(stage).offloaded(optimizer=optimizer_place, parameters=parameters, offload=how)
 
     def body(rank: int) -> None:
         expected = train(rank, work, Policy.stage(3), bucket_numel=BUCKETS)
         keep_places_apart()
-        for policy in (
-            Policy.stage(2).offloaded(optimizer=DISK, parameters=CPU, offload=how),
-            Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how),
-            Policy.stage(3).offloaded(optimizer=CPU, parameters=CPU, offload=how),
-        ):
-            assert train(rank, work, policy, bucket_numel=BUCKETS).equals(expected), policy
+        assert train(rank, work, policy, bucket_numel=BUCKETS).equals(expected)
 
     run_ranks(body, 2)
 
 
-PLACES = [(place, apart) for place in (CPU, DISK) for apart in (False, True)]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parked_states_come_back(precision: str, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [CPU, DISK])
+@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+def test_parked_states_come_back(apart: bool, place: Place, precision: str, stage: int, tmp_path: Path) -> None:
     work = workload("tied", param_groups=two_groups, steps=4, microbatches=2)
 
-    def body(rank: int, place: Place, apart: bool) -> None:
+    def body(rank: int) -> None:
         expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=BUCKETS)
         if apart:
             keep_places_apart()
@@ -139,8 +138,7 @@ def test_parked_states_come_back(precision: str, stage: int, tmp_path: Path) -> 
         assert run.equals(expected)
         assert not list(tmp_path.iterdir())
 
-    for place, apart in PLACES:
-        run_ranks(body, 2, place, apart)
+    run_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- what goes wrong

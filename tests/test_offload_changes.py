@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
-from zeroshard.schedule.unit import State
+from zeroshard.schedule.states import State
 from zeroshard.testing import run_ranks
 
 
@@ -233,7 +233,7 @@ def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: 
     for use in (sharded.optimizer.state_dict, lambda: sharded.optimizer.load_state_dict({})):
         with pytest.raises(UsageError, match="parked"):
             use()
-    with pytest.warns(UserWarning, match="parked"):
+    with pytest.raises(UsageError, match="parked"):
         sharded.model.state_dict()
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error")))

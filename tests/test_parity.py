@@ -17,18 +17,23 @@ POLICIES = [
     Policy.stage(3),
     Policy.stage(3, reshard_after_forward=False),
 ]
-RUNS = [(policy, True) for policy in POLICIES] + [(POLICIES[1], False), (POLICIES[3], False)]
-"""(policy, overlap): what overlaps under stage 0 and 2 does under 1 and 3 too."""
+RUNS = {
+    "overlapped": [(policy, True) for policy in POLICIES],
+    "one after another": [(POLICIES[0], True), (POLICIES[1], False), (POLICIES[2], True), (POLICIES[3], False)],
+}
+"""(policy, overlap), with one of each kind to compare with: what overlaps under stage 0 and 2 does under 1 and 3 too."""
 SMALL_BUCKETS = 256
 """Elements: the larger parameters of the test models span several buckets."""
 LARGE_BUCKETS = 10**6
 """A bucket is a unit."""
 
 
-def check(rank: int, work: Workload, precision: Precision | None = None, bucket_numel: int = SMALL_BUCKETS) -> None:
+def check(
+    rank: int, work: Workload, runs: str, precision: Precision | None = None, bucket_numel: int = SMALL_BUCKETS
+) -> None:
     """Every run is bit-equal to the first of its kind; with several microbatches there are two kinds (docs/design.md)."""
     first: dict[bool, Run] = {}
-    for policy, overlap in RUNS:
+    for policy, overlap in RUNS[runs]:
         run = train(rank, work, policy, precision=precision, overlap=overlap, bucket_numel=bucket_numel)
         assert torch.isfinite(run.losses).all()
         assert ranks_agree(run), f"ranks ended with different parameters under {policy}"
@@ -44,40 +49,50 @@ def check(rank: int, work: Workload, precision: Precision | None = None, bucket_
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("runs", RUNS)
 def test_stages_are_bit_equal(
-    ranks: int, optimizer: str, microbatches: int, max_norm: float | None, precision: Precision | None
+    runs: str,
+    ranks: int,
+    optimizer: str,
+    microbatches: int,
+    max_norm: float | None,
+    precision: Precision | None,
+    steps: int,
 ) -> None:
     work = workload(
-        "tied", make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=20, microbatches=microbatches,
+        "tied", make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=steps, microbatches=microbatches,
         max_norm=max_norm,
     )  # fmt: skip
-    run_ranks(check, ranks, work, precision, LARGE_BUCKETS)
+    run_ranks(check, ranks, work, runs, precision, LARGE_BUCKETS)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("model", MODELS)
-def test_models_are_bit_equal(model: str, ranks: int, microbatches: int) -> None:
+@pytest.mark.parametrize("runs", RUNS)
+def test_models_are_bit_equal(runs: str, model: str, ranks: int, microbatches: int) -> None:
     work = workload(model, param_groups=two_groups, steps=4, microbatches=microbatches, max_norm=1.0)
-    run_ranks(check, ranks, work)
+    run_ranks(check, ranks, work, runs)
 
 
 @pytest.mark.parametrize("model", ["tied", "frozen base", "called twice", "checkpointed twice reentrant", "skipping"])
-def test_models_are_bit_equal_in_bf16(model: str) -> None:
-    run_ranks(check, 2, workload(model, steps=4, max_norm=1.0), BF16)
+@pytest.mark.parametrize("runs", RUNS)
+def test_models_are_bit_equal_in_bf16(runs: str, model: str) -> None:
+    run_ranks(check, 2, workload(model, steps=4, max_norm=1.0), runs, BF16)
 
 
-def test_batch_norm_in_bf16() -> None:
-    run_ranks(check, 2, Workload(MODELS["batch norm"], bfloats, steps=4), BF16)
+@pytest.mark.parametrize("runs", RUNS)
+def test_batch_norm_in_bf16(runs: str) -> None:
+    run_ranks(check, 2, Workload(MODELS["batch norm"], bfloats, steps=4), runs, BF16)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", ["tied", "frozen", "called twice", "checkpointed", "skipping"])
-def test_equals_a_plain_loop(model: str, ranks: int, microbatches: int, optimizer: str) -> None:
+def test_equals_a_plain_loop(model: str, ranks: int, microbatches: int, optimizer: str, steps: int) -> None:
     """The oracle knows nothing of shards: unsharded gradients with an optimizer that is not fused give its very bits."""
     work = workload(
-        model, make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=20, microbatches=microbatches
+        model, make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=steps, microbatches=microbatches
     )
 
     def body(rank: int) -> None:
@@ -94,9 +109,9 @@ def test_equals_a_plain_loop(model: str, ranks: int, microbatches: int, optimize
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equals_ddp(ranks: int, optimizer: str) -> None:
+def test_equals_ddp(ranks: int, optimizer: str, steps: int) -> None:
     # At 4 ranks DDP sums in another order, and training amplifies the last bits: a few steps show that it is the same.
-    work = workload("tied", make_optimizer=OPTIMIZERS[optimizer], steps=20 if ranks == 2 else 3)
+    work = workload("tied", make_optimizer=OPTIMIZERS[optimizer], steps=steps if ranks == 2 else 3)
 
     def body(rank: int) -> None:
         ddp = train_ddp(rank, work)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import warnings
 
 import pytest
 import torch
@@ -54,38 +53,42 @@ def test_a_reader_right_after_the_step_sees_the_new_value(stage: int, reader: st
     zeroshard.testing.run_ranks(body, 2)
 
 
-def test_a_sharded_parameter_has_its_shape_and_never_a_stale_number() -> None:
+WANTING_VALUES = {
+    "norm": lambda weight: weight.norm(),
+    "detach": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "a copy": lambda weight: weight.clone(),
+    "numpy": lambda weight: weight.detach().numpy(),
+    "arithmetic": lambda weight: 2 * weight,
+    "a list": lambda weight: torch.cat([weight, weight]),
+    "a write": lambda weight: weight.add_(1),
+    "a write to data": lambda weight: weight.data.fill_(1),
+    "init": nn.init.normal_,
+    "another dtype": lambda weight: weight.to(torch.bfloat16),
+    "pickle": lambda weight: torch.save(weight, io.BytesIO()),
+}
+
+
+def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name() -> None:
     def body(rank: int) -> None:
         model = Stack()
         shapes = {fqn: p.shape for fqn, p in model.named_parameters()}
         sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
-        step(model, sharded, rank, 0)
-        assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
-        assert all(type(p) is nn.Parameter and (p.numel() == 0 or p.isnan().all()) for p in model.parameters())
-        with pytest.raises(RuntimeError), torch.no_grad():
-            model.head.weight.add_(1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.state_dict()
-        assert "unsharded" in str(caught[0].message)
-        with zeroshard.unsharded(model.blocks[0]):
-            assert torch.isfinite(model.blocks[0].up.weight).all()
-            assert model.blocks[1].up.weight.isnan().all()
-        assert model.blocks[0].up.weight.isnan().all()
-
-    zeroshard.testing.run_ranks(body, 2)
-
-
-@pytest.mark.parametrize("through_data", [False, True])
-def test_a_write_to_a_sharded_parameter_is_refused_by_name(through_data: bool) -> None:
-    def body(rank: int) -> None:
-        model = Stack()
-        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
-        with torch.no_grad():
+        for number in range(2):
+            step(model, sharded, rank, number)
+            assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
             weight = model.blocks[1].up.weight
-            (weight.data if through_data else weight).fill_(1.0)
-        with pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight"):
-            model(*tokens(rank, 0))
+            assert weight.dtype == torch.float32 and weight.to("cpu") is weight and "not here" in repr(weight)
+            for name, want in WANTING_VALUES.items():
+                with torch.no_grad(), pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight.*unsharded"):
+                    want(weight)
+                    raise AssertionError(name)
+            with zeroshard.unsharded(model.blocks[0]):
+                assert torch.isfinite(model.blocks[0].up.weight).all()
+                with pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight"):
+                    model.blocks[1].up.weight.isnan()
+            with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight"):
+                model.blocks[0].up.weight.isnan()
 
     zeroshard.testing.run_ranks(body, 2)
 

@@ -19,8 +19,10 @@ from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
 from zeroshard.recompute import checkpointing
-from zeroshard.shard import Sharded, shard, unsharded
+from zeroshard.shard import shard
+from zeroshard.sharded import Sharded
 from zeroshard.sharded_init import sharded_init
+from zeroshard.unsharded import unsharded
 from zeroshard.version import __version__ as __version__
 from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer

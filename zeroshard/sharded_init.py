@@ -29,7 +29,8 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroshard.collectives.collectives import Collectives, create_collectives
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import StorageError
 from zeroshard.parameters.metadata import METADATA, VALUES
 

@@ -20,7 +20,8 @@ from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.random_state import random_state, set_random_state
 from zeroshard.checkpoint.saving import PendingSave, Where, write_checkpoint
 from zeroshard.checkpoint.snapshot import Snapshot, take_snapshot
-from zeroshard.collectives.collectives import Collectives, create_control
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_control
 from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit

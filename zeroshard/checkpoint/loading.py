@@ -22,7 +22,7 @@ from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord, dtype_of
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
-from zeroshard.schedule.unit import NamedParameter
+from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.step.model_states import PARAMETERS, Held, counting_on_device
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}

@@ -24,7 +24,7 @@ from zeroshard.checkpoint.chunks import CHUNK_NBYTES, Lying, write_file
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, RangeRecord, StateRecord, TensorRecord
 from zeroshard.checkpoint.snapshot import Outline, Part, Snapshot
 from zeroshard.checkpoint.values import Packer
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 from zeroshard.storage.raw_memory import memory_of
 from zeroshard.version import __version__

@@ -1,1 +1,8 @@
-"""What ranks send to one another."""
+"""What ranks send to one another: the only user of torch.distributed at run time.
+
+`PointToPoint` is for gloo: each pair of ranks exchanges exactly the rows that the other one owns, straight from and into the
+bucket's storage, under a tag of its own, so two ranks that diverge never mistake one transfer for another. `Native` is for
+backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank.
+
+All of them sum over ranks in rank order and divide by the world size after, so a result does not depend on who asks.
+"""

@@ -26,7 +26,7 @@ from zeroshard.errors import UsageError
 from zeroshard.observe.underflow import SCALES, UnderflowReport
 from zeroshard.optim.lr_schedules import Floor, LRSchedule
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.shard import Sharded
+from zeroshard.sharded import Sharded
 
 
 class Engine(Readers):

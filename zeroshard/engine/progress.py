@@ -13,7 +13,7 @@ from zeroshard.config.load import Config
 from zeroshard.engine.step_report import StepReport
 from zeroshard.observe.log import Log, StepFigures
 from zeroshard.observe.timers import Timers
-from zeroshard.shard import Sharded
+from zeroshard.sharded import Sharded
 
 
 class Progress:

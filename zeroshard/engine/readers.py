@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroshard.config.load import Config
 from zeroshard.engine.step_report import StepReport
-from zeroshard.shard import Sharded
+from zeroshard.sharded import Sharded
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.observe.underflow import GradientCount, UnderflowReport, summarise
-from zeroshard.shard import Sharded
+from zeroshard.sharded import Sharded
 
 
 def count_underflow(

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 from zeroshard.policy import Units
-from zeroshard.schedule.unit import NamedParameter
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A user's parameter with its true shape; `fqns` are all names under which the model knows it, first name first."""
+
+    fqns: tuple[str, ...]
+    parameter: nn.Parameter
+    shape: torch.Size
+
+    @property
+    def fqn(self) -> str:
+        return self.fqns[0]
 
 
 @dataclass(frozen=True)

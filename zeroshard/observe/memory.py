@@ -33,7 +33,9 @@ def memory_report(units: Sequence[Unit], states: Iterable[Tensor], pool: BufferP
     seen: set[int] = set()
     return {
         "parameters": live_nbytes((tensor for bucket in buckets for tensor in bucket.tensors("parameters")), seen),
-        "gradients": live_nbytes((tensor for bucket in buckets for tensor in bucket.tensors("gradients")), seen),
+        "gradients": live_nbytes(
+            (tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()), seen
+        ),
         "optimizer": live_nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states], seen),
         "buffers": pool.nbytes,
     }

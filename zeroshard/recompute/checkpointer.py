@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zeroshard.collectives.collectives import create_collectives
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.config.schema import ActivationCheckpointingBlock
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import find_units

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 
 Recall = Callable[[], Tensor]

@@ -1,5 +1,11 @@
 """Owns the hooks on the user's modules and parameters, and the phase they imply. Called by torch; calls schedule.
 
+[Note: when a unit is whole in the backward]
+A module's output tells when its backward begins: its unit comes together then, with the next one on its way. Outputs may escape
+(attributes, dataclasses, features caught by other hooks), so what is right never rests on that: whoever reads a parameter
+that autograd
+saved comes through saved_parameters.py, and finds the unit whole.
+
 [Note: when a unit may be given back in the backward]
 When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
 needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have none to
@@ -15,11 +21,8 @@ exception, so nothing here counts on a forward's end.
 from __future__ import annotations
 
 import enum
-import functools
-import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +34,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.parameters.shown import grad_of
+from zeroshard.schedule.module_hooks import Outermost, WeakHook, hooks_for_state_dicts, ignore, module_hook
 from zeroshard.schedule.probe import Probe, Take
-from zeroshard.schedule.schedule import Schedule
-from zeroshard.schedule.unit import State, Unit
+from zeroshard.schedule.saved_parameters import SavedParameters
+from zeroshard.schedule.schedule import Run, Schedule
+from zeroshard.schedule.states import State
+from zeroshard.schedule.unit import Unit
 
 
 class Phase(enum.Enum):
@@ -41,53 +48,6 @@ class Phase(enum.Enum):
 
     IDLE_OR_FORWARD = "forward"
     BACKWARD = "backward"
-
-
-class _Hook:
-    """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
-
-    def __init__(self, method: Callable[..., None], *args: Any) -> None:
-        self._method, self._args = method, args
-
-    def __call__(self, *args: Any) -> None:
-        self._method(*self._args, *args)
-
-    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
-        return _no_hook, ()
-
-
-@functools.cache
-def _module_hook() -> type[_Hook]:
-    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit.
-
-    Made at first use: to say so imports the compiler, which takes a second.
-    """
-
-    class ModuleHook(_Hook):
-        __call__ = torch.compiler.disable(_Hook.__call__)
-
-    return ModuleHook
-
-
-class _WeakHook:
-    """The same as a parameter keeps it. Python's garbage collector does not see what a parameter's hooks refer to, so a
-    parameter must not own what owns it; modules keep `Hooks` alive."""
-
-    def __init__(self, method: Callable[..., None], *args: Any) -> None:
-        self._method, self._args = weakref.WeakMethod(method), args
-
-    def __call__(self, *args: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(*self._args, *args)
-
-
-def _no_hook() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(*_: Any) -> None:
-    return
 
 
 @dataclass
@@ -103,8 +63,9 @@ class Hooks:
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule: Schedule | Probe = schedule
         self._aside: Schedule | None = None
-        """The schedule, while a backward that reaches no parameter goes around it."""
+        """The schedule, while a backward that has not reached any parameter goes around it."""
         self._phase = Phase.IDLE_OR_FORWARD
+        self._leaves_graph = False
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
         self._open_calls: Counter[nn.Module] = Counter()
         self._root = model
@@ -112,41 +73,47 @@ class Hooks:
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
         self._brought: dict[nn.Module, list[Unit]] = {}
+        self._on_leaves: list[RemovableHandle] = []
+        """Hooks on tensors that outlive the graph."""
         self._handles: list[RemovableHandle] = []
         self.attach()
 
     def attach(self) -> None:
         """Put hooks on the modules and parameters of the schedule's units."""
         model, schedule = self._root, self._schedule
-        self._units: dict[nn.Module, list[Unit]] = {}
+        units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
             for module in unit.modules:
-                self._units.setdefault(module, []).append(unit)
+                units.setdefault(module, []).append(unit)
+        # The root is there in any case: it begins a forward.
+        self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
+        self._run_of = {unit: run for run in self._units.values() for unit in run}
+        self._saved = SavedParameters(schedule.units, self._before_saved_read)
+        self._pushed: list[bool] = []
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
-        hook_of = _module_hook()
-        self._handles += [
-            model.register_forward_pre_hook(hook_of(self._pre_root_forward)),
-            model.register_state_dict_pre_hook(hook_of(self._pre_state_dict)),
-        ]
-        for module in self._units:
-            self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_forward), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(hook_of(self._post_forward, module is model)))
+        self._outer = Outermost()
         self._owned = {
             module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
         }
+        hook_of = module_hook()
+        for module in self._units:
+            before = self._pre_root_forward if module is model else self._pre_forward
+            self._outer.add(module, hook_of(before), hook_of(self._post_forward, module is model))
         for module in self._owned:
-            self._handles.append(module.register_forward_pre_hook(hook_of(self._pre_part)))
-            self._handles.append(module.register_forward_hook(hook_of(self._post_part)))
+            self._outer.add(module, hook_of(self._pre_part), hook_of(self._post_part))
+        self._handles += hooks_for_state_dicts({**_units_at_rest(self._units), **self._owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
-                hook = _WeakHook(self._post_accumulate, number, index)
+                hook = WeakHook(self._post_accumulate, number, index)
                 self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
+        self._outer.remove()
+        for handle in [*self._handles, *self._on_leaves]:
             handle.remove()
         self._handles.clear()
+        self._on_leaves.clear()
 
     @contextmanager
     def probe(self, take: Take) -> Iterator[None]:
@@ -161,23 +128,37 @@ class Hooks:
 
     # ------------------------------------------------------------------ forward
 
-    def _pre_root_forward(self, module: nn.Module, args: Any) -> None:
-        if _in_backward():
-            return
-        if self._phase is Phase.BACKWARD:  # a backward that never reached its end
-            self._schedule.abandon_backward()
+    def _pre_root_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _in_backward():
+            self._outer.keep()
+            self._forget_what_broke_off()
+            self._saved.recover()
+            self._pushed.clear()
+            self._schedule.begin_forward()
+        self._pre_forward(module, args, kwargs)
+
+    def _forget_what_broke_off(self) -> None:
+        """A forward begins outside of any backward, and the last one never reached its end."""
+        if self._phase is Phase.BACKWARD:
+            schedule = self._schedule
             self._end_phase()
-        self._schedule.begin_forward()
+            schedule.break_off()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recompute = _in_backward()
+        if recompute:
+            self._begin_backward()
+        else:
+            self._forget_what_broke_off()
         self._schedule.unshard(self._units[module], backward=recompute)
+        self._push(self._units[module])
         if self._has_frozen[module] and torch.is_grad_enabled() and not recompute:
             for tensor in _differentiable((args, kwargs)):
                 self._open_calls[module] += 1
-                tensor.register_hook(partial(self._input_gradient_known, module))
+                self._hook(tensor, partial(self._input_gradient_known, module))
 
     def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
+        self._pop()
         if _in_backward() and not torch.is_grad_enabled():
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
@@ -185,24 +166,49 @@ class Hooks:
             call = _Call(counted=not _in_backward())
             self._calls_to_come[module] += call.counted
             for tensor in outputs:
-                tensor.register_hook(partial(self._pre_backward, module, call))
-        if not _in_backward() and not (is_root and outputs):
+                self._hook(tensor, partial(self._pre_backward, module, call))
+        if not _in_backward() and not (is_root and torch.is_grad_enabled()):
             self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
+
+    def _push(self, units: Sequence[Unit]) -> None:
+        """What autograd saves of sharded parameters from now on is looked after."""
+        wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
+        if wanted and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            # torch.func's transforms allow no hooks: what they save is read from a unit that stays whole.
+            wanted = False
+            for unit in units:
+                self._schedule.hold(unit)
+        self._pushed.append(wanted)
+        if wanted:
+            self._saved.push()
+
+    def _pop(self) -> None:
+        if self._pushed and self._pushed.pop():
+            self._saved.pop()
+
+    def _hook(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+        handle = tensor.register_hook(hook)
+        if tensor.is_leaf:
+            self._on_leaves.append(handle)
 
     # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
 
-    def _pre_part(self, module: nn.Module, args: Any) -> None:
+    def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _in_backward():
+            self._forget_what_broke_off()
         missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
         if missing:
             _unshard(missing)
             self._brought[module] = missing
+        self._push(missing)
 
     def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._pop()
         units = self._brought.pop(module, None)
         if units is None or _in_backward():
             return  # what a recomputation brings together, the backward still needs
         for tensor in _differentiable(output) if torch.is_grad_enabled() else []:
-            tensor.register_hook(partial(self._pre_part_backward, units))
+            self._hook(tensor, partial(self._pre_part_backward, units))
         for unit in units:
             unit.reshard()
 
@@ -210,13 +216,14 @@ class Hooks:
         self._begin_backward()
         _unshard(units)
 
-    def _pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if any(unit.state in (State.SHARDED, State.PARKED) for unit in self._schedule.units):
-            warnings.warn(
-                "state_dict() of a model whose parameters are sharded, or parked, holds NaN for their values; read it inside "
-                "`with zeroshard.unsharded(model):`.",
-                stacklevel=4,
-            )
+    @contextmanager
+    def whole(self, units: Sequence[Unit]) -> Iterator[None]:
+        """What is computed inside from units that are whole for a while may be differentiated after."""
+        self._push(units)
+        try:
+            yield
+        finally:
+            self._pop()
 
     # ------------------------------------------------------------------ backward
 
@@ -224,7 +231,8 @@ class Hooks:
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
-                self._aside, self._schedule = self._schedule, Probe(self._schedule, _ignore)
+                # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
+                self._aside, self._schedule = self._schedule, Probe(self._schedule, ignore)
             # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -243,6 +251,23 @@ class Hooks:
         except RuntimeError:  # autograd.grad with respect to parameters: they get no .grad either
             return False
 
+    def _before_saved_read(self, unit: Unit) -> None:
+        """An operation of a backward, or somebody who looks at the graph, wants a saved parameter."""
+        if not _in_backward():
+            unit.unshard()
+            return
+        self._begin_backward()
+        self._hold_for_graph((unit,))
+        if unit.state is not State.UNSHARDED:
+            self._schedule.unshard(self._run_of[unit], backward=True)
+
+    def _hold_for_graph(self, units: Sequence[Unit]) -> None:
+        """A backward that makes a graph of its own (`create_graph=True`) saves parameters where no hook of ours sees it."""
+        if torch.is_grad_enabled():
+            self._leaves_graph = True
+            for unit in units:
+                self._schedule.hold(unit)
+
     def _pre_backward(self, module: nn.Module, call: _Call, gradient: Tensor) -> None:
         self._begin_backward()
         if call.counted:
@@ -253,6 +278,7 @@ class Hooks:
             self._in_progress[module] = None
         for unit in self._units[module]:
             unit.expect_gradients()
+        self._hold_for_graph(self._units[module])
         self._schedule.unshard(self._units[module], backward=True)
 
     def _close_others(self, module: nn.Module) -> None:
@@ -265,10 +291,15 @@ class Hooks:
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
+        if self._aside is not None:  # it does reach parameters
+            probe, self._schedule, self._aside = self._schedule, self._aside, None
+            assert isinstance(probe, Probe)
+            for unit in probe.closed:
+                self._schedule.close(unit)
         unit = self._schedule.units[number]
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = grad_of(parameter), None
         assert gradient is not None
-        self._schedule.add_gradient(unit, index, gradient)
+        self._schedule.add_gradient(unit, index, gradient.detach())
         if unit.has_all_gradients:
             self._give_back(unit.modules)
 
@@ -284,17 +315,26 @@ class Hooks:
                     unit.reshard()
 
     def _end_backward(self) -> None:
-        schedule = self._schedule
+        schedule, leaves_graph = self._schedule, self._leaves_graph
         self._end_phase()
-        schedule.end_backward()
+        schedule.end_backward(leaves_graph=leaves_graph)
 
     def _end_phase(self) -> None:
         if self._aside is not None:
             self._schedule, self._aside = self._aside, None
-        self._phase = Phase.IDLE_OR_FORWARD
+        self._phase, self._leaves_graph = Phase.IDLE_OR_FORWARD, False
         self._open_calls.clear()
         self._calls_to_come.clear()
         self._in_progress.clear()
+        for handle in self._on_leaves:
+            handle.remove()
+        self._on_leaves.clear()
+
+
+def _units_at_rest(units: Mapping[nn.Module, Run]) -> dict[nn.Module, list[Unit]]:
+    """Of each module, the units that are sharded at rest, if any."""
+    found = {module: [unit for unit in run if unit.sharded_at_rest] for module, run in units.items()}
+    return {module: held for module, held in found.items() if held}
 
 
 def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
-from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.schedule import Run, Schedule
 from zeroshard.schedule.unit import Unit
 
 Take = Callable[[Unit, int, Tensor], None]
@@ -19,16 +19,18 @@ class Probe:
     def __init__(self, schedule: Schedule, take: Take) -> None:
         self.units = schedule.units
         self._schedule, self._take = schedule, take
+        self.closed: list[Unit] = []
+        """Units whose backward is over."""
 
     def begin_forward(self) -> None:
         """As the schedule's own."""
         self._schedule.begin_forward()
 
-    def unshard(self, units: Sequence[Unit], *, backward: bool) -> None:
+    def unshard(self, units: Run, *, backward: bool) -> None:
         """As the schedule's own."""
         self._schedule.unshard(units, backward=backward)
 
-    def reshard_after_forward(self, units: Sequence[Unit], *, backward_follows: bool) -> None:
+    def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
         """As the schedule's own."""
         self._schedule.reshard_after_forward(units, backward_follows=backward_follows)
 
@@ -38,13 +40,16 @@ class Probe:
 
     def close(self, unit: Unit) -> None:
         """No reduction waits for what the unit did not give."""
+        self.closed.append(unit)
 
-    def end_backward(self) -> None:
+    def hold(self, unit: Unit) -> None:
+        """As the schedule's own."""
+        self._schedule.hold(unit)
+
+    def end_backward(self, *, leaves_graph: bool = False) -> None:
         """Give all units back."""
-        for unit in self.units:
-            unit.expect_gradients()
-            unit.reshard()
+        self._schedule.give_back()
 
-    def abandon_backward(self) -> None:
-        """As its end."""
-        self.end_backward()
+    def break_off(self) -> None:
+        """As its end: it was no part of a step."""
+        self._schedule.give_back()

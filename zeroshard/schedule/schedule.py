@@ -1,31 +1,27 @@
-"""Owns the order of things in a step: which unit is brought together when, which bucket is reduced when. Called by hooks.
+"""Owns the order of things in a step: which unit is brought together when, how long it is kept, what is legal now. Called by hooks.
 
-[Note: order]
-Collectives of one kind must start in the same order on every rank. All-gathers follow the order in which modules run,
-which is the same everywhere. Gradients become complete in an order that may differ (a rank that skips a parameter), so
-reductions follow one fixed order of buckets: a complete bucket waits for those before it, and what is incomplete when the
-backward ends is reduced then, with zeros for what is missing. The fixed order is the one in which rank 0 completed its
-buckets in the first backward.
-
-Under sharded parameters a rank waits for all-gathers inside its backward. A rank must not wait there while another waits for one
-of its reductions, so a unit whose backward is over is closed, with zeros for what is missing, before the next unit is waited for.
+All-gathers follow the order in which modules run, which is the same on every rank: the last forward tells what comes next in this
+one, and this one tells the backward's. The order of reductions is another matter, see gradients/reductions.py.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
-from zeroshard.errors import StorageError, UsageError
-from zeroshard.parameters.bucket import Bucket
+from zeroshard.collectives.base import Collectives
+from zeroshard.errors import UsageError
+from zeroshard.gradients.gradient_bucket import GradientBucket
+from zeroshard.gradients.reductions import Reductions
+from zeroshard.parameters.context import Context
+from zeroshard.parameters.shown import grad_of
 from zeroshard.policy import Policy
-from zeroshard.schedule.unit import State, Unit
+from zeroshard.schedule.make_units import frozen_names
+from zeroshard.schedule.states import Move, State, StepState, after
+from zeroshard.schedule.unit import Unit
 
 UNITS_IN_FLIGHT = 2
 """Reductions that may be under way while the next gradients are made, in units, the largest one's size. Each holds pool buffers."""
@@ -33,71 +29,103 @@ UNITS_IN_FLIGHT = 2
 PREFETCHED = 4
 """Modules whose shards may be on their way from disk to CPU memory; how many are depends on the buffers that there are."""
 
+Run = tuple[Unit, ...]
+"""The units of one module: they are used together."""
+
+
+class _Order:
+    """Modules' units in the order in which they ran."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self._position: dict[Run, int] = {}
+        self._numels = [0]
+        """Elements used before each position."""
+
+    def add(self, run: Run) -> None:
+        if run not in self._position:
+            self._position[run] = len(self.runs)
+            self.runs.append(run)
+            self._numels.append(self._numels[-1] + sum(unit.layout.numel for unit in run))
+
+    def after(self, run: Run, *, reverse: bool = False) -> Iterator[Run]:
+        """What comes after it; nothing where it is not known."""
+        position = self._position.get(run)
+        if position is None:
+            return iter(())
+        steps = range(position - 1, -1, -1) if reverse else range(position + 1, len(self.runs))
+        return (self.runs[step] for step in steps)
+
+    def numel_after(self, run: Run) -> float:
+        """Elements that are used after it; infinite where it is not known."""
+        position = self._position.get(run)
+        return math.inf if position is None else self._numels[-1] - self._numels[position + 1]
+
 
 class Schedule:
     """Drives the units of one model.
 
     Args:
         units: in the order of registration.
-        policy: tells how far ahead units are brought together, and how long they are kept.
         overlap: collectives run behind the computation. Off: each is waited for where it starts. Same bits.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, policy: Policy, *, overlap: bool) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, *, overlap: bool) -> None:
         self.units = list(units)
-        self.is_last_microbatch = True
+        self.state = StepState.CLEAN
+        self.frozen = frozen_names(units)
+        """Parameters that took no gradient when that was last looked at."""
         self.gradients_taken = 0
-        self._collectives = collectives
-        self._overlap = overlap
-        self._policy = policy
-        self._kept: list[Unit] = []  # after their forward, for their backward
-        self._next = 0
-        self._completed: list[Bucket]
-        self._guess_order()
-        self._in_flight: deque[Bucket] = deque()
-        largest = max((unit.layout.numel for unit in self.units), default=0)
-        self._in_flight_limit = UNITS_IN_FLIGHT * largest if overlap else 0
-        self._awaiting_step = False
-        self._stepped = False
+        self.optimized: set[int] = set()
+        """`id`s of the parameters that the optimizer lists, frozen ones among them."""
         self.parked: frozenset[str] = frozenset()
         """Model states that are away until `reload_states`."""
+        self._policy: Policy = context.policy
+        self._live, self._overlap = context.live, overlap
+        collectives: Collectives = context.collectives
+        largest = max((unit.layout.numel for unit in self.units), default=0)
+        limit = UNITS_IN_FLIGHT * largest if overlap else 0
+        self.reductions = Reductions(self._gradient_buckets(), collectives, limit, overlap=overlap)
+        self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self._backward_ended = False
-        # Units in the order in which their modules ran: in the last forward, and in this one.
-        self._recorded: list[Sequence[Unit]] = []
-        self._recording: list[Sequence[Unit]] = []
+        self._last, self._present = _Order(), _Order()
 
-    def _guess_order(self) -> None:
-        buckets = [bucket for unit in self.units if unit.trainable for bucket in unit.buckets]
-        self._order = buckets[::-1]  # a first guess, see [Note: order]
-        self._order_is_agreed, self._completed = False, []
+    def _gradient_buckets(self) -> list[GradientBucket]:
+        return [bucket for unit in self.units for bucket in unit.gradients]
 
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
         """Between steps: other units hold the parameters of `unit` from now on."""
         position = self.units.index(unit)
         self.units[position : position + 1] = by
-        self._recorded, self._recording = [], []
-        self._guess_order()
+        self._last, self._present = _Order(), _Order()
+        self.reductions.set_buckets(self._gradient_buckets())
+
+    def _move(self, move: Move) -> None:
+        self.state = after(self.state, move)
 
     @property
     def awaits_step(self) -> bool:
         """Gradients have arrived that no step has used."""
-        return self._awaiting_step
+        return self.state in (StepState.BACKWARD, StepState.GRADIENTS, StepState.BROKEN)
 
     @property
     def is_between_steps(self) -> bool:
         """No gradient has arrived since the last `zero_grad`."""
-        return not self._awaiting_step and not self._stepped
+        return self.state is StepState.CLEAN
 
     # ------------------------------------------------------------------ parameters
 
     def begin_forward(self) -> None:
         """The root's forward starts, outside of a backward."""
         self._backward_ended = False
-        if self._recording:
-            self._recorded, self._recording = self._recording, []
+        for unit in self.units:
+            if not unit.trainable:
+                unit.appearance.refuse_unfrozen(self.optimized)
+        if self._present.runs:
+            self._last, self._present = self._present, _Order()
 
-    def unshard(self, units: Sequence[Unit], *, backward: bool) -> None:
+    def unshard(self, units: Run, *, backward: bool) -> None:
         """The units of one module are about to be used: wait for them, with the next module's on their way."""
         self._make_room(units)
         for unit in units:
@@ -106,67 +134,77 @@ class Schedule:
             for unit in self._next_after(units, backward):
                 if self._has_room(unit):
                     unit.start_unshard()
-            for unit in chain.from_iterable(islice(self._after(units, backward), PREFETCHED)):
-                unit.prefetch()
+            if self._policy.uses_disk:
+                for unit in chain.from_iterable(islice(self._after(units, backward), PREFETCHED)):
+                    unit.prefetch()
         for unit in units:
             unit.unshard()
-        if not backward and units not in self._recording:
-            self._recording.append(units)
+        if not backward:
+            self._present.add(units)
 
-    def _after(self, units: Sequence[Unit], backward: bool) -> Sequence[Sequence[Unit]]:
+    def _after(self, units: Run, backward: bool) -> Iterator[Run]:
         """Who comes after: the last forward told the forward's order, this one tells the backward's."""
-        order = self._recording[::-1] if backward else self._recorded
-        return order[order.index(units) + 1 :] if units in order else ()
+        return self._present.after(units, reverse=True) if backward else self._last.after(units)
 
-    def _next_after(self, units: Sequence[Unit], backward: bool) -> Sequence[Unit]:
+    def _next_after(self, units: Run, backward: bool) -> Iterator[Unit]:
         """Who is brought together now, for later."""
         later = self._after(units, backward)
         if not backward and not self._policy.reshard_after_forward:
-            return list(chain.from_iterable(later))  # what the forward keeps may as well come all at once
+            # What the forward keeps may as well come all at once: the first that runs brings the others.
+            return chain.from_iterable(islice(later, 1) if self._present.runs else later)
         if self._policy.prefetch_numel is None:
-            return list(chain.from_iterable(later[:1]))
-        found: list[Unit] = []
-        for following in later:
-            if sum(unit.layout.numel for unit in found) >= self._policy.prefetch_numel:
-                break
-            found += following
-        return found
+            return chain.from_iterable(islice(later, 1))
+        return self._within(later, self._policy.prefetch_numel)
 
-    def reshard_after_forward(self, units: Sequence[Unit], *, backward_follows: bool) -> None:
+    def _within(self, later: Iterator[Run], limit: int) -> Iterator[Unit]:
+        numel = 0
+        for following in later:
+            if numel >= limit:
+                return
+            numel += sum(unit.layout.numel for unit in following)
+            yield from following
+
+    def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
         """These units were used by a forward. The last to run are kept: the backward begins with them."""
-        if backward_follows and self._is_reused_soon(units) and self._live_numel() <= self._live_limit:
+        if backward_follows and self._is_reused_soon(units) and self._live.numel <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
             return
         for unit in units:
             unit.reshard()
 
-    def _is_reused_soon(self, units: Sequence[Unit]) -> bool:
+    def _is_reused_soon(self, units: Run) -> bool:
         """Whether few elements are used between a unit's forward and its backward: those of all after it, twice."""
         if not self._policy.reshard_after_forward:
             return True
-        if units not in self._recorded:
-            return False
-        after = chain.from_iterable(self._recorded[self._recorded.index(units) + 1 :])
-        return 2 * sum(unit.layout.numel for unit in after) <= self._policy.max_reuse_numel
+        return 2 * self._last.numel_after(units) <= self._policy.max_reuse_numel
 
     @property
     def _live_limit(self) -> float:
         return math.inf if self._policy.max_live_numel is None else self._policy.max_live_numel
 
-    def _live_numel(self) -> int:
-        """Elements that are unsharded now and will be given back."""
-        return sum(u.layout.numel for u in self.units if u.sharded_at_rest and u.state is not State.SHARDED)
-
     def _has_room(self, unit: Unit) -> bool:
-        return unit.state is not State.SHARDED or self._live_numel() + unit.layout.numel <= self._live_limit
+        return unit.state is not State.SHARDED or self._live.numel + unit.layout.numel <= self._live_limit
 
-    def _make_room(self, units: Sequence[Unit]) -> None:
+    def _make_room(self, units: Run) -> None:
         """What is needed now comes before what was kept for later; of that, the first to have run is the last to be needed."""
+        if not self._kept:
+            return
         for unit in units:
             if unit in self._kept:
                 self._kept.remove(unit)
         while self._kept and not all(self._has_room(unit) for unit in units):
             self._kept.pop(0).reshard()
+
+    def hold(self, unit: Unit) -> None:
+        """A graph that outlives this backward may read the unit: it stays whole until a backward ends that leaves no graph."""
+        unit.is_held = True
+
+    def give_back(self) -> None:
+        """A backward is over: no unit is needed any longer."""
+        self._kept.clear()
+        for unit in self.units:
+            unit.expect_gradients()
+            unit.reshard()
 
     def settle(self) -> None:
         """Wait for every parameter that is still arriving."""
@@ -178,47 +216,29 @@ class Schedule:
 
     def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
         """Take a gradient; start to reduce what is complete and has its turn."""
-        if self._stepped:
-            raise UsageError(
-                "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot "
-                "be summed, since those of the first are already averaged over ranks. Call zero_grad() after each step."
-            )
         self.refuse_parked("a backward")
+        self._move(Move.GRADIENT)
         unit.add_gradient(index, gradient)
         self.gradients_taken += 1
-        self._awaiting_step = True
-        self._reduce_ready(unit)
+        self.reductions.start_ready(unit.gradients)
 
     def close(self, unit: Unit) -> None:
         """The unit's backward is over on every rank that has come this far: what it did not give counts as zeros."""
-        closed = (
-            [bucket for bucket in unit.buckets if bucket not in self._order[: self._next]] if unit.trainable else []
-        )
-        for bucket in closed:
-            bucket.close()
-        if closed:
-            self._reduce_ready(unit)
+        if unit.gradients:
+            self._move(Move.GRADIENT)
+        self.reductions.close(unit.gradients)
 
-    def _reduce_ready(self, unit: Unit) -> None:
-        if not self._order_is_agreed:
-            self._completed += [b for b in unit.buckets if b.is_ready and b not in self._completed]
-        while self._next < len(self._order) and self._order[self._next].is_ready:
-            self._reduce(self._order[self._next])
-            self._next += 1
-
-    def end_backward(self) -> None:
+    def end_backward(self, *, leaves_graph: bool = False) -> None:
         """All of this microbatch's gradients are here: reduce the rest, in the fixed order."""
-        for bucket in self._order[self._next :]:
-            self._reduce(bucket)
-        for bucket in self._order:
-            if bucket.has_unreduced:  # a second gradient, after the bucket's turn
-                self._reduce(bucket)
-        self._next = 0
-        self._awaiting_step = self._backward_ended = True
-        self._kept.clear()
+        self._move(Move.END_BACKWARD)
+        self.reductions.end_microbatch()
+        self._backward_ended = True
         for unit in self.units:
-            unit.expect_gradients()
-            unit.reshard()
+            unit.is_held = unit.is_held and leaves_graph
+        self.give_back()
+        if self.reductions.is_last_microbatch:
+            for unit in self.units:
+                unit.appearance.show_taken()
 
     def end_backward_once(self) -> None:
         """As `end_backward`, where torch did not say that the backward ended: the loss touched no parameter here."""
@@ -226,65 +246,42 @@ class Schedule:
             self.end_backward()
         self._backward_ended = False
 
-    def abandon_backward(self) -> None:
-        """A backward broke off with an exception: what it left behind is forgotten, with the gradients of this step."""
-        self._drop_in_flight()
+    def break_off(self) -> None:
+        """A backward broke off with an exception. Where it had given no gradient, nothing is lost; else this step is."""
+        self._move(Move.BREAK_OFF)
+        if self.state is StepState.BROKEN:
+            self.reductions.forget()
+            for unit in self.units:
+                unit.forget_gradients()
         for unit in self.units:
-            unit.abandon_backward()
-        self._next = 0
-        self._awaiting_step = False
-        self._kept.clear()
-
-    def _reduce(self, bucket: Bucket) -> None:
-        if not bucket.reduce_gradients(self.is_last_microbatch):
-            return
-        self._in_flight.append(bucket)
-        while sum(bucket.layout.numel for bucket in self._in_flight) > self._in_flight_limit:
-            self._land()
-
-    def _land(self) -> None:
-        bucket = self._in_flight[0]
-        bucket.finish_reduction()  # which may fail where gradients rest on disk, and is then tried again
-        self._in_flight.popleft()
-        bucket.start_gradient_gather()
-        if not self._overlap:
-            bucket.wait_gradient_gather()
-
-    def _drop_in_flight(self) -> None:
-        """What is on its way is not wanted any longer; nor is what went wrong with it."""
-        while self._in_flight:
-            try:
-                self._land()
-            except StorageError:
-                self._in_flight.popleft().abandon_microbatch()
+            unit.is_held = False
+        self.give_back()
 
     def finish_gradients(self) -> None:
         """Block until every gradient that this rank updates with is the mean over ranks."""
         self.refuse_parked("a step, or a gradient norm,")
-        if not self._awaiting_step and not self._stepped:
+        self._move(Move.STEP)
+        self._take_gradients_of_users()
+        if self.state is StepState.CLEAN:
             self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
-        while self._in_flight:
-            self._land()
-        unreduced = [bucket.label for bucket in self._order if bucket.holds_local_sum]
-        if unreduced:
-            raise UsageError(
-                "a step or a gradient norm was asked for, but the last backward was not declared the last microbatch: "
-                f"the gradients of {len(unreduced)} buckets (one is {unreduced[0]}) were summed on this rank and never "
-                "reduced. Run the last backward of a step outside of `accumulate()`."
-            )
-        for bucket in self._order:
-            bucket.wait_gradient_gather()
-        self._agree_on_order()
+        self.reductions.finish()
 
-    def _agree_on_order(self) -> None:
-        if self._order_is_agreed:
-            return
-        rest = [bucket for bucket in self._order if bucket not in self._completed]
-        numbers = struct.pack(f"<{len(self._order)}I", *[bucket.number for bucket in self._completed + rest])
-        first = self._collectives.exchange(numbers, "the order of buckets")[0]
-        by_number = {bucket.number: bucket for bucket in self._order}
-        self._order = [by_number[number] for number in struct.unpack(f"<{len(self._order)}I", first)]
-        self._order_is_agreed, self._completed = True, []
+    def _take_gradients_of_users(self) -> None:
+        """What the user has put into `parameter.grad` is this rank's gradient, as if a backward had made it."""
+        given = [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
+        for unit, index, _ in given:
+            if index in unit.used:
+                raise UsageError(
+                    f"{unit.named[index].fqn}.grad was set after a backward of this step had given it a gradient. Set it "
+                    "before any backward, after zero_grad(), or change the mean over ranks with "
+                    f'sharded.states.set("{unit.named[index].fqn}", "gradients", value).'
+                )
+        for unit, index, parameter in given:
+            gradient, parameter.grad = grad_of(parameter), None
+            assert gradient is not None
+            self.add_gradient(unit, index, gradient.detach())
+        if given:
+            self.end_backward()
 
     # ------------------------------------------------------------------ step
 
@@ -303,7 +300,7 @@ class Schedule:
 
     def in_order(self) -> list[Unit]:
         """The units in the order in which the next forward will use them."""
-        return list(dict.fromkeys([*chain.from_iterable(self._recording), *self.units]))
+        return list(dict.fromkeys([*chain.from_iterable(self._present.runs), *self.units]))
 
     def sync_parameters(self, unit: Unit) -> None:
         """The optimizer has updated this rank's part of a unit: bring it up to date."""
@@ -320,13 +317,16 @@ class Schedule:
         if self._leaving is not None:
             self._leaving.offload()
             self._leaving = None
-        self._awaiting_step, self._stepped = False, True
+        self._move(Move.STEPPED)
         for unit in self.in_order()[:PREFETCHED]:
             unit.prefetch()
 
     def forget_gradients(self) -> None:
         """zero_grad(): a new step begins."""
-        self._drop_in_flight()
+        self.reductions.forget()
         for unit in self.units:
+            unit.is_held = False
             unit.forget_gradients()
-        self._awaiting_step = self._stepped = False
+            for _, parameter in unit.gradients_of_users():
+                parameter.grad = None
+        self._move(Move.ZERO_GRAD)

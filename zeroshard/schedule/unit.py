@@ -1,149 +1,103 @@
 """Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets. Called by schedule.
 
-A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. What it looks at
-depends on the unit's state:
+A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. What it looks at, and which
+class it is of meanwhile, depends on the unit's state (see parameters/shown.py):
 
     UNSHARDED   a view of the flat buffer
-    ARRIVING    sharded at rest: still the placeholder. Unsharded at rest: the view, but of a class that makes readers wait
-                until the all-gather of the updated values has landed, see `arriving_class`
-    SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right, it takes one
-                element, reading it gives NaN and never a stale number, most in-place writes raise
-    OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, but of the class whose readers bring the
+    ARRIVING    sharded at rest: still the placeholder. Unsharded at rest: the view, but of the class that makes readers wait
+                until the all-gather of the updated values has landed
+    SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; whoever asks for values gets an
+                error that names it
+    OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, of the class whose readers bring the
                 values back first. No other rank is needed for that
     PARKED      the placeholder: what rests is elsewhere until `reload_states`
 """
 
 from __future__ import annotations
 
-import copy
-import enum
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.layout.layout import UnitLayout, lay_out, lay_out_whole
-from zeroshard.parameters.bucket import Bucket, Context
+from zeroshard.gradients.gradient_bucket import GradientBucket
+from zeroshard.gradients.shard import Shard
+from zeroshard.layout.bucketing import Group
+from zeroshard.layout.layout import lay_out, lay_out_whole
+from zeroshard.parameters.away import InCpuMemory, ShardedAway
+from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.flat_buffer import FlatBuffer
-from zeroshard.parameters.metadata import METADATA, VALUES
+from zeroshard.parameters.parameter_bucket import ParameterBucket
+from zeroshard.parameters.shown import grad_of
 from zeroshard.policy import DTypes, Place
+from zeroshard.schedule.appearance import Appearance
+from zeroshard.schedule.states import State
 from zeroshard.storage.base import Slot
-from zeroshard.storage.transfers import LANDED, Transfer
-
-
-@dataclass(frozen=True)
-class NamedParameter:
-    """A user's parameter with its true shape; `fqns` are all names under which the model knows it, first name first."""
-
-    fqns: tuple[str, ...]
-    parameter: nn.Parameter
-    shape: torch.Size
-
-    @property
-    def fqn(self) -> str:
-        return self.fqns[0]
-
-
-class State(enum.Enum):
-    """See the module's docstring."""
-
-    SHARDED = "sharded"
-    ARRIVING = "arriving"
-    UNSHARDED = "unsharded"
-    OFFLOADED = "offloaded"
-    PARKED = "parked"
-
-
-def arriving_class(arrive: Callable[[], None]) -> type[nn.Parameter]:
-    """What a unit's parameters are for the moment between the optimizer's step and the end of the all-gather after it.
-
-    The values arrive while Python goes on. Every torch operation that touches such a parameter, through whatever
-    reference, comes here first: unless it asks for no value, it waits, `arrive` makes the parameters ordinary again, and it runs.
-    """
-
-    class ArrivingParameter(nn.Parameter):
-        @classmethod
-        def __torch_function__(
-            cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if func.__name__ in METADATA and attribute not in VALUES:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            arrive()
-            return func(*args, **(kwargs or {}))
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            arrive()  # before torch looks at the class that the copy is to have
-            return copy.deepcopy(self, memo)
-
-    return ArrivingParameter
 
 
 class Unit:
     """See the module's docstring.
 
     Args:
-        label: for errors and tables.
-        modules: those whose forward uses the parameters.
-        named: the parameters; all of one dtype, on one device, and all trainable or all frozen.
+        group: the parameters; all of one dtype, on one device, and all trainable or all frozen.
     """
 
-    def __init__(
-        self, label: str, modules: Sequence[nn.Module], named: Sequence[NamedParameter], trainable: bool,
-        dtypes: DTypes, first_bucket: int, context: Context,
-    ) -> None:  # fmt: skip
-        self.label, self.modules, self.named, self.trainable = label, tuple(modules), tuple(named), trainable
-        self.policy = context.policy
+    def __init__(self, group: Group, dtypes: DTypes, first_bucket: int, context: Context) -> None:
+        self.label, self.named = group.label, group.named
+        self.modules: tuple[nn.Module, ...] = (group.module,)
+        self.trainable, self.policy = group.trainable, context.policy
         self.sharded_at_rest = context.policy.parameters.sharded
-        self.master_dtype = dtypes.master if trainable else dtypes.param
+        self.master_dtype = dtypes.master if self.trainable else dtypes.param
         world_size = context.collectives.world_size
-        numels = [entry.shape.numel() for entry in named]
-        self.layout: UnitLayout = (
+        numels = [entry.shape.numel() for entry in self.named]
+        self.layout = (
             lay_out_whole(numels, world_size)
             if context.whole_parameters
             else lay_out(numels, world_size, context.bucket_numel)
         )
         whole = self._collect(dtypes.master, context)
         self.flat = FlatBuffer(self.layout.numel, dtypes.param, whole.device)
-        self._whole_at_rest = self._place_in_cpu_memory(dtypes.param, context)
-        self.buckets = [
-            Bucket(
-                first_bucket + i, f"{label} [bucket {first_bucket + i}]", layout,
-                self.flat.rows(layout.start, layout.numel, world_size), whole[layout.start : layout.stop],
-                self._whole_at_rest, dtypes, trainable, context,
-            )
-            for i, layout in enumerate(self.layout.buckets)
-        ]  # fmt: skip
-        self._views = [
-            self.flat.view(start, entry.shape) for start, entry in zip(self.layout.starts, named, strict=True)
-        ]
+        cpu_slot = self._cpu_slot(dtypes.param, context)
+        self.buckets: list[ParameterBucket] = []
+        self.gradients: list[GradientBucket] = []
+        for number, layout in enumerate(self.layout.buckets, start=first_bucket):
+            spec = BucketSpec(number, f"{self.label} [bucket {number}]", layout, dtypes, self.trainable)
+            rows = self.flat.rows(layout.start, layout.numel, world_size)
+            self.buckets.append(ParameterBucket(spec, rows, whole[layout.start : layout.stop], cpu_slot, context))
+            if self.trainable:
+                self.gradients.append(GradientBucket(spec, self.buckets[-1], context))
+        self._away = (
+            ShardedAway(self.flat, self.buckets, context.live)
+            if self.sharded_at_rest
+            else None if cpu_slot is None else InCpuMemory(self.flat, cpu_slot)
+        )  # fmt: skip
         self._homes = [
-            [(bucket, piece) for bucket in self.buckets for piece in bucket.layout.pieces if piece.index == index]
-            for index in range(len(named))
+            [(bucket, piece) for bucket in self.layout.buckets for piece in bucket.pieces if piece.index == index]
+            for index in range(len(self.named))
         ]
-        placeholders = whole.new_full((max(len(named), 1),), float("nan")) if dtypes.param.is_floating_point else None
-        self._placeholder = None if placeholders is None else placeholders.to(dtypes.param)
-        self._arriving_class = arriving_class(self.unshard)
-        self._versions: list[int] = []
-        self._is_at_rest = False
-        self._reloading: Transfer = LANDED
+        order = sorted((i for i in range(len(self.named)) if numels[i]), key=self.layout.starts.__getitem__)
+        self._by_start, self._starts = order, [self.layout.starts[index] for index in order]
+        self._gradient_of = dict(zip(self.layout.buckets, self.gradients, strict=False))
         self._received: set[int] = set()
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
+        self._written: set[int] = set()
         self._pins = 0
+        self.is_held = False
+        """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
         self.is_parked = False
         """Some of its model states are away until `reload_states`."""
         self._state_before = State.UNSHARDED
         self.state = State.UNSHARDED
-        self._look_at_views()
+        views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
+        self.appearance = Appearance(self, views, dtypes.param)
+        self.appearance.show_views()
         self.reshard()
         self.offload()
 
-    def _place_in_cpu_memory(self, dtype: torch.dtype, context: Context) -> Slot | None:
+    def _cpu_slot(self, dtype: torch.dtype, context: Context) -> Slot | None:
         """Where unsharded parameters rest between steps, if not on the accelerator."""
         residency, storages = context.policy.parameters, context.storages
         if residency.sharded or residency.place is Place.ACCELERATOR or storages.host is storages.accelerator:
@@ -159,28 +113,19 @@ class Unit:
         context.collectives.broadcast(whole)
         return whole
 
-    # ------------------------------------------------------------------ parameters
+    def parameter_at(self, offset: int) -> int:
+        """Which parameter holds the element at this place of the flat buffer."""
+        return self._by_start[bisect_right(self._starts, offset) - 1]
+
+    # ------------------------------------------------------------------ together, and given back
 
     def start_unshard(self) -> None:
         """Start to bring the parameters together, if they are not."""
         if self.state is State.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
-        if self.state is State.SHARDED:
-            self.flat.allocate()
-            try:
-                for bucket in self.buckets:
-                    bucket.start_reload()
-                for bucket in self.buckets:
-                    bucket.unshard()
-            except BaseException:
-                for bucket in self.buckets:
-                    bucket.abandon_unshard()
-                raise
-            self.state = State.ARRIVING
-        elif self.state is State.OFFLOADED:
-            assert self._whole_at_rest is not None
-            self.flat.allocate()
-            self._reloading = self._whole_at_rest.read(self.flat.tensor)
+        if self.state in (State.SHARDED, State.OFFLOADED):
+            assert self._away is not None
+            self._away.start()
             self.state = State.ARRIVING
 
     def prefetch(self) -> None:
@@ -194,89 +139,63 @@ class Unit:
         if self.state is State.UNSHARDED:
             return
         self.start_unshard()
-        self._reloading.wait(self.flat.tensor.device)
+        if self._away is not None:
+            self._away.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()
         self.state = State.UNSHARDED
-        if self.sharded_at_rest:
-            self._refuse_written_placeholders()
-            self._look_at_views()
-            return
-        self._set_arriving(False)
-        if self._whole_at_rest is not None:
-            self._look_at_views()
-            self._versions = self.versions()
+        self.appearance.show_views()
 
     def reshard(self) -> None:
         """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
-        if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self._pins:
+        if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self._pins or self.is_held:
             return
+        assert self._away is not None
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
-        self._look_at_placeholders()
-        self.flat.free()
+        written = self.state is State.UNSHARDED and bool(self.appearance.take_written())
         self.state = State.SHARDED
+        self.appearance.hide()
+        self._away.leave(changed=written)
 
     def offload(self) -> None:
         """Where unsharded parameters rest in CPU memory: bring them there, and give the accelerator's memory back."""
         if self.state not in (State.ARRIVING, State.UNSHARDED) or not self._may_leave:
             return
-        assert self._whole_at_rest is not None
+        assert isinstance(self._away, InCpuMemory)
         self.unshard()
-        self._take_new_data()
+        written = self.appearance.take_written()
         # What was written through `.data` has left no trace; frozen parameters are written so (a teacher's average, say).
-        if not self._is_at_rest or not self.trainable or self._versions != self.versions():
-            self._whole_at_rest.write(self.flat.tensor)
-            self._is_at_rest = True
-        self._leave()
+        self._leave(changed=not self._away.is_current or not self.trainable or bool(written))
 
     @property
     def _may_leave(self) -> bool:
         """Readers of a class of the user's own could not be made to bring the values back."""
-        return (
-            self._whole_at_rest is not None
-            and not self._pins
-            and all(type(entry.parameter) in (nn.Parameter, self._arriving_class) for entry in self.named)
-        )
+        return isinstance(self._away, InCpuMemory) and not self._pins and self.appearance.tells_readers
 
-    def _take_new_data(self) -> None:
-        """Somebody gave a parameter another tensor as its `.data`: its values are the parameter's."""
-        for entry, view in zip(self.named, self._views, strict=True):
-            if entry.parameter.data_ptr() != view.data_ptr() and view.numel():
-                if entry.parameter.shape != view.shape:
-                    raise UsageError(
-                        f"{entry.fqn} was given data of shape {tuple(entry.parameter.shape)}, and had {tuple(view.shape)}."
-                    )
-                view.copy_(entry.parameter.data)
-                entry.parameter.data = view
-
-    def write_back(self) -> None:
-        """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes."""
-        if self.sharded_at_rest or self.state is not State.UNSHARDED:
-            return
-        self._take_new_data()
-        if self._whole_at_rest is None:
-            return
-        for bucket in self.buckets:
-            bucket.take_own_row()
-        if not self.trainable:
-            self._whole_at_rest.write(self.flat.tensor)
-
-    def _leave(self) -> None:
-        self._look_at_placeholders()
-        self.flat.free()
+    def _leave(self, *, changed: bool) -> None:
+        assert isinstance(self._away, InCpuMemory)
         self.state = State.OFFLOADED
-        self._set_arriving(True)
+        self.appearance.hide()
+        self._away.leave(changed=changed)
 
-    def prepare_step(self) -> None:
-        """The optimizer is about to step: none of these values is arriving, and those that rest in CPU memory are not here."""
-        if self.state is State.ARRIVING and not self.sharded_at_rest:
-            self.unshard()
-        if self.trainable:
-            self.write_back()
-        if self.trainable and self.state is State.UNSHARDED and self._may_leave:
-            self._leave()  # all of it is brought together anew after the step
-        self.offload()
+    # ------------------------------------------------------------------ held by others
+
+    def pin(self) -> None:
+        """Stay unsharded, whoever gives the unit back, until `unpin`."""
+        self._pins += 1
+
+    def unpin(self) -> None:
+        """The end of one `pin`."""
+        self._pins -= 1
+
+    def refuse_step(self) -> None:
+        """Raise where the unit is pinned: it would go on showing what it was before the step. Or where a parameter was replaced."""
+        if self._pins and self.sharded_at_rest:
+            raise UsageError(
+                f"optimizer.step() inside zeroshard.unsharded(), which holds {self.label} as it is. Step outside."
+            )
+        self.appearance.refuse_replaced()
 
     def park(self, *, parameters: bool) -> None:
         """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
@@ -287,9 +206,8 @@ class Unit:
         self.is_parked = True
         if not parameters:
             return
-        if self.state is State.UNSHARDED:
-            self._look_at_placeholders()
         self._state_before, self.state = self.state, State.PARKED
+        self.appearance.hide()
 
     def unpark(self) -> None:
         """What rests is where it was."""
@@ -297,119 +215,92 @@ class Unit:
         if self.state is State.PARKED:
             self.state = self._state_before
             if self.state is State.UNSHARDED:
-                self._look_at_views()
+                self.appearance.show_views()
 
-    def pin(self) -> None:
-        """Stay unsharded, whoever gives the unit back, until `unpin`."""
-        self._pins += 1
+    def release(self) -> None:
+        """Give every parameter back to the user, whole and in a storage of its own."""
+        self.unshard()
+        self.appearance.release()
+        if isinstance(self._away, ShardedAway):
+            self._away.dismiss()
 
-    def refuse_step(self) -> None:
-        """Raise where the unit is pinned: it would go on showing what it was before the step."""
-        if self._pins and self.sharded_at_rest:
-            raise UsageError(
-                f"optimizer.step() inside zeroshard.unsharded(), which holds {self.label} as it is. Step outside."
-            )
+    # ------------------------------------------------------------------ writes
 
-    def unpin(self) -> None:
-        """The end of one `pin`."""
-        self._pins -= 1
+    def written(self) -> set[int]:
+        """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.
+
+        In 16 bits a write through `.data` is found too: there the master weights say what was shown.
+        """
+        if not self.sharded_at_rest and self.state is State.UNSHARDED:
+            new = self.appearance.take_written()
+            for bucket in self.buckets:
+                if new:
+                    bucket.take_rows()
+                elif bucket.take_hidden_writes():
+                    self._written |= {piece.index for piece in bucket.layout.pieces}
+            self._written |= new
+        return self._written
+
+    def write_back(self) -> None:
+        """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes."""
+        if self.sharded_at_rest or self.state is not State.UNSHARDED:
+            return
+        if self.trainable:
+            self.written()
+        self.appearance.take_new_data()
+        if not isinstance(self._away, InCpuMemory):
+            return
+        for bucket in self.buckets:
+            bucket.take_own_row()
+        if not self.trainable:
+            self._away.slot.write(self.flat.tensor)
+
+    def take_written(self) -> None:
+        """The user wrote to the unsharded parameters, on some rank: each element's owner decides. Every rank must call it."""
+        if self.state is State.ARRIVING:
+            self.unshard()
+        self.appearance.take_written()
+        self._written.clear()
+        self._forget_cpu_copy()
+        for bucket in self.buckets:
+            bucket.take_owners_rows()
+            bucket.take_rows()
 
     def take_parameters(self, source: int) -> None:
         """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
         if self.is_parked:
             raise UsageError(f"{self.label} was changed while model states are parked: call reload_states() first.")
-        self._is_at_rest = False
+        self._forget_cpu_copy()
         for bucket in self.buckets:
             bucket.take_parameters(source)
+        self.appearance.take_written()
 
     def take_masters(self) -> None:
         """Master weights (or, of a frozen unit, what rests) were set: the parameters follow. Every rank must call it."""
         if self.state in (State.ARRIVING, State.OFFLOADED):
             self.unshard()
-        self._is_at_rest = False
+        self._forget_cpu_copy()
         for bucket in self.buckets:
             bucket.take_masters(regather=self.state is State.UNSHARDED)
 
-    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
-        for bucket, _ in self._homes[index]:
-            for rank in range(bucket.layout.world_size):
-                for piece in bucket.layout.shard_pieces(rank):
-                    if piece.index == index:
-                        yield rank, piece.parameter_start, piece.parameter_start + piece.numel
-
-    def versions(self) -> list[int]:
-        """Counts of in-place writes, by parameter."""
-        return [entry.parameter._version for entry in self.named]
+    def _forget_cpu_copy(self) -> None:
+        if isinstance(self._away, InCpuMemory):
+            self._away.is_current = False
 
     def written_since(self, versions: Sequence[int]) -> list[str]:
         """The fqns of parameters that were written in place since; all, where a write through `.data` was found."""
         if any(bucket.differs_from_rest() for bucket in self.buckets):  # every rank hears the same
             return [entry.fqn for entry in self.named]
-        now = zip(self.named, versions, self.versions(), strict=True)
+        now = zip(self.named, versions, self.appearance.versions(), strict=True)
         return [entry.fqn for entry, before, after in now if before != after]
 
-    def sync_parameters(self) -> None:
-        """The optimizer has stepped: what this unit shows from now on is the updated values."""
-        self.reshard()
-        self._is_at_rest = False
-        if self.state is State.OFFLOADED:
-            self._set_arriving(False)
-            self.flat.allocate()
-            self._look_at_views()
-        for bucket in self.buckets:
-            bucket.sync_parameters()
-        if not self.sharded_at_rest and any(bucket.is_gathering for bucket in self.buckets):
-            self.state, self._reloading = State.ARRIVING, LANDED
-            self._set_arriving(True)
-            if any(type(entry.parameter) is not self._arriving_class for entry in self.named):
-                self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
-
-    def release(self) -> None:
-        """Give every parameter back to the user, whole and in a storage of its own."""
-        self.unshard()
-        for entry in self.named:
-            entry.parameter.data = entry.parameter.data.clone()
-
-    def _set_arriving(self, arriving: bool) -> None:
-        before, after = (nn.Parameter, self._arriving_class) if arriving else (self._arriving_class, nn.Parameter)
-        for entry in self.named:
-            if type(entry.parameter) is before:
-                entry.parameter.__class__ = after
-
-    def _look_at_views(self) -> None:
-        for entry, view in zip(self.named, self._views, strict=True):
-            entry.parameter.data = view
-
-    def _look_at_placeholders(self) -> None:
-        if self._placeholder is None:
-            raise UsageError(
-                f"{self.label} holds integer parameters, which cannot be sharded; register them as buffers."
-            )
-        for index, entry in enumerate(self.named):
-            entry.parameter.data = self._placeholder[index].expand(entry.shape)
-        self._versions = [entry.parameter._version for entry in self.named]
-
-    def _refuse_written_placeholders(self) -> None:
-        """A write to a sharded parameter went nowhere: say so before its effect is missed.
-
-        The version counter sees in-place operations on the parameter at no cost; what goes around it, through `.data`,
-        is seen where reading a number does not make the host wait for the device.
-        """
-        assert self._placeholder is not None
-        written = [
-            entry.fqn
-            for entry, version in zip(self.named, self._versions, strict=True)
-            if entry.parameter._version != version
-        ]
-        if not written and self._placeholder.device.type == "cpu" and not self._placeholder.isnan().all():
-            written = [e.fqn for e, value in zip(self.named, self._placeholder.tolist(), strict=True) if value == value]
-        if written:
-            self._placeholder.fill_(float("nan"))
-            raise UsageError(
-                f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. "
-                "Set values before zeroshard takes the model."
-            )
+    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
+        for bucket, _ in self._homes[index]:
+            for rank in range(bucket.world_size):
+                for piece in bucket.shard_pieces(rank):
+                    if piece.index == index:
+                        yield rank, piece.parameter_start, piece.parameter_start + piece.numel
 
     # ------------------------------------------------------------------ gradients
 
@@ -417,9 +308,14 @@ class Unit:
         """Hand this rank's gradient of parameter `index` to the buckets it lies in."""
         flat = gradient.reshape(-1)
         for bucket, piece in self._homes[index]:
-            bucket.add_gradient(piece, flat)
+            self._gradient_of[bucket].add_gradient(piece, flat)
         self._received.add(index)
         self.used.add(index)
+
+    def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
+        """The parameters in whose `grad` the user has put something."""
+        named = enumerate(self.named) if self.trainable else ()
+        return [(index, entry.parameter) for index, entry in named if grad_of(entry.parameter) is not None]
 
     @property
     def has_all_gradients(self) -> bool:
@@ -435,16 +331,43 @@ class Unit:
         """The backward of a call of the unit's module begins (one of several, where it was called so), or the whole is over."""
         self._received.clear()
 
-    def abandon_backward(self) -> None:
-        """A backward broke off: forget what arrived of it, and the step it belongs to."""
-        for bucket in self.buckets if self.trainable else ():
-            bucket.abandon_microbatch()
-        self.forget_gradients()
-        self.reshard()
-
     def forget_gradients(self) -> None:
         """A new step begins."""
         self.used.clear()
         self._received.clear()
-        for bucket in self.buckets if self.trainable else ():
-            bucket.forget_gradients()
+        self.appearance.show_ordinary()
+
+    def optimizer_shards(self) -> Iterator[Shard]:
+        """The shards that this rank updates, bucket by bucket."""
+        for bucket in self.gradients:
+            yield from bucket.shards
+
+    # ------------------------------------------------------------------ the step
+
+    def prepare_step(self) -> None:
+        """The optimizer is about to step: none of these values is arriving, and those that rest in CPU memory are not here."""
+        self.is_held = False
+        self.appearance.show_ordinary()
+        if self.state is State.ARRIVING and not self.sharded_at_rest:
+            self.unshard()
+        if self.trainable:
+            self.write_back()
+        if self.trainable and self.state is State.UNSHARDED and self._may_leave:
+            self._leave(changed=False)  # all of it is brought together anew after the step
+        self.offload()
+
+    def sync_parameters(self) -> None:
+        """The optimizer has stepped: what this unit shows from now on is the updated values."""
+        self.reshard()
+        self._forget_cpu_copy()
+        if self.state is State.OFFLOADED:
+            self.flat.allocate()
+            self.state = State.UNSHARDED
+            self.appearance.show_views()
+        for bucket in self.buckets:
+            bucket.sync()
+        if not self.sharded_at_rest and any(bucket.is_gathering for bucket in self.buckets):
+            self.state = State.ARRIVING
+            self.appearance.make_readers_wait()
+            if not self.appearance.tells_readers:
+                self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import Resident
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
@@ -290,14 +291,14 @@ class ModelStates:
         if state == GRADIENTS:
             if self._optimizer is None or held.view is None or not isinstance(held.shard, Trained):
                 return None
-            return self._optimizer.mean_gradient(held.shard.resident.shard, held.view)
+            return self._optimizer.gradients.get(held.shard.resident.shard, held.view)
         return held.along(state)
 
     def _overwrite(self, held: Held, state: str, value: Tensor) -> bool:
         if state == GRADIENTS:
             if self._optimizer is None or held.view is None or not isinstance(held.shard, Trained):
                 return False
-            self._optimizer.set_mean_gradient(held.shard.resident.shard, held.view, value)
+            self._optimizer.gradients.set(held.shard.resident.shard, held.view, value)
             return True
         with held.shard.opened(write=True):
             target = self._part(held, state)

@@ -96,11 +96,12 @@ class Parking:
         """Memory of the accelerator, where these states rest."""
         for unit in self._schedule.units:
             for bucket in unit.buckets:
-                for state in states:
-                    if state != "optimizer":
-                        yield from bucket.tensors(state)
-                    elif unit.trainable and not bucket.updates_parameters_in_place:
-                        yield from bucket.tensors("master")
+                if "parameters" in states:
+                    yield from bucket.tensors("parameters")
+                if "optimizer" in states and not bucket.updates_parameters_in_place:
+                    yield from bucket.tensors("master")
+            for gradients in unit.gradients if "gradients" in states else ():
+                yield from gradients.tensors()
         for state_ in self._optimizer.state.values() if "optimizer" in states else ():
             for value in state_.values():
                 if isinstance(value, Tensor) and value.ndim and value.device == self._storages.accelerator.device:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import StorageError, UsageError
-from zeroshard.parameters.bucket import Shard
+from zeroshard.gradients.shard import Shard
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.storage.base import Slot
 from zeroshard.storage.transfers import CPU, Transfer, in_pages

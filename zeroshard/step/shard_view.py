@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from zeroshard.schedule.unit import NamedParameter
+from zeroshard.layout.bucketing import NamedParameter
 
 
 @dataclass(frozen=True)

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import math
 import struct
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.gradients.norm import clip_coefficient, scale_, sum_of_squares
+from zeroshard.gradients.norm import clip_coefficient
+from zeroshard.gradients.shard import Shard
+from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Piece
 from zeroshard.observe.memory import STATES_PER_PARAMETER
 from zeroshard.optim.muon import MuonWithAdamW
-from zeroshard.parameters.bucket import Shard
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
-from zeroshard.schedule.unit import NamedParameter, Unit
+from zeroshard.schedule.unit import Unit
+from zeroshard.step.mean_gradients import MeanGradients
+from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sub_groups import SubGroups
 from zeroshard.storage.base import Storage
-from zeroshard.storage.buffer_pool import BufferPool
 from zeroshard.storage.storages import Storages
 
 
@@ -61,10 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._storages, self._policy = storages, policy
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
-        self._narrow_coefficient = 1.0
-        """What gradients in a dtype narrower than the master weights' are still to be multiplied by, see `_scale`."""
-        self._coefficients: list[float] = []
-        """The same for gradients that are not where the optimizer steps: one after another."""
+        self.gradients = MeanGradients()
         self._whole_parameters = whole_parameters
         self.views: list[ShardView] = []
         self._residents: list[Resident] = []
@@ -72,6 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._first_state = dict(next(iter(inner.state.values()), {}))
         """What an optimizer keeps of a parameter before its first step: nothing, or, as Adagrad, some constants."""
         inner.state.clear()
+        self._is_stepping = False
+        self._guard = inner.register_step_pre_hook(partial(_refuse_step_of_inner, weakref.ref(self)))
         self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
         """`id`s of the user's parameters, group by group."""
         self.lay_out()
@@ -92,18 +96,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._residents = []
         self._unit_of: dict[Resident, Unit] = {}
         for unit in trainable:
-            for bucket in unit.buckets:
-                for shard in bucket.optimizer_shards():
-                    there = before.get(id(shard))
-                    # A shard's padding is zero.
-                    views = [
-                        self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
-                        for number, piece in enumerate(shard.pieces)
-                    ]
-                    resident = there or Resident(shard, views, self.inner.state)
-                    resident.views = views
-                    self._residents.append(resident)
-                    self._unit_of[resident] = unit
+            for shard in unit.optimizer_shards():
+                there = before.get(id(shard))
+                # A shard's padding is zero.
+                views = [
+                    self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
+                    for number, piece in enumerate(shard.pieces)
+                ]
+                resident = there or Resident(shard, views, self.inner.state)
+                resident.views = views
+                self._residents.append(resident)
+                self._unit_of[resident] = unit
         self.views = [view for resident in self._residents for view in resident.views]
         by_parameter: dict[int, list[Tensor]] = {}
         for view in self.views:
@@ -161,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._schedule.sync_parameters(waiting.popleft())
 
         if not self._residents:
-            result = self.inner.step()  # nothing to update: its hooks run, or it says so
+            result = self._step_inner()  # nothing to update: its hooks run, or it says so
         for residents in self._sub_groups.run(sync):
             # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -170,24 +173,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident)
-            result = self.inner.step()
+            result = self._step_inner()
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
         self._schedule.end_step()
         return result
 
+    def _step_inner(self) -> Any:
+        self._is_stepping = True
+        try:
+            return self.inner.step()
+        finally:
+            self._is_stepping = False
+
+    def release_inner(self) -> None:
+        """The inner optimizer is the user's again."""
+        self._guard.remove()
+
     def _lend_gradients(self, resident: Resident) -> None:
         parts = resident.gradient_parts
         if parts is None:
             flat = resident.gradient
             assert flat is not None
-            if _is_narrow(resident.shard):
-                flat = flat.to(resident.shard.master.dtype)
-                scale_([flat], self._narrow_coefficient)
-            else:
-                for coefficient in self._coefficients:
-                    scale_([flat], coefficient)
+            flat = self.gradients.lent(resident.shard, flat)
             parts = [view.part_of(flat) for view in resident.views]
         for view, part in zip(resident.views, parts, strict=True):
             if self._used[view.flag]:
@@ -195,8 +204,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. Their buffers stay, to be overwritten."""
-        self._used_at, self._narrow_coefficient = -1, 1.0
-        self._coefficients.clear()
+        self._used_at = -1
+        self.gradients.reset()
         self._schedule.forget_gradients()
         if not self._schedule.parked:
             self._sub_groups.prefetch()
@@ -219,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self.grad_norm() / loss_scale
         if math.isfinite(norm):
             clip = 1.0 if max_norm is None else clip_coefficient(norm, max_norm)
-            self._scale(clip / loss_scale)
+            self.gradients.scale((resident.shard for resident in self._residents), clip / loss_scale)
         return norm
 
     def not_finite(self) -> tuple[str, ...]:
@@ -227,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._schedule.finish_gradients()
         own = bytearray(len(self._flags))
         for resident in self._residents:
-            with self._gradient(resident.shard) as gradient:
+            with self.gradients.opened(resident.shard) as gradient:
                 for view in resident.views:
                     part = gradient[view.start : view.start + view.numel]
                     own[view.flag] |= not bool(torch.isfinite(part).all())
@@ -289,74 +298,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of memory through which states that rest elsewhere come to the step."""
         return self._sub_groups.nbytes
 
-    @contextmanager
-    def _gradient(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
-        """The mean gradient of a shard as memory where the optimizer steps, as it was reduced."""
-        shard.gradient.wait()
-        # Scratch that is not kept: the norm of a step needs none, see `Shard.squares`.
-        with shard.gradient.borrowed(shard.step, BufferPool(shard.step.device), write=write) as gradient:
-            yield gradient
-
-    def mean_gradient(self, shard: Shard, view: ShardView) -> Tensor:
-        """A view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
-        with self._gradient(shard) as gradient:
-            part = gradient[view.start : view.start + view.numel]
-            if _is_narrow(shard):
-                return part.to(shard.master.dtype) * self._narrow_coefficient
-            if not _is_away(shard):
-                return part
-            part = part.clone()
-            for coefficient in self._coefficients:
-                scale_([part], coefficient)
-            return part
-
-    def set_mean_gradient(self, shard: Shard, view: ShardView, value: Tensor) -> None:
-        """Overwrite what `mean_gradient` gives."""
-        if _is_narrow(shard):
-            value = value / self._narrow_coefficient
-        elif _is_away(shard):
-            value = value / math.prod(self._coefficients)
-        shard.squares = None
-        with self._gradient(shard, write=True) as gradient:
-            gradient[view.start : view.start + view.numel].copy_(value)
-
-    def _scale(self, coefficient: float) -> None:
-        """Multiply the gradients: at once, or as they are lent: in fp32, those in 16 bits; those that are elsewhere."""
-        if coefficient == 1.0:
-            return
-        for resident in self._residents:
-            if not _is_narrow(resident.shard) and not _is_away(resident.shard):
-                with self._gradient(resident.shard) as gradient:
-                    scale_([gradient], coefficient)
-                resident.shard.squares = None
-        self._narrow_coefficient *= coefficient
-        self._coefficients.append(coefficient)
-
-    def _sum_of_squares(self, shard: Shard) -> Tensor:
-        scaled = not _is_narrow(shard) and _is_away(shard) and bool(self._coefficients)
-        if shard.squares is None or scaled:
-            with self._gradient(shard) as gradient:
-                for coefficient in self._coefficients if scaled else ():
-                    scale_([gradient], coefficient)
-                squares = sum_of_squares(gradient)
-        else:
-            squares = shard.squares
-        return squares * self._narrow_coefficient**2 if _is_narrow(shard) else squares
-
     def _exchange(self, norm: bool) -> float:
-        """One small message: who used which parameter, and, where asked for, each rank's sum of squares."""
+        """One small message: who used which parameter, or wrote to it, and, where asked for, each rank's sum of squares."""
         self._schedule.finish_gradients()
         squares: dict[int, list[Tensor]] = {}
         for resident in self._residents if norm else ():
-            squares.setdefault(resident.shard.rank, []).append(self._sum_of_squares(resident.shard))
+            squares.setdefault(resident.shard.rank, []).append(self.gradients.sum_of_squares(resident.shard))
         sums = {rank: _total(parts) for rank, parts in squares.items()}
-        own_flags = bytes(index in unit.used for unit, index in self._flags)
+        written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        own_flags = bytes((index in unit.used) | (index in written[unit]) << 1 for unit, index in self._flags)
         message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
         messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")
         everyone = [struct.unpack("<d", data[:8])[0] for data in messages]
         # An unsharded optimizer holds every rank's shard, bit for bit the same as its owner's.
         total = sum(sums.get(rank, everyone[rank]) for rank in range(self._collectives.world_size))
-        self._used = tuple(any(flags) for flags in zip(*(data[8:] for data in messages), strict=True))
+        flags = [reduce(or_, each) for each in zip(*(data[8:] for data in messages), strict=True)]
+        self._used = tuple(bool(flag & 1) for flag in flags)
+        for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
+            unit.take_written()
         self._used_at = self._schedule.gradients_taken
         return math.sqrt(total)
 
@@ -422,15 +381,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-class NoOptimizer(torch.optim.Optimizer):
-    """What stands for the optimizer of a model that is for evaluation alone."""
-
-    def __init__(self) -> None:
-        super().__init__([{"params": []}], {"lr": 0.0})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """There is nothing to update."""
-        raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")
+def _refuse_step_of_inner(owner: weakref.ref[ShardedOptimizer], inner: torch.optim.Optimizer, *_: Any) -> None:
+    """The user's own optimizer looks at shards, and gradients are lent to it for a step of ours alone."""
+    of = owner()
+    if of is not None and not of._is_stepping:
+        raise UsageError(
+            f"{type(inner).__name__}.step() was called on the optimizer that zeroshard took: it would update nothing. Call "
+            "step() and zero_grad() on sharded.optimizer (with a config, engine.step())."
+        )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -441,13 +399,3 @@ def _total(parts: Sequence[Tensor]) -> float:
     """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
     device = parts[0].device
     return float(torch.stack([part.to(device) for part in parts]).sum())
-
-
-def _is_away(shard: Shard) -> bool:
-    """Whether the gradient is not memory where the optimizer steps."""
-    return shard.gradient.memory_in(shard.step) is None
-
-
-def _is_narrow(shard: Shard) -> bool:
-    """Whether the gradient has fewer digits than what it updates."""
-    return shard.gradient.dtype != shard.master.dtype

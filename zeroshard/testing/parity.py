@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.policy import Policy, Precision
-from zeroshard.shard import DEFAULT_BUCKET_NUMEL, Sharded, shard, unsharded
+from zeroshard.shard import DEFAULT_BUCKET_NUMEL, shard
+from zeroshard.sharded import Sharded
+from zeroshard.unsharded import unsharded
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from zeroshard.collectives.collectives import Collectives, create_collectives
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.step.elementwise import looks_at_whole_parameters, refuse_what_cannot_be_sharded
 from zeroshard.storage.buffer_pool import BufferPool

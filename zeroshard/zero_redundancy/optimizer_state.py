@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
 

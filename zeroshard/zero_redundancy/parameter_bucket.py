@@ -15,7 +15,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.collectives import Collectives
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.layout import BucketLayout, Piece, lay_out, lay_out_whole
 from zeroshard.storage.buffer_pool import BufferPool

@@ -1,0 +1,44 @@
+"""Owns the collectives of one rank: there is nothing to send."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeroshard.collectives.base import Collectives, Pending, PendingReduction
+from zeroshard.collectives.reduction import sum_into
+
+
+class Alone(Collectives):
+    """One rank: nothing to send."""
+
+    rank = 0
+    world_size = 1
+
+    class _Nothing(Pending):
+        def wait(self) -> None:
+            return
+
+    class _Mean(PendingReduction):
+        def __init__(self, rows: Tensor, divisor: float) -> None:
+            self._rows, self._divisor = rows, divisor
+
+        def finish(self, out: Tensor, *, accumulate: bool) -> None:
+            sum_into(list(self._rows), self._divisor, out, accumulate)
+
+    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        return self._Nothing()
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return 0
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        return self._Mean(rows, self._divisor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        return [data]
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        return self._Nothing()

@@ -1,0 +1,26 @@
+"""Owns the arithmetic of a reduction: sums in rank order, divided after. Called by the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK_NUMEL = 1 << 16
+"""Elements that are summed and divided at once: small enough that the second pass finds them in the cache."""
+
+
+def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
+    """out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
+    dtype = torch.promote_types(contributions[0].dtype, torch.float32)
+    for low in range(0, out.numel(), CHUNK_NUMEL):
+        high = min(low + CHUNK_NUMEL, out.numel())
+        parts = [contribution[low:high].to(dtype) for contribution in contributions]
+        total = torch.add(parts[0], parts[1]) if len(parts) > 1 else parts[0]
+        for part in parts[2:]:
+            total.add_(part)
+        if accumulate:
+            out[low:high].add_(torch.div(total, divisor))
+        else:
+            torch.div(total, divisor, out=out[low:high])

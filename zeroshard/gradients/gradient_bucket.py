@@ -1,0 +1,272 @@
+"""Owns the gradients of one bucket: gathered from autograd, summed over microbatches, reduced to the mean over ranks.
+
+Called by unit (which hands it gradients) and reductions (which say when). For a bucket of n elements on one of W ranks (S = n / W)
+there is, where gradients are not sharded, a tensor [W, S]: this rank's sum between microbatches, then the mean; where they are, the
+mean [S] of this rank's shard alone. What one microbatch gives is gathered in scratch, or taken as autograd made it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.base import Pending, PendingReduction
+from zeroshard.gradients.norm import sum_of_squares
+from zeroshard.gradients.shard import Places, Shard
+from zeroshard.layout.layout import Piece
+from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.parameters.parameter_bucket import ParameterBucket
+
+
+class Holds(enum.Enum):
+    """What a bucket has of the present step's gradients."""
+
+    NOTHING = "nothing"
+    LOCAL_SUM = "this rank's sum"
+    MEAN = "the mean"
+    REDUCING = "a reduction in flight"
+    ADDING = "the mean, and a reduction in flight that will be added to it"
+
+
+MOVES = {
+    ("add", Holds.NOTHING): Holds.LOCAL_SUM,
+    ("add", Holds.LOCAL_SUM): Holds.LOCAL_SUM,
+    ("reduce", Holds.NOTHING): Holds.REDUCING,
+    ("reduce", Holds.LOCAL_SUM): Holds.REDUCING,
+    ("reduce", Holds.MEAN): Holds.ADDING,
+    ("land", Holds.REDUCING): Holds.MEAN,
+    ("land", Holds.ADDING): Holds.MEAN,
+    **{("forget", state): Holds.NOTHING for state in Holds},
+}
+"""What may happen to a bucket, and what it holds then. (Sums on this rank are for policies that do not shard gradients.)"""
+
+IN_FLIGHT = (Holds.REDUCING, Holds.ADDING)
+
+
+@dataclass
+class _Microbatch:
+    """What this rank gave in one microbatch.
+
+    Attributes:
+        missing: the parameters whose gradient has not come.
+        is_closed: none will come any longer.
+        whole: [n] in scratch; or a part of the tensor that autograd made, which is not ours to write to.
+        is_scratch: it is scratch.
+    """
+
+    missing: frozenset[int]
+    is_closed: bool = False
+    whole: Tensor | None = None
+    is_scratch: bool = False
+
+
+@dataclass
+class _Flight:
+    """A reduction in flight: until it lands, its scratch is busy."""
+
+    pending: PendingReduction
+    scratch: list[Tensor] = field(default_factory=list)
+
+
+class GradientBucket:
+    """See the module's docstring.
+
+    Args:
+        parameters: the bucket's other half, of the same spec.
+    """
+
+    def __init__(self, spec: BucketSpec, parameters: ParameterBucket, context: Context) -> None:
+        self.number, self.label, self.layout = spec.number, spec.label, spec.layout
+        self._dtypes, self._policy = spec.dtypes, context.policy
+        self._collectives, self._pool = context.collectives, context.pool
+        self._accelerator = context.storages.accelerator
+        self._shape = parameters.rows.shape
+        self._rows: Tensor | None = None
+        """[W, S], where gradients are not sharded."""
+        if not self._policy.gradients.sharded:
+            self._rows = torch.zeros(self._shape, dtype=spec.dtypes.accumulate, device=parameters.rows.device)
+        self.shards = self._make_shards(parameters, context)
+        self._own = next(shard for shard in self.shards if shard.rank == parameters.rank)
+        self._everything = frozenset(piece.index for piece in self.layout.pieces)
+        self.holds = Holds.NOTHING
+        self._microbatch = _Microbatch(self._everything)
+        self._summed: set[int] = set()
+        """The parameters that are in this rank's sum."""
+        self._scratch: list[Tensor] = []
+        self._flight: _Flight | None = None
+        self._gathering: Pending | None = None
+
+    def _make_shards(self, parameters: ParameterBucket, context: Context) -> tuple[Shard, ...]:
+        """The ranges that this rank updates: its own, or all of them where the optimizer is unsharded."""
+        policy, storages = context.policy, context.storages
+        places, label = Places(storages.step(policy), storages.optimizer(policy)), f"gradients of {self.label}"
+        shards = []
+        for rank, master in parameters.masters.items():
+            if self._rows is None:
+                gradient = storages.gradients(policy).slot(label, self.layout.shard_numel, self._dtypes.accumulate)
+            else:
+                gradient = self._accelerator.around(label, self._rows[rank])
+            rest = parameters.rests[rank]
+            is_shown = master is rest and not parameters.is_sharded_at_rest
+            shards.append(Shard(rank, self.layout.shard_pieces(rank), rest, master, gradient, places, is_shown))
+        return tuple(shards)
+
+    def _move(self, event: str) -> None:
+        self.holds = MOVES[event, self.holds]
+
+    # ------------------------------------------------------------------ one microbatch
+
+    @property
+    def is_ready(self) -> bool:
+        """Every parameter of the bucket has its gradient of this microbatch, or will have none."""
+        return not self._microbatch.missing or self._microbatch.is_closed
+
+    def close(self) -> None:
+        """No further gradient is expected in this microbatch: what is missing counts as zeros."""
+        self._microbatch.is_closed = True
+
+    @property
+    def has_unreduced(self) -> bool:
+        """A gradient arrived in this microbatch that no reduction has taken yet."""
+        return self._microbatch.whole is not None and self.holds not in IN_FLIGHT
+
+    def add_gradient(self, piece: Piece, gradient: Tensor) -> None:
+        """Take this rank's gradient of one parameter, flattened, in this microbatch."""
+        self.finish_reduction()  # a second gradient of one step may find its predecessor's buffers still busy
+        part = gradient[piece.parameter_start : piece.parameter_start + piece.numel]
+        if self._sums_before_reducing:
+            assert self._rows is not None
+            target = self._rows.view(-1)[piece.start : piece.start + piece.numel]
+            first = piece.index not in self._summed
+            self._summed.add(piece.index)
+            self._move("add")
+        else:
+            whole = self._room_for(piece, part)
+            if whole is None:
+                return
+            target = whole[piece.start : piece.start + piece.numel]
+            first = piece.index in self._microbatch.missing
+        target.copy_(part) if first else target.add_(part)
+        self._microbatch.missing -= {piece.index}
+
+    def _room_for(self, piece: Piece, part: Tensor) -> Tensor | None:
+        """
+
+        cratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there, uncopied.
+        """
+        now = self._microbatch
+        if now.whole is None:
+            if piece.numel == self.layout.numel and part.dtype == self._dtypes.reduce:
+                now.whole, now.missing = part, frozenset()
+                return None
+            now.whole, now.is_scratch = self._borrow(self.layout.numel), True
+            for start, stop in self.layout.padding:
+                now.whole[start:stop].zero_()
+        elif not now.is_scratch:  # a second gradient of one microbatch: autograd's own tensor is not ours to add to
+            now.whole, now.is_scratch = self._borrow(self.layout.numel).copy_(now.whole), True
+        return now.whole
+
+    @property
+    def _sums_before_reducing(self) -> bool:
+        """Gradients are summed over microbatches first and over ranks once; what comes after that, like sharded ones."""
+        return not self._policy.gradients.sharded and self.holds in (Holds.NOTHING, Holds.LOCAL_SUM)
+
+    # ------------------------------------------------------------------ over ranks
+
+    def reduce_gradients(self, is_last_microbatch: bool) -> bool:
+        """Every gradient of the microbatch is here (a missing one counts as zeros): start the reduction.
+
+        Returns whether one was started: unsharded gradients wait for the last microbatch.
+        """
+        now, self._microbatch = self._microbatch, _Microbatch(self._everything)
+        if self._sums_before_reducing:
+            if not is_last_microbatch:
+                return False
+            rows = self._summed_rows()
+        else:
+            if now.whole is None:
+                now.whole = self._borrow(self.layout.numel).zero_()
+            elif now.missing:
+                self._zero(now.whole, now.missing)
+            rows = now.whole.view(self._shape)
+        if self._collectives.predivide_factor != 1.0:  # into scratch: the rows may be autograd's own tensor
+            divided = self._borrow(self.layout.numel).view_as(rows)
+            rows = torch.div(rows, self._collectives.predivide_factor, out=divided)
+        workspace = self._borrow(self._collectives.workspace_numel(rows))
+        label = f"reduce-scatter of gradients of {self.label}"
+        pending = self._collectives.reduce_scatter(rows, workspace, self.number, label)
+        self._flight, self._scratch = _Flight(pending, self._scratch), []
+        self._move("reduce")
+        return True
+
+    def _summed_rows(self) -> Tensor:
+        assert self._rows is not None
+        self._zero(self._rows.view(-1), self._everything - self._summed)
+        if self._rows.dtype == self._dtypes.reduce:
+            return self._rows
+        return self._borrow(self.layout.numel).view(self._shape).copy_(self._rows)
+
+    def finish_reduction(self) -> None:
+        """Block until the mean over ranks, if any is on its way, is in this rank's shard; scratch goes back to the pool."""
+        if self._flight is None:
+            return
+        self.wait_gather()  # it still reads the shard that is about to change
+        slot, adds = self._own.gradient, self.holds is Holds.ADDING
+        with slot.borrowed(self._accelerator, self._pool, read=adds, write=True) as own:
+            self._flight.pending.finish(own, accumulate=adds)
+            if slot.memory_in(self._accelerator) is None:
+                self._own.squares = sum_of_squares(own)  # while it is here
+        self._move("land")
+        self._return_scratch(self._flight.scratch)
+        self._flight = None
+
+    def start_gather(self) -> None:
+        """Where the optimizer is unsharded, every rank needs every row of the mean."""
+        if not self._policy.optimizer.sharded:
+            assert self._rows is not None
+            self.wait_gather()
+            self._gathering = self._collectives.all_gather(
+                self._rows, self.number, f"all-gather of gradients of {self.label}"
+            )
+
+    def wait_gather(self) -> None:
+        """Block until what `start_gather` started has arrived."""
+        if self._gathering is not None:
+            pending, self._gathering = self._gathering, None
+            pending.wait()
+
+    def forget(self) -> None:
+        """A new step begins, or this one broke off: nothing of it is wanted any longer."""
+        self.wait_gather()  # it would write into the next step's sums
+        if self._flight is not None:  # its transfers still write to the scratch
+            scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)
+            self._flight.pending.finish(scratch, accumulate=False)
+            self._return_scratch(self._flight.scratch)
+            self._flight = None
+        self._return_scratch(self._scratch)
+        self._microbatch = _Microbatch(self._everything)
+        self._summed.clear()
+        self._move("forget")
+
+    def _borrow(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
+        scratch = self._pool.acquire(numel, dtype or self._dtypes.reduce)
+        self._scratch.append(scratch)
+        return scratch
+
+    def _return_scratch(self, scratch: list[Tensor]) -> None:
+        for one in scratch:
+            self._pool.release(one)
+        scratch.clear()
+
+    def _zero(self, flat: Tensor, indices: frozenset[int]) -> None:
+        for piece in self.layout.pieces:
+            if piece.index in indices:
+                flat[piece.start : piece.start + piece.numel].zero_()
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients at rest, as far as they are the accelerator's memory."""
+        found = [shard.gradient.memory_in(self._accelerator) for shard in self.shards]
+        return [memory for memory in found if memory is not None]

@@ -1,0 +1,249 @@
+"""Owns the parameters of one bucket: what rests on this rank, and the way from there to the unsharded rows and back.
+
+Called by unit. Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
+
+    rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
+    resting    [S]     this rank's shard of the parameters, where they are sharded at rest
+
+and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: what rests, and the
+master weights, which are the same slot where the dtype allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.base import Pending
+from zeroshard.collectives.reduction import CHUNK_NUMEL
+from zeroshard.errors import StorageError
+from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.storage.base import Slot
+from zeroshard.storage.transfers import Transfer
+
+
+class ParameterBucket:
+    """See the module's docstring.
+
+    Args:
+        rows: [W, S] of the unit's flat buffer.
+        whole: [n], the bucket's initial content in the master dtype, the same on all ranks.
+        whole_at_rest: of the unit, in CPU memory, where its unsharded parameters rest between steps.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, rows: Tensor, whole: Tensor, whole_at_rest: Slot | None, context: Context
+    ) -> None:
+        self.number, self.label, self.layout, self.trainable = spec.number, spec.label, spec.layout, spec.trainable
+        self.rows, self.storages = rows, context.storages
+        self._dtypes, self._policy, self._collectives, self._pool = (
+            spec.dtypes,
+            context.policy,
+            context.collectives,
+            context.pool,
+        )
+        self._accelerator = context.storages.accelerator
+        whole = whole.view(rows.shape)
+        rows.copy_(whole)
+        self._own_row = rows[self.rank]
+        self._resting: Slot | None = None
+        if self._policy.parameters.sharded:
+            self._resting = self.storages.parameter_slot(
+                self._policy, self.label, self.layout.shard_numel, self._dtypes.param
+            )
+            self._resting.write(self._own_row)
+            self._resting.wait()
+        self._rows_are_at_rest = self._resting is None and whole_at_rest is None
+        self.rests = self._make_rests(whole_at_rest)
+        self.masters = {
+            rank: self._make_master(rest, whole[rank]) for rank, rest in self.rests.items() if self.trainable
+        }
+        # On their way to the rows: this rank's part from where it rests, and the other ranks' parts.
+        self._reloading: Transfer | None = None
+        self._gathering: Pending | None = None
+
+    def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
+        """By rank, where the shards rest that this rank updates or holds."""
+        if self._resting is not None:
+            return {self.rank: self._resting}
+        ranks = [self.rank] if self._policy.optimizer.sharded else range(self.layout.world_size)
+        if whole_at_rest is not None:
+            host = self.storages.host
+            memory = whole_at_rest.memory_in(host)
+            assert memory is not None
+            rows = memory[self.layout.start : self.layout.stop].view_as(self.rows)
+            return {rank: host.around(self.label, rows[rank], whole_at_rest) for rank in ranks}
+        return {rank: self._accelerator.around(self.label, self.rows[rank]) for rank in ranks}
+
+    def _make_master(self, rest: Slot, values: Tensor) -> Slot:
+        # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
+        if self.updates_parameters_in_place:
+            return rest
+        home = self.storages.optimizer(self._policy)
+        master = home.slot(f"master weights of {self.label}", self.layout.shard_numel, self._dtypes.master)
+        master.write(values)
+        master.wait()
+        return master
+
+    # ------------------------------------------------------------------ together
+
+    def unshard(self) -> None:
+        """The parameters are about to be used: start to bring them together. The rows have storage."""
+        if self._resting is not None and self._gathering is None:
+            self._bring("all-gather of")
+
+    def sync(self) -> None:
+        """The optimizer has updated what rests on this rank: bring the unsharded parameters up to date."""
+        if self._resting is None and self._policy.optimizer.sharded:
+            self._bring("all-gather of updated")
+
+    def _bring(self, what: str) -> None:
+        self._reload()
+        self._gathering = self._collectives.all_gather(self.rows, self.number, f"{what} {self.label}")
+
+    def _reload(self) -> None:
+        """This rank's row is what rests, wherever that is."""
+        if not self._rows_are_at_rest:
+            self.start_reload()
+            self._finish_reload()
+
+    def start_reload(self) -> None:
+        """Start to bring this rank's part from where it rests to its row."""
+        if self._reloading is None:
+            self._reloading = self.rests[self.rank].read(self._own_row)
+
+    def _finish_reload(self) -> None:
+        if self._reloading is not None:
+            reloading, self._reloading = self._reloading, None
+            reloading.wait(self.rows.device)
+
+    def abandon_unshard(self) -> None:
+        """The unit could not be brought together: nothing is on its way any longer."""
+        with suppress(StorageError):
+            self._finish_reload()
+        self._reloading = self._gathering = None
+
+    def prefetch(self) -> None:
+        """The shard at rest is needed soon."""
+        if self._resting is not None:
+            self._resting.prefetch()
+
+    def wait_unsharded(self) -> None:
+        """Block until what `unshard` or `sync` started has arrived."""
+        if self._gathering is not None:
+            pending, self._gathering = self._gathering, None
+            pending.wait()
+
+    @property
+    def is_gathering(self) -> bool:
+        """An all-gather of the parameters is in flight."""
+        return self._gathering is not None
+
+    # ------------------------------------------------------------------ who owns a written value
+
+    def take_rows(self) -> None:
+        """The unsharded parameters were written to on this rank: what rests here, and the master weights, follow."""
+        for rank, rest in self.rests.items() if not self._rows_are_at_rest else ():
+            rest.write(self.rows[rank]).wait(self.rows.device)
+        for rank, master in self.masters.items():
+            if master is not self.rests[rank]:
+                self._take_row(master, self.rows[rank])
+
+    def _take_row(self, master: Slot, new: Tensor) -> None:
+        """A master keeps its digits where the value in the parameter's own dtype is what it was."""
+        with master.borrowed(self._accelerator, self._pool, write=True) as old:
+            torch.where(new == old.to(new.dtype), old, new.to(old.dtype), out=old)
+
+    def take_hidden_writes(self) -> bool:
+        """Master weights follow what was written through `.data`, of which nothing tells but the values. Returns whether any
+        was found.
+
+        An accelerator is not asked whether, since that would stop it; nor are masters that rest elsewhere brought for it.
+        """
+        found = False
+        for rank, master in self.masters.items():
+            memory = master.memory_in(self._accelerator)
+            if master is self.rests[rank] or memory is None:
+                continue
+            differs = memory.device.type == "cpu" and not _shows(self.rows[rank], memory)
+            if differs or memory.device.type != "cpu":
+                self._take_row(master, self.rows[rank])
+            found |= differs
+        return found
+
+    def take_own_row(self) -> None:
+        """The unsharded parameters leave: where they are the master weights, what the user did to them stays."""
+        for rank, master in self.masters.items():
+            if master is self.rests[rank]:
+                master.write(self.rows[rank])
+
+    def take_parameters(self, source: int) -> None:
+        """The unsharded parameters were changed on rank `source`: make its values everybody's, at rest and in the masters."""
+        self._collectives.broadcast(self.rows, source)
+        self.take_rows()
+
+    def take_owners_rows(self) -> None:
+        """The unsharded parameters were changed, on some ranks or all: of each element, its owner's value becomes everybody's.
+
+        Every rank must call it.
+        """
+        self._collectives.all_gather(self.rows, self.number, f"all-gather of written {self.label}").wait()
+
+    def take_masters(self, *, regather: bool) -> None:
+        """The master weights were set: what rests follows, and, where the parameters are unsharded now, they do."""
+        for rank, master in self.masters.items():
+            if master is not self.rests[rank]:
+                with master.borrowed(self._accelerator, self._pool) as values:
+                    self.rests[rank].write(values).wait(values.device)
+        if regather:
+            self._bring("all-gather of set")
+            self.wait_unsharded()
+
+    def differs_from_rest(self) -> bool:
+        """Whether unsharded parameters are no longer what rests, on any rank. Where they are sharded, every rank must ask."""
+        if self._resting is None:
+            return False
+        with self._resting.borrowed(self._accelerator, self._pool) as at_rest:
+            same = torch.equal(self._own_row.view(torch.uint8), at_rest.view(torch.uint8))
+        return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
+
+    # ------------------------------------------------------------------ what lives
+
+    @property
+    def own_rest(self) -> Slot:
+        """This rank's shard of the parameters at rest."""
+        return self.rests[self.rank]
+
+    @property
+    def rank(self) -> int:
+        """Whose shards these are."""
+        return self._collectives.rank
+
+    @property
+    def is_sharded_at_rest(self) -> bool:
+        """Only this rank's shard rests here."""
+        return self._resting is not None
+
+    @property
+    def updates_parameters_in_place(self) -> bool:
+        """The master weights are the parameters at rest themselves."""
+        return self._dtypes.master == self._dtypes.param
+
+    def tensors(self, kind: str) -> list[Tensor]:
+        """The tensors at rest, "parameters" or "master", as far as they are the accelerator's memory."""
+        if kind == "parameters":
+            return [self.rows, *self._in_memory(self.rests.values())]
+        return self._in_memory(self.masters.values())
+
+    def _in_memory(self, slots: Iterable[Slot]) -> list[Tensor]:
+        found = [slot.memory_in(self._accelerator) for slot in slots]
+        return [memory for memory in found if memory is not None]
+
+
+def _shows(row: Tensor, master: Tensor) -> bool:
+    """Whether a row is its master weights in its own dtype. NaN is what it is."""
+    parts = zip(row.split(CHUNK_NUMEL), master.split(CHUNK_NUMEL), strict=True)
+    return all(torch.equal(shown.view(torch.int16), kept.to(row.dtype).view(torch.int16)) for shown, kept in parts)

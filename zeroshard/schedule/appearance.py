@@ -1,0 +1,235 @@
+"""Owns what the user sees of a unit's parameters: views of the flat buffer or placeholders, their class, and who wrote to them.
+
+Called by unit. Writes leave a trace in a parameter's version counter, at no cost; those through `.data` leave none, but
+while values
+are away that attribute is refused as any other reader is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.parameters.shown import classes_of
+from zeroshard.schedule.states import State
+
+
+class _Unit(Protocol):
+    """What it asks of its unit."""
+
+    modules: tuple[nn.Module, ...]
+    named: tuple[NamedParameter, ...]
+    sharded_at_rest: bool
+    state: State
+    used: set[int]
+
+    def unshard(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+class Appearance:
+    """See the module's docstring.
+
+    Args:
+        views: of the flat buffer, one for each parameter, in its shape.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, unit: _Unit, views: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._unit, self._named, self._views = unit, unit.named, list(views)
+        self._index_of = {id(entry.parameter): index for index, entry in enumerate(self._named)}
+        self._away_class, self._taken_class = classes_of(self)
+        self._ours = (nn.Parameter, self._away_class, self._taken_class)
+        device = self._views[0].device
+        self._placeholders = (
+            torch.full((max(len(self._named), 1),), float("nan"), dtype=dtype, device=device)
+            if dtype.is_floating_point
+            else None
+        )
+        self._versions: list[int] = []
+        self._is_hidden = True  # or still the user's own
+        by_id = {id(entry.parameter): entry for entry in self._named}
+        self._places = [
+            (module, name, by_id[id(parameter)])
+            for module in unit.modules[0].modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in by_id
+        ]
+        self.expect_present_grads()
+
+    # ------------------------------------------------------------------ what they look at
+
+    def show_views(self) -> None:
+        """The values are here."""
+        if self._is_hidden:
+            self._refuse_written_placeholders()
+        self._become(nn.Parameter)
+        if self._is_hidden:
+            self._is_hidden = False
+            for entry, view in zip(self._named, self._views, strict=True):
+                entry.parameter.data = view
+        self._versions = self.versions()
+
+    def hide(self) -> None:
+        """The values are away: whoever asks for them comes to `before_read`."""
+        if self._placeholders is None:
+            raise UsageError(
+                f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
+            )
+        self._become(nn.Parameter)
+        for index, entry in enumerate(self._named):
+            entry.parameter.data = self._placeholders[index].expand(entry.shape)
+        self._is_hidden = True
+        self._versions = self.versions()
+        self._become(self._away_class)
+
+    def make_readers_wait(self) -> None:
+        """The values arrive while Python goes on."""
+        self._become(self._away_class)
+
+    def show_taken(self) -> None:
+        """The step's gradients are all taken: `parameter.grad` says where they are."""
+        for index in self._unit.used:
+            parameter = self._named[index].parameter
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = self._taken_class
+
+    def show_ordinary(self) -> None:
+        """The end of `show_taken`."""
+        for entry in self._named:
+            if type(entry.parameter) is self._taken_class:
+                entry.parameter.__class__ = nn.Parameter
+
+    def release(self) -> None:
+        """Ordinary parameters, each in a storage of its own."""
+        self._become(nn.Parameter)
+        for entry in self._named:
+            entry.parameter.data = entry.parameter.data.clone()
+
+    def _become(self, cls: type[nn.Parameter]) -> None:
+        for entry in self._named:
+            if type(entry.parameter) in self._ours:
+                entry.parameter.__class__ = cls
+
+    @property
+    def tells_readers(self) -> bool:
+        """No parameter is of a class of the user's own, whose readers cannot be told."""
+        return all(type(entry.parameter) in self._ours for entry in self._named)
+
+    # ------------------------------------------------------------------ who reads (see parameters/shown.py)
+
+    def before_read(self, parameter: Tensor, what: str) -> None:
+        """Bring the values, where that takes no other rank. Else raise by name."""
+        unit, fqn = self._unit, self._named[self._index_of[id(parameter)]].fqn
+        if unit.state is State.PARKED:
+            raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
+        if not unit.sharded_at_rest:
+            unit.unshard()
+            return
+        raise UsageError(
+            f"{fqn} is sharded at rest, and `{what}` wants its values while its module does not run. Read or write inside "
+            "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
+        )
+
+    def taken_gradient(self, parameter: Tensor) -> str | None:
+        """The parameter's fqn, if it got a gradient in this step."""
+        index = self._index_of.get(id(parameter))
+        return None if index is None or index not in self._unit.used else self._named[index].fqn
+
+    def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy with the true values; where they are sharded at rest, of the whole unit at once, and every rank must copy."""
+        unit = self._unit
+        if id(parameter) not in self._index_of:  # a copy of a copy
+            return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        if unit.state is State.PARKED:
+            self.before_read(parameter, "deepcopy")
+        unit.unshard()
+        for entry in self._named:
+            memo[id(entry.parameter)] = nn.Parameter(entry.parameter.data.clone(), entry.parameter.requires_grad)
+        unit.reshard()
+        for entry in self._named:
+            memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
+        copied = memo[id(parameter)]
+        assert isinstance(copied, nn.Parameter)
+        return copied
+
+    # ------------------------------------------------------------------ who writes
+
+    def versions(self) -> list[int]:
+        """Counts of in-place writes, by parameter."""
+        return [entry.parameter._version for entry in self._named]
+
+    def take_written(self) -> set[int]:
+        """Which parameters somebody wrote to in place, or gave another tensor as data, since this was last asked."""
+        written, now = self.take_new_data(), self.versions()
+        if now != self._versions:
+            written |= {index for index, version in enumerate(now) if version != self._versions[index]}
+            self._versions = now
+        return written
+
+    def _has_new_data(self, index: int) -> bool:
+        parameter, view = self._named[index].parameter, self._views[index]
+        return parameter.data_ptr() != view.data_ptr() and bool(view.numel())
+
+    def take_new_data(self) -> set[int]:
+        """Somebody gave a parameter another tensor as its `.data`: its values are the parameter's. Returns which."""
+        found = set()
+        for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
+            if self._has_new_data(index):
+                data = entry.parameter.data
+                if data.shape != view.shape or data.dtype != view.dtype:
+                    raise UsageError(
+                        f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had {tuple(view.shape)} "
+                        f"and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the model: convert it before, or say "
+                        "precision=Precision(...) (in a config, bf16 or fp16)."
+                    )
+                view.copy_(data)
+                entry.parameter.data = view
+                found.add(index)
+        return found
+
+    def refuse_replaced(self) -> None:
+        """Raise where a module holds another tensor under a parameter's name: it would train no longer."""
+        for module, name, entry in self._places:
+            if module._parameters.get(name) is not entry.parameter:
+                raise UsageError(
+                    f"{entry.fqn} is no longer the tensor that zeroshard took (load_state_dict(assign=True), an assignment, "
+                    "weight_norm?), and would not train. Write into it in place, or call remove() and shard anew."
+                )
+
+    def expect_present_grads(self) -> None:
+        """What takes a gradient now was taken note of."""
+        self._expected_grad = [entry.parameter.requires_grad for entry in self._named]
+
+    def refuse_unfrozen(self, optimized: set[int]) -> None:
+        """Raise where a frozen parameter of the optimizer takes gradients now: nobody would reduce them, nor update it."""
+        for index, entry in enumerate(self._named):
+            parameter = entry.parameter
+            if parameter.requires_grad and not self._expected_grad[index] and id(parameter) in optimized:
+                raise UsageError(
+                    f"{entry.fqn} was unfrozen, and would not train: call update_trainable() (on every rank) after changing "
+                    "requires_grad."
+                )
+
+    def _refuse_written_placeholders(self) -> None:
+        """A write to a parameter of a class of the user's own, while its values were away, went nowhere: say so."""
+        if self._placeholders is None or self.tells_readers or not self._versions:
+            return
+        named = zip(self._named, self._versions, self.versions(), strict=True)
+        written = [entry.fqn for entry, before, after in named if before != after]
+        if not written and self._placeholders.device.type == "cpu" and not self._placeholders.isnan().all():
+            values = zip(self._named, self._placeholders.tolist(), strict=True)
+            written = [entry.fqn for entry, value in values if value == value]
+        if written:
+            self._placeholders.fill_(float("nan"))
+            raise UsageError(
+                f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. "
+                "Write inside `with zeroshard.unsharded(module, modifier_rank=0):`."
+            )

@@ -1,0 +1,21 @@
+"""Owns what stands for the optimizer of a model that is for evaluation alone. Called by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroshard.errors import UsageError
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """What stands for the optimizer of a model that is for evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {"lr": 0.0})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """There is nothing to update."""
+        raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")

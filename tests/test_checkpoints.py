@@ -134,27 +134,31 @@ def test_any_world_size_and_stage_to_any_other(
 
 @pytest.mark.parametrize("source", DTYPES)
 def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
+    def two_groups(model: nn.Module, reverse: bool, **options: Any) -> torch.optim.Optimizer:
+        matrices = {"params": [p for p in model.parameters() if p.ndim >= 2][:: -1 if reverse else 1]}
+        rest = {"params": [p for p in model.parameters() if p.ndim < 2], **options}
+        return torch.optim.AdamW([rest, matrices] if reverse else [matrices, rest], lr=9.0 if reverse else 1e-2)
+
     def body(rank: int) -> None:
-        model, sharded = build(2, dtype=DTYPES[source])
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = two_groups(model, False, lr=2e-2, weight_decay=0.0)
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
         train(model, sharded, rank, range(2))
         sharded.save(tmp_path, "a")
         before = everything(model, sharded)
         for target, dtype in DTYPES.items():
             torch.manual_seed(8)
             other = Stack()
-            matrices = [p for p in other.parameters() if p.ndim >= 2]
-            rest = [p for p in other.parameters() if p.ndim < 2]
-            groups = [{"params": rest, "lr": 7.0, "weight_decay": 3.0}, {"params": matrices[::-1]}]
-            again = zeroshard.shard(
-                other, torch.optim.AdamW(groups, lr=9.0), Policy.stage(3), precision=Precision(param_dtype=dtype)
-            )
+            optimizer = two_groups(other, True, lr=7.0, weight_decay=3.0)
+            again = zeroshard.shard(other, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
             again.load(tmp_path)
             after = everything(other, again)
             for key, value in before.items():
                 if not key.endswith("shown"):
                     assert torch.equal(after[key], value), (target, key)
-            assert [g["lr"] for g in again.optimizer.param_groups] == [1e-2, 1e-2]
-            assert [g["weight_decay"] for g in again.optimizer.param_groups] == [1e-2, 1e-2]
+            assert [g["lr"] for g in again.optimizer.param_groups] == [2e-2, 1e-2]
+            assert [g["weight_decay"] for g in again.optimizer.param_groups] == [0.0, 1e-2]
 
     run_ranks(body, 2)
 

@@ -100,6 +100,75 @@ def test_what_is_written_after_the_cut_counts() -> None:
     run_ranks(body, 2)
 
 
+def by_views(model: nn.Module) -> None:
+    """What initialisers do that hold views of several parameters, and write to them later."""
+    first, second, third = (block.up.weight for block in model.blocks)
+    with torch.no_grad():
+        a, b = first.data.view(-1), second.data.view(-1)
+        a.fill_(1.5)
+        b.fill_(2.5)
+        rows = [third[:2], first[3:5]]  # of one that is open, once more
+        arrays = [third.numpy()]
+        rows[0].zero_()
+        rows[1].mul_(2)
+        arrays[0][4, 5] = 7.0
+        assert float(third[4, 5]) == 7
+        flat = nn.utils.parameters_to_vector([first, second, third])
+        a[0] = flat.sum()
+        del a, b
+        first.add_(1)
+        last = rows[1][1][0:1]  # a view of a view, whose views are gone
+        del rows
+        second.mul_(2)
+        last.fill_(-1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_written_to_views_of_several_counts(ranks: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = Stack()
+        by_views(plain)
+        torch.manual_seed(0)
+        with zeroshard.sharded_init():
+            model = Stack()
+            by_views(model)
+        by_views(plain)
+        by_views(model)
+        for fqn, value in values(plain).items():
+            assert torch.equal(dict(model.named_parameters())[fqn].detach().clone(), value), fqn
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        with zeroshard.unsharded(model):
+            assert all(torch.equal(p, values(plain)[fqn]) for fqn, p in model.named_parameters())
+
+    run_ranks(body, ranks)
+
+
+def test_ranks_need_not_drop_their_views_together() -> None:
+    """When Python frees a view is each rank's own affair: what is sent must not depend on it."""
+
+    def body(rank: int) -> None:
+        with zeroshard.sharded_init():
+            model = Stack()
+        kept = []
+        with torch.no_grad():
+            for block in model.blocks:
+                view = block.up.weight.view(-1)
+                view.fill_(4.0)
+                if rank == 0:
+                    kept.append(view)
+                del view
+            model.blocks[0].up.bias.zero_()
+            for block in model.blocks:
+                block.up.weight.add_(1)
+        assert all(bool((view == 5).all()) for view in kept)
+        assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
+        model.bfloat16()
+        assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
+
+    run_ranks(body, 2)
+
+
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook as on_module_registration,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.collectives.base import Collectives
@@ -54,7 +54,7 @@ class Births:
         """Where parameters are made that are on the meta device so far."""
         self._folder = folder
         self.open: list[Shard] = []
-        """Those that are whole for a view's sake, see `_on_whole`."""
+        """Those that are whole for the sake of views, see `Shard.keep_open`."""
         self._group = group
         self._collectives: dict[str, Collectives] = {}
         self.rank, self.world_size = (self.collectives(device).rank, self.collectives(device).world_size)
@@ -86,10 +86,8 @@ class Births:
             ) from error
 
     def close(self) -> None:
-        """Cut them again."""
-        for shard in self.open:
-            shard.close()
-        self.open.clear()
+        """Cut those again of which nobody holds a view any longer."""
+        self.open = [shard for shard in self.open if not shard.closed()]
 
 
 class Shard:
@@ -99,7 +97,18 @@ class Shard:
         self.births, self._shape = births, shape
         self.numel = -(-shape.numel() // births.world_size)
         self._whole: Tensor | None = None
-        self.own: Tensor
+        self._own: Tensor
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's elements, 1-D, padded; what was written to views of the whole counts."""
+        if self._whole is not None:
+            self._keep_part(self._whole, self._own)
+        return self._own
+
+    @own.setter
+    def own(self, own: Tensor) -> None:
+        self._own, self._whole = own, None  # as with `parameter.data = ...`: views of what was before have no effect
 
     @property
     def range(self) -> tuple[int, int]:
@@ -115,32 +124,47 @@ class Shard:
 
     def take(self, whole: Tensor) -> None:
         """Keep this rank's part of new values."""
+        self._own = self.births.room(self.numel, whole.dtype, whole.device)
+        self._keep_part(whole, self._own)
+
+    def _keep_part(self, whole: Tensor, own: Tensor) -> None:
         start, stop = self.range
-        part = whole.detach().reshape(-1)[start:stop]
-        self.own = self.births.room(self.numel, part.dtype, part.device)
-        self.own[: part.numel()].copy_(part)
+        own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
 
     def whole(self) -> Tensor:
-        """All ranks' parts together. Every rank must call it."""
-        if self._whole is not None:
-            return self._whole
+        """All ranks' parts together. Every rank must call it, also where views keep it open: another rank's may be gone."""
         collectives = self.births.collectives(self.own.device)
         rows = self.own.new_empty(collectives.world_size, self.numel)
         rows[collectives.rank].copy_(self.own)
         if self.numel:
             collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
-        return rows.view(-1)[: self._shape.numel()].view(self._shape)
+        whole = rows.view(-1)[: self._shape.numel()].view(self._shape)
+        return whole if self._whole is None else self._whole.copy_(whole)
 
     def keep_open(self, whole: Tensor) -> None:
-        """Stay whole until the next operation on any parameter."""
-        self._whole = whole
-        self.births.open.append(self)
+        """Stay whole while there are views of it: what is written to them counts."""
+        if self._whole is not whole:
+            self._whole = whole
+            self.births.open.append(self)
 
-    def close(self) -> None:
-        """What was written to views of the whole counts."""
-        if self._whole is not None:
-            self.take(self._whole)
-            self._whole = None
+    def closed(self) -> bool:
+        """Cut again, unless somebody holds a view of the whole; returns whether it is in parts."""
+        if self._whole is not None and is_seen(self._whole):
+            return False
+        self.own = self.own
+        return True
+
+
+def _users(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+_UNSEEN = _users(torch.empty(1))
+
+
+def is_seen(tensor: Tensor) -> bool:
+    """Whether another tensor, or an array, looks at the same memory."""
+    return _users(tensor) > _UNSEEN
 
 
 class BornSharded(nn.Parameter):
@@ -196,8 +220,8 @@ def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on whole parameters.
 
-    Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole until the
-    next operation on any.
+    Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole while the view
+    is there. (The memory would be held by the view in any case.)
     """
     wholes: dict[int, tuple[BornSharded, Tensor]] = {}
 
@@ -213,13 +237,12 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map(swap, (args, kwargs))
     versions = {key: whole._version for key, (_, whole) in wholes.items()}
     result = func(*args, **kwargs)
-    shown = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
     for key, (parameter, whole) in wholes.items():
         if whole._version != versions[key]:
             shard_of[parameter].take(whole)
         if result is whole:  # an operation in place returns what it wrote to
             result = parameter
-        elif whole.untyped_storage().data_ptr() in shown:
+        elif is_seen(whole):
             shard_of[parameter].keep_open(whole)
     return result
 

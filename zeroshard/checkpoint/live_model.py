@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class LiveModel:
     optimizer: ShardedOptimizer
     collectives: Collectives
     policy: Policy
+    adapter_names: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+    """What PEFT said of its adapters, see description."""
 
     @property
     def rank(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -117,6 +117,7 @@ class Loader:
         self._state: list[tuple[Held, dict[str, Any]]] = []
         self._elsewhere: list[tuple[Held, ParameterRecord]] = []
         self._takes_states = False
+        self._options: dict[int, dict[str, Any]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, Tensor] = {}
 
@@ -127,14 +128,11 @@ class Loader:
             CheckpointError: the checkpoint is of another model or optimizer; names the difference.
         """
         self._takes_states = optimizer_states
-        manifest = self.reader.manifest
         entries = [entry for unit in self._live.units for entry in unit.named]
         self._refuse_another_model(entries, strict)
-        if optimizer_states and manifest.optimizer not in (None, type(self._optimizer).__qualname__):
-            raise CheckpointError(
-                f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has "
-                f"{type(self._optimizer).__qualname__}: load_optimizer_states=False takes the parameters alone."
-            )
+        if optimizer_states:
+            self._refuse_another_optimizer()
+            self._options = self._find_options()
         self._refuse_other_buffers(strict)
         for held in self._live.states.held():
             record = self.reader.parameter(held.named.fqns)
@@ -180,6 +178,48 @@ class Loader:
                 f"{self.reader.folder} is of another model: it lacks {_some(missing)}, and the model lacks {_some(unexpected)}. "
                 "load_module_strict=False loads what both have."
             )
+
+    def _refuse_another_optimizer(self) -> None:
+        manifest, name = self.reader.manifest, type(self._optimizer).__qualname__
+        if manifest.optimizer is None and not manifest.param_groups:
+            raise CheckpointError(
+                f"{self.reader.folder} was saved without an optimizer, for evaluation: it holds no states for this run's {name}. "
+                "load_optimizer_states=False takes the parameters alone."
+            )
+        if manifest.optimizer not in (None, name):
+            raise CheckpointError(
+                f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has {name}: "
+                "load_optimizer_states=False takes the parameters alone."
+            )
+
+    def _find_options(self) -> dict[int, dict[str, Any]]:
+        """The saved hyperparameters of each of this run's param groups, by its number. They go by the parameters' names.
+
+        Raises:
+            CheckpointError: one of this run's groups was several that differ, or one that was saved is several here.
+        """
+        saved = [(set(g["names"]), self.reader.values(g["options"])) for g in self.reader.manifest.param_groups]
+        names, found = self._live.group_names, dict[int, dict[str, Any]]()
+        for number, own in enumerate(names):
+            sources = [_options(options) for known, options in saved if known & set(own)]
+            if any(not _equal(source, sources[0]) for source in sources):
+                raise CheckpointError(
+                    f"the parameters of param group {number} ({_some(own)}) were saved in groups with different "
+                    "hyperparameters: use the groups that were saved, or load_optimizer_states=False."
+                )
+            if sources:
+                found[number] = sources[0]
+        for known, _ in saved:
+            mine = [number for number, own in enumerate(names) if known & set(own)]
+            groups = [_options(self._optimizer.param_groups[number]) for number in mine]
+            different = next((i for i, group in enumerate(groups) if not _equal(group, groups[0])), None)
+            if different is not None:
+                raise CheckpointError(
+                    f"{self.reader.folder}: what are param groups {mine[0]} ({_some(names[mine[0]])}) and {mine[different]} "
+                    f"({_some(names[mine[different]])}) here, with hyperparameters of their own, was saved as one group: use "
+                    "the groups that were saved, or load_optimizer_states=False."
+                )
+        return found
 
     def _refuse_other_buffers(self, strict: bool) -> None:
         ranks = self.reader.manifest.values.get("ranks", [])
@@ -244,7 +284,8 @@ class Loader:
                 self._optimizer.state[held.view.value] = {**beside, **state}
                 if not state and not beside:
                     del self._optimizer.state[held.view.value]
-            self._apply_groups()
+            for number, options in self._options.items():
+                self._optimizer.param_groups[number].update(options)
         buffers = self._live.buffers
         for name, value in self._buffers.items():
             if name in buffers:
@@ -252,20 +293,13 @@ class Loader:
         for unit in self._live.units:
             unit.take_masters()
 
-    def _apply_groups(self) -> None:
-        """Hyperparameters go by names: the order of groups may differ."""
-        saved = [
-            (set(group["names"]), self.reader.values(group["options"])) for group in self.reader.manifest.param_groups
-        ]
-        for group, names in zip(self._optimizer.param_groups, self._live.group_names, strict=True):
-            sources = [options for known, options in saved if known & set(names)]
-            if sources and all(source == sources[0] for source in sources):
-                group.update({key: value for key, value in sources[0].items() if key not in _IMPLEMENTATION})
-            elif sources:
-                raise CheckpointError(
-                    f"the parameters of one param group ({_some(names)}) were saved in groups with different hyperparameters: "
-                    "use the groups that were saved, or load_optimizer_states=False."
-                )
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool(value == other[key]) for key, value in one.items())
 
 
 def _fresh(value: Any, device: torch.device) -> Any:

@@ -180,7 +180,11 @@ def _merge(outline: Outline, tag: str, save: str, reports: list[dict[str, Any]])
         parameters=parameters,
         excluded=outline.excluded,
         param_groups=outline.param_groups,
-        values={"shared": outline.shared, "ranks": [report["own"] for report in reports]},
+        values={
+            "shared": outline.shared,
+            "ranks": [report["own"] for report in reports],
+            "description": outline.description,
+        },
         tensors=tensors,
     )
 

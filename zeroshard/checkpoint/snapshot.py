@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.chunks import Lying
+from zeroshard.checkpoint.description import describe
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.manifest import ParameterRecord
 from zeroshard.checkpoint.values import Packer, storable
@@ -80,6 +81,7 @@ class Outline:
         param_groups: names and packed hyperparameters of each group.
         optimizer: the name of its class; None where there is nothing to update.
         shared: client state, schedulers, counters, packed.
+        description: what the model says of itself, as JSON.
     """
 
     parameters: dict[str, ParameterRecord]
@@ -88,6 +90,7 @@ class Outline:
     optimizer: str | None
     policy: Policy
     shared: dict[str, Any]
+    description: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def take_snapshot(
         type(live.inner).__qualname__ if live.inner is not None else None,
         live.policy,
         {key: packer.pack(value, key) for key, value in shared.items()} if live.rank == 0 else {},
+        describe(live).as_json() if live.rank == 0 else {},
     )
     packed = {key: packer.pack(value, key) for key, value in own.items()}
     buffers = {name: storable(buffer, f"the buffer {name}") for name, buffer in live.buffers.items()}

@@ -29,6 +29,12 @@ class Effect:
 
     kind: Kind
     text: str
+    by_presence: bool = False
+    """Refused whatever it holds: an empty block switches it on too."""
+
+    def refuses(self, value: Any) -> bool:
+        """Whether a key with this effect may not have this value."""
+        return self.kind is Kind.REFUSED and not (value is None if self.by_presence else is_off(value))
 
 
 def works(text: str) -> Effect:
@@ -41,9 +47,9 @@ def no_meaning(text: str) -> Effect:
     return Effect(Kind.NO_MEANING, text)
 
 
-def refused(text: str) -> Effect:
-    """A key that is accepted only while it is switched off, see `is_off`."""
-    return Effect(Kind.REFUSED, text)
+def refused(text: str, *, by_presence: bool = False) -> Effect:
+    """A key that is accepted only while it is switched off, see `is_off`; with `by_presence`, only where it is null."""
+    return Effect(Kind.REFUSED, text, by_presence)
 
 
 def is_off(value: Any) -> bool:

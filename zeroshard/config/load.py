@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
-from zeroshard.config.fields import Effect, Kind, is_off
+from zeroshard.config.fields import Effect
 from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock
 from zeroshard.errors import ConfigError, PolicyError
@@ -208,7 +208,7 @@ def load_config(
     for key in schema.model_extra or {}:
         warnings.warn(f"unknown key at the top level of the config: {key!r}{_nearest(key, Schema)}", stacklevel=3)
     for path, value, _, effect in _walk(schema):
-        if effect.kind is Kind.REFUSED and not is_off(value):
+        if effect.refuses(value):
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
     _refuse_conflicts(schema)
     resolved = Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))

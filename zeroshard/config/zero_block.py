@@ -173,7 +173,7 @@ class ZeroBlock(Block):
     zero_quantized_weights: Annotated[bool, refused("quantised all-gathers (ZeRO++ qwZ) change the result.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, refused("quantised all-gathers change the result.")] = False
     zero_quantized_gradients: Annotated[bool, refused("quantised reductions (ZeRO++ qgZ) change the result.")] = False
-    zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.")] = None
+    zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 
 
 class AioBlock(Block):

@@ -7,8 +7,10 @@ and `model.safetensors.index.json`; tied parameters are stored once, under the f
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,21 @@ from torch import Tensor
 
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.chunks import Task
+from zeroshard.checkpoint.description import CONFIG, Description, describe
 from zeroshard.checkpoint.loading import Located, Reader, tasks_for
 from zeroshard.checkpoint.manifest import Manifest, dtype_of
 from zeroshard.errors import CheckpointError
 from zeroshard.formats.model_files import (
+    ADAPTER,
     BATCH_NBYTES,
+    INDEX,
     MAX_SHARD_NBYTES,
+    FilePlan,
     Source,
     begin,
     finish,
+    index_of,
+    make_folders,
     plan,
     write_ranges,
 )
@@ -47,16 +55,16 @@ def export(
     Raises:
         CheckpointError: a file of the checkpoint is damaged, or the folder cannot be written; or parameters were left out.
     """
-    if reader.manifest.excluded:
+    folder, description = Path(out), Description.of(reader.manifest.values.get("description"))
+    excluded = reader.manifest.excluded if description.adapters is None else []  # an adapter needs no base
+    if excluded:
         raise CheckpointError(
-            f"{reader.folder} leaves out {len(reader.manifest.excluded)} frozen parameters (one is {reader.manifest.excluded[0]}): "
-            "there is no whole model in it."
+            f"{reader.folder} leaves out {len(excluded)} frozen parameters (one is {excluded[0]}): there is no whole model in it."
         )
-    folder = Path(out)
-    files_ = plan(list(_sources(reader.manifest, dtype)), max_shard_nbytes)
+    plans, texts = _contents(description, list(_sources(reader.manifest, dtype)), max_shard_nbytes)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for one in files_:
+        make_folders(folder, plans)
+        for one in plans:
             with (folder / one.temporary).open("wb") as file:
                 file.write(one.header)
                 for source in one.sources:
@@ -64,9 +72,40 @@ def export(
                         file.write(memory_of(part))
                 file.flush()
                 os.fsync(file.fileno())
-        return finish(folder, files_)
+        return finish(folder, plans, texts)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from error
+
+
+def _contents(
+    description: Description, sources: Sequence[Source], max_shard_nbytes: int
+) -> tuple[list[FilePlan], dict[str, Any]]:
+    """The files of weights, and the contents of JSON files beside. Of a PEFT model, those of its adapters alone."""
+    if description.problem is not None:
+        raise CheckpointError(
+            f"there are no files of this model that another program would load: {description.problem}"
+        )
+    texts = dict(description.files)
+    if description.adapters is not None:
+        by_fqn = {source.fqn: source for source in sources}
+        plans = []
+        for folder, names in description.adapters.items():
+            left_out = [fqn for fqn in names.values() if fqn not in by_fqn]
+            if left_out:
+                raise CheckpointError(f"the adapter holds {left_out[0]}, which the checkpoint leaves out.")
+            own = [replace(by_fqn[fqn], name=name) for name, fqn in names.items()]
+            plans += plan(own, math.inf, folder + ADAPTER)
+        return plans, texts
+    plans = plan(sources, max_shard_nbytes)
+    if len(plans) > 1:
+        texts[INDEX] = index_of(plans)
+    floating = [source.dtype for source in sources if source.dtype.is_floating_point]
+    if CONFIG in texts and floating:
+        dtype = {
+            key: str(floating[0]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in texts[CONFIG]
+        }
+        texts[CONFIG] = {**texts[CONFIG], **dtype}
+    return plans, texts
 
 
 def export_live(
@@ -81,19 +120,23 @@ def export_live(
     checkpoints.wait_together()
     live, folder = checkpoints.live, Path(out)
     buffers = live.buffers
-    plans = plan(_live_sources(live.units, buffers, dtype), max_shard_nbytes)
-    mine = [held for held in live.states.held() if held.owner == live.rank]
+    told = checkpoints.control.exchange_json(
+        describe(live).as_json() if live.rank == 0 else None, "what the model says of itself"
+    )
+    plans, texts = _contents(Description.of(told[0]), _live_sources(live.units, buffers, dtype), max_shard_nbytes)
+    wanted = {source.fqn for one in plans for source in one.sources}
+    mine = [held for held in live.states.held() if held.owner == live.rank and held.named.fqn in wanted]
 
     def parts() -> Iterator[tuple[str, int, Tensor]]:
         for held in mine:
             with held.shard.opened():
                 yield held.named.fqn, held.start, held.value
         if live.rank == 0:
-            yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items())
+            yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items() if name in wanted)
 
     checkpoints.together(lambda: begin(folder, plans) if live.rank == 0 else None)
     checkpoints.together(lambda: write_ranges(folder, plans, parts()))
-    checkpoints.together(lambda: finish(folder, plans) if live.rank == 0 else None)
+    checkpoints.together(lambda: finish(folder, plans, texts) if live.rank == 0 else None)
 
 
 def _live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[Source]:
@@ -102,9 +145,9 @@ def _live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: t
     for unit in units:
         for entry in unit.named:
             own = unit.master_dtype
-            found.append(Source(entry.fqn, tuple(entry.shape), _target(own, dtype), own))
+            found.append(Source(entry.fqn, tuple(entry.shape), _target(own, dtype), own, entry.fqn))
     for name, buffer in buffers.items():
-        found.append(Source(name, tuple(buffer.shape), _target(buffer.dtype, dtype), buffer.dtype))
+        found.append(Source(name, tuple(buffer.shape), _target(buffer.dtype, dtype), buffer.dtype, name))
     return found
 
 
@@ -112,15 +155,15 @@ def _sources(manifest: Manifest, dtype: torch.dtype | None) -> Iterator[Source]:
     for record in manifest.parameters.values():
         state = record.states.get(PARAMETERS)
         saved = dtype_of(state.dtype) if state is not None else torch.float32  # none: it has no elements
-        yield Source(record.names[0], tuple(record.shape), _target(saved, dtype), saved)
+        yield Source(record.names[0], tuple(record.shape), _target(saved, dtype), saved, record.names[0])
     for name, packed in _buffers(manifest).items():
         if "$scalar" in packed:
             saved = dtype_of(packed["$scalar"][0])
-            yield Source(name, (), _target(saved, dtype), saved)
+            yield Source(name, (), _target(saved, dtype), saved, name)
         else:
             tensor = manifest.tensors[packed["$tensor"]]
             saved = dtype_of(tensor.dtype)
-            yield Source(name, tuple(tensor.shape), _target(saved, dtype), saved)
+            yield Source(name, tuple(tensor.shape), _target(saved, dtype), saved, name)
 
 
 def _buffers(manifest: Manifest) -> Mapping[str, Any]:
@@ -135,7 +178,7 @@ def _target(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _stream(reader: Reader, source: Source) -> Iterator[Tensor]:
     """The flattened tensor, piece by piece."""
-    packed = _buffers(reader.manifest).get(source.name)
+    packed = _buffers(reader.manifest).get(source.fqn)
     if packed is not None and "$scalar" in packed:
         yield torch.tensor([packed["$scalar"][1]], dtype=source.dtype)
         return
@@ -148,9 +191,9 @@ def _stream(reader: Reader, source: Source) -> Iterator[Tensor]:
 
 def _tasks(reader: Reader, source: Source, packed: Any, start: int, out: Tensor) -> Iterator[Located]:
     if packed is None:
-        record = reader.parameter([source.name])
+        record = reader.parameter([source.fqn])
         assert record is not None
-        yield from tasks_for(record.states[PARAMETERS], start, out, source.name)
+        yield from tasks_for(record.states[PARAMETERS], start, out, source.fqn)
     else:
         record_ = reader.manifest.tensors[packed["$tensor"]]
         yield Located(record_.file, Task(record_.offset + start * source.saved.itemsize, source.saved, out))

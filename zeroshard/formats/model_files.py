@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +19,32 @@ from torch import Tensor
 from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.storage.raw_memory import memory_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 MAX_SHARD_NBYTES = 5_000_000_000
 """As transformers' `max_shard_size`."""
 BATCH_NBYTES = 32 << 20
 """Bytes that are held while a tensor is streamed, in each of two dtypes."""
 _EXPORTED = re.compile(
-    rf"{re.escape(INDEX)}|{re.escape(SINGLE)}|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?|{re.escape(SINGLE)}\.tmp"
+    rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json|{re.escape(INDEX)}|{re.escape(SINGLE)}|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?|{re.escape(SINGLE)}\.tmp"
 )
 
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of the export: where its numbers are, and what it becomes."""
+    """One tensor of the export: where its numbers are, and what it becomes.
+
+    Attributes:
+        name: in the file.
+        dtype: in the file.
+        saved: the dtype that it has.
+        fqn: the parameter or buffer.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     saved: torch.dtype
+    fqn: str
 
     @property
     def numel(self) -> int:
@@ -64,12 +73,12 @@ class FilePlan:
         return len(self.header) + sum(source.nbytes for source in self.sources)
 
 
-def plan(sources: Sequence[Source], max_shard_nbytes: int) -> list[FilePlan]:
-    """Which tensor goes to which file, and where."""
+def plan(sources: Sequence[Source], max_shard_nbytes: float, single: str = SINGLE) -> list[FilePlan]:
+    """Which tensor goes to which file, and where. `single` is the file's name where there is one alone."""
     shards = _spread(sources, max_shard_nbytes)
     plans = []
     for number, shard in enumerate(shards, start=1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = single if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         head = header({source.name: (source.dtype, source.shape) for source in shard}, {"format": "pt"})
         offsets, at = {}, len(head)
         for source in shard:
@@ -79,17 +88,20 @@ def plan(sources: Sequence[Source], max_shard_nbytes: int) -> list[FilePlan]:
     return plans
 
 
-def finish(folder: Path, plans: Sequence[FilePlan]) -> list[Path]:
-    """Everything is written: give the files their names, write the index, remove a former export's files."""
-    written = [folder / one.name for one in plans]
+def index_of(plans: Sequence[FilePlan]) -> dict[str, Any]:
+    """What says which of several files holds a tensor."""
+    weight_map = {source.name: one.name for one in plans for source in one.sources}
+    total = sum(source.nbytes for one in plans for source in one.sources)
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -> list[Path]:
+    """Everything is written: give the files their names, write the JSON beside, remove a former export's files."""
+    written = [folder / name for name in (*(one.name for one in plans), *texts)]
     for one in plans:
         (folder / one.temporary).replace(folder / one.name)
-    if len(plans) > 1:
-        weight_map = {source.name: one.name for one in plans for source in one.sources}
-        total = sum(source.nbytes for one in plans for source in one.sources)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        written.append(folder / INDEX)
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for path in list(folder.iterdir()):
         if path not in written and _EXPORTED.fullmatch(path.name):
             path.unlink()
@@ -97,19 +109,16 @@ def finish(folder: Path, plans: Sequence[FilePlan]) -> list[Path]:
 
 
 def write_ranges(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write (name, start, 1-D tensor) to where they belong in files that are there. A tensor is asked for in its turn."""
-    home = {source.name: (one, source) for one in plans for source in one.sources}
+    """Write (fqn, start, 1-D tensor) to where they belong in files that are there. A tensor is asked for in its turn."""
+    homes: dict[str, list[tuple[FilePlan, Source]]] = {}
+    for one in plans:
+        for source in one.sources:
+            homes.setdefault(source.fqn, []).append((one, source))
     descriptors = {one.name: os.open(folder / one.temporary, os.O_WRONLY) for one in plans}
     try:
-        for name, start, tensor in parts:
-            one, source = home[name]
-            size = source.dtype.itemsize
-            step = max(BATCH_NBYTES // size, 1)
-            for low in range(0, tensor.numel(), step):
-                data = memory_of(tensor[low : low + step].to("cpu", source.dtype).contiguous())
-                at, done = one.offsets[name] + (start + low) * size, 0
-                while done < len(data):
-                    done += os.pwrite(descriptors[one.name], data[done:], at + done)
+        for fqn, start, tensor in parts:
+            for one, source in homes[fqn]:
+                _write_range(descriptors[one.name], tensor, source.dtype, one.offsets[source.name], start)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
     finally:
@@ -117,16 +126,32 @@ def write_ranges(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[
             os.close(descriptor)
 
 
+def _write_range(descriptor: int, tensor: Tensor, dtype: torch.dtype, offset: int, start: int) -> None:
+    step = max(BATCH_NBYTES // dtype.itemsize, 1)
+    for low in range(0, tensor.numel(), step):
+        data = memory_of(tensor[low : low + step].to("cpu", dtype).contiguous())
+        at, done = offset + (start + low) * dtype.itemsize, 0
+        while done < len(data):
+            done += os.pwrite(descriptor, data[done:], at + done)
+
+
+def make_folders(folder: Path, plans: Sequence[FilePlan]) -> None:
+    """For the files to lie in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in plans:
+        (folder / one.name).parent.mkdir(exist_ok=True)
+
+
 def begin(folder: Path, plans: Sequence[FilePlan]) -> None:
     """Make the files of their full size, with their headers."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder, plans)
     for one in plans:
         with (folder / one.temporary).open("wb") as file:
             file.write(one.header)
             file.truncate(one.nbytes)
 
 
-def _spread(sources: Sequence[Source], limit: int) -> list[list[Source]]:
+def _spread(sources: Sequence[Source], limit: float) -> list[list[Source]]:
     shards: list[list[Source]] = [[]]
     filled = 0
     for source in sources:

@@ -1,4 +1,7 @@
-"""Owns the knowledge of which optimizers treat each element alone, so that a parameter may be cut anywhere. Called by shard."""
+"""Owns the knowledge of which optimizers treat each element alone, so that a parameter may be cut anywhere.
+
+Called by shard and zero_redundancy.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,27 @@ ELEMENTWISE = (
 
 WHOLE = ("Adafactor", "Muon", "MuonWithAdamW")
 """Classes of torch.optim and of ours whose update of an element depends on the parameter it lies in, and on no other."""
+
+
+REFUSED = {
+    "LBFGS": "looks at all parameters at once",
+    "SparseAdam": "takes sparse gradients",
+    **dict.fromkeys(
+        ("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+        "estimates one step size from all parameters at once",
+    ),
+}
+"""Classes that no sharding is right for, and why. Those of libraries go by their names: they are not imported."""
+
+
+def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
+    """Raises `UsageError` where an optimizer on a rank's part of the parameters would compute something else, or wait for ever."""
+    for base in cls.__mro__:
+        if base.__name__ in REFUSED:
+            raise UsageError(
+                f"{cls.__name__} {REFUSED[base.__name__]}, and zeroshard shards dense parameters over ranks: the result would be "
+                f"wrong. Use one of {', '.join(ELEMENTWISE + WHOLE)}."
+            )
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
@@ -32,20 +56,13 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     Raises:
         UsageError: neither way is known to be right.
     """
+    refuse_what_cannot_be_sharded(type(optimizer))
     if elementwise is not None:
         return not elementwise
     known = looks_at_whole_parameters(type(optimizer))
     if known is not None:
         return known
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-        reason = (
-            "looks at all parameters at once" if isinstance(optimizer, torch.optim.LBFGS) else "takes sparse gradients"
-        )
-        raise UsageError(
-            f"{name} {reason}, and zeroshard shards dense parameters over ranks: the result would be wrong. Use one of "
-            f"{', '.join(ELEMENTWISE + WHOLE)}."
-        )
     raise UsageError(
         f"zeroshard cuts parameters into shards and does not know whether {name} treats each element alone. If its update "
         "of an element uses nothing but that element's own gradient and state, pass elementwise=True; if it uses the "

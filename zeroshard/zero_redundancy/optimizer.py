@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
-from zeroshard.step.elementwise import looks_at_whole_parameters
+from zeroshard.step.elementwise import looks_at_whole_parameters, refuse_what_cannot_be_sharded
 from zeroshard.storage.buffer_pool import BufferPool
 from zeroshard.zero_redundancy.optimizer_state import consolidate, load, sharded_form
 from zeroshard.zero_redundancy.parameter_bucket import (
@@ -39,8 +39,8 @@ _IN_FLIGHT = 4
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """Shards the state of any torch optimizer over a process group. Use it beside DistributedDataParallel.
 
-    Elementwise optimizers get even shards, so that every rank holds the same; others (Muon, Adafactor, LBFGS, classes that we do
-    not know) get whole parameters, balanced by size. Its `repr` says which.
+    Elementwise optimizers get even shards, so that every rank holds the same; others (Muon, Adafactor, classes that we do not know)
+    get whole parameters, balanced by size. Its `repr` says which.
 
     Args:
         params: parameters, or param groups.
@@ -55,6 +55,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     Raises:
         TypeError, ValueError: as torch's.
+        UsageError: the class looks at all parameters at once (LBFGS, Prodigy), or takes sparse gradients.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         overlap_with_ddp: bool = False, *, elementwise: bool | None = None, **defaults: Any,
     ) -> None:  # fmt: skip
         groups = _verify(params)
+        refuse_what_cannot_be_sharded(optimizer_class)
         self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self._optim: torch.optim.Optimizer | None = None
         torch.optim.Optimizer.__init__(self, groups, defaults)

@@ -1,0 +1,116 @@
+"""What a checkpoint does not hold, or holds for another run, is said by name before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from torch import nn
+
+import zeroshard
+from zeroshard import CheckpointError, Policy
+from zeroshard.testing import run_ranks
+
+
+def sharded(groups: Any, stage: int = 2, seed: int = 0) -> tuple[nn.Module, zeroshard.Sharded]:
+    torch.manual_seed(seed)
+    model = Stack()
+    optimizer = None if groups is None else torch.optim.AdamW(groups(model), lr=1e-2)
+    return model, zeroshard.shard(model, optimizer, Policy.stage(stage))
+
+
+def one(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def two(lr: float | None) -> Any:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        last = list(model.blocks[2].parameters())
+        rest = [p for p in model.parameters() if all(p is not q for q in last)]
+        return [{"params": rest}, {"params": last} | ({} if lr is None else {"lr": lr})]
+
+    return groups
+
+
+def step(model: nn.Module, made: zeroshard.Sharded, rank: int) -> None:
+    model(*tokens(rank, 0)).backward()
+    made.optimizer.step()
+    made.optimizer.zero_grad()
+
+
+def rates(made: zeroshard.Sharded) -> list[float]:
+    return [group["lr"] for group in made.optimizer.param_groups]
+
+
+def test_one_group_that_was_saved_does_not_become_two_that_differ(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, made = sharded(one)
+        step(model, made, rank)
+        made.save(tmp_path, "one")
+        other, again = sharded(two(0.5), seed=1)
+        with zeroshard.unsharded(other):
+            before = [p.detach().clone() for p in other.parameters()]
+        with pytest.raises(
+            CheckpointError, match=r"param groups 0 \(.*\) and 1 \(blocks\.2.*\) here.* saved as one group"
+        ):
+            again.load(tmp_path)
+        assert rates(again) == [1e-2, 0.5]
+        with zeroshard.unsharded(other):
+            assert all(map(torch.equal, before, other.parameters())), "nothing was read"
+        again.load(tmp_path, optimizer_states=False)
+        assert rates(again) == [1e-2, 0.5]
+        with zeroshard.unsharded(other), zeroshard.unsharded(model):
+            assert torch.equal(other.blocks[0].up.weight, model.blocks[0].up.weight)
+
+    run_ranks(body, 2)
+
+
+def test_one_group_becomes_two_that_are_alike(tmp_path: Path) -> None:
+    model, made = sharded(one)
+    step(model, made, 0)
+    made.optimizer.param_groups[0]["lr"] = 0.25
+    made.save(tmp_path, "one")
+    _, again = sharded(two(None), seed=1)
+    again.load(tmp_path)
+    assert rates(again) == [0.25, 0.25]
+
+
+def test_two_groups_that_differ_do_not_become_one(tmp_path: Path) -> None:
+    model, made = sharded(two(0.5))
+    step(model, made, 0)
+    made.save(tmp_path, "two")
+    _, again = sharded(one, seed=1)
+    with pytest.raises(CheckpointError, match=r"param group 0 .* saved in groups with different"):
+        again.load(tmp_path)
+    assert rates(again) == [1e-2]
+
+
+def test_a_model_that_was_evaluated_has_no_optimizer_states(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, evaluated = sharded(None, stage=3)
+        evaluated.save(tmp_path, "eval", {"step": 1})
+        _, training = sharded(one, seed=1)
+        with pytest.raises(CheckpointError, match=r"without an optimizer.*holds no states for this run's AdamW"):
+            training.load(tmp_path)
+        assert training.load(tmp_path, optimizer_states=False).values == {"step": 1}
+        with zeroshard.unsharded(model), zeroshard.unsharded(training.model):
+            assert torch.equal(training.model.head.weight, model.head.weight)
+        _, other = sharded(None, stage=0, seed=1)
+        other.load(tmp_path)
+
+    run_ranks(body, 2)
+
+
+def test_an_engine_says_so_too(tmp_path: Path) -> None:
+    def engine(**optimizer: Any) -> zeroshard.Engine:
+        return zeroshard.initialize(model=Stack(), config={"train_micro_batch_size_per_gpu": 1, **optimizer})[0]
+
+    engine().save_checkpoint(tmp_path)
+    training = engine(optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    with pytest.raises(CheckpointError, match="without an optimizer"):
+        training.load_checkpoint(tmp_path)
+    training.load_checkpoint(tmp_path, load_optimizer_states=False)
+    training.load_checkpoint(tmp_path, load_module_only=True)

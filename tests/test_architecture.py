@@ -12,11 +12,14 @@ import zeroshard
 
 PACKAGE = Path(zeroshard.__file__).parent
 LEVELS = [
+    {"uncaught"},
     {"errors", "storage.raw_memory", "parameters.metadata"},
     {
         "policy",
         "layout.layout",
         "config.fields",
+        "config.arguments",
+        "launch",
         "optim.loss_scaler",
         "optim.lion",
         "optim.muon",
@@ -36,7 +39,7 @@ LEVELS = [
     {"storage.memory_slot", "storage.direct_file"},
     {"storage.accelerator", "storage.cpu", "storage.disk"},
     {"storage.storages"},
-    {"cli.doctor"},
+    {"cli.speeds"},
     {"parameters.bucket", "config.schema", "config.auto", "sharded_init"},
     {"schedule.unit", "config.batch_size", "observe.monitors"},
     {"layout.bucketing", "schedule.schedule", "config.load", "observe.log"},
@@ -52,12 +55,14 @@ LEVELS = [
     {"checkpoint.saving"},
     {"checkpoint.loading", "formats.deepspeed"},
     {"formats.hugging_face"},
-    {"checkpoint.checkpoints", "cli.checkpoints"},
+    {"checkpoint.checkpoints"},
     {"shard"},
     {"recompute.saved_inputs"},
     {"recompute.checkpointer"},
     {"recompute.checkpointing", "engine", "data", "formats.dcp"},
     {"initialize"},
+    {"cli.options"},
+    {"cli.checkpoints", "cli.configs", "cli.doctor", "cli.estimate"},
 ]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, ZeroshardError
-from zeroshard.cli.doctor import traffic
+from zeroshard.cli.speeds import traffic
 from zeroshard.schedule.unit import State
 from zeroshard.step.model_states import PARAMETERS, Range
 from zeroshard.testing import run_ranks, train

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.config.load import Config, load_config
+from zeroshard.config.load import Config, load_config, refuse_without_batch_size
 from zeroshard.config.table import config_table
 from zeroshard.data import StatefulLoader
 from zeroshard.engine import Engine
@@ -52,6 +52,7 @@ def initialize(
         config: a path, a dict or any Mapping.
         dist_init_required: initialise torch.distributed; default: where a launcher's environment names several ranks, see `launch`.
         auto: values for keys that are "auto" in the config and that only you know: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
+            A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
         group: the data-parallel process group; default: all ranks.
 
     Returns:
@@ -71,6 +72,8 @@ def initialize(
     resolved = load_config(config, world_size, model, auto)
     if resolved.schema.dump_state:
         Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
+    if optimizer is not None or resolved.schema.optimizer is not None:
+        refuse_without_batch_size(resolved)
     model.to(device)
     checkpointing = _checkpoint_units(resolved, model)
     sharded = shard(

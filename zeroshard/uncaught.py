@@ -19,6 +19,7 @@ from typing import Any
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _WHOLE = "ZEROSHARD_TRACEBACK"
 _PACKAGE = Path(__file__).parent
+_PYTHON = Path(os.__file__).parent
 
 
 class Hook:
@@ -90,7 +91,7 @@ def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
     """Where in the user's own code, the cause in one line, and how to see more."""
     lines = []
     frames = traceback.extract_tb(trace)
-    mine = [frame for frame in frames if _is_users(frame.filename)] or frames[:1]
+    mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
     if mine:
         frame = mine[-1]
         lines.append(f"  at {frame.filename}, line {frame.lineno}: {frame.line}")
@@ -101,8 +102,11 @@ def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
     return lines
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a frame of a traceback is in code of the user's: not ours, a library's, or Python's."""
     path = Path(filename)
+    if path.is_relative_to(_PYTHON):
+        return False
     return "site-packages" not in path.parts and not path.is_relative_to(_PACKAGE) and not filename.startswith("<")
 
 

@@ -243,9 +243,9 @@ def test_wrong_input_is_a_sentence(arguments: list[str], expected: str, tmp_path
     "arguments",
     [
         ["compare", "--ranks", "0"], ["compare", "--steps", "-1"], ["estimate", "--parameters", "-7B"],
-        ["estimate", "--ranks", "0"], ["estimate", "--parameters", "1B", "--dtype", "int8"], ["doctor", "--size", "-1MB"], ["doctor", "--parameters", "0"],
-        ["doctor", "--local-ranks", "0"], ["config", "check", "x.json", "--ranks", "-2"], ["nonsense"],
-        ["consolidate", "a", "b", "--max-shard-size", "many"],
+        ["estimate", "--parameters", "1B", "--ranks", "0"], ["estimate", "--parameters", "1B", "--dtype", "int8"],
+        ["doctor", "--size", "-1MB"], ["doctor", "--parameters", "0"], ["doctor", "--local-ranks", "0"],
+        ["config", "check", "x.json", "--ranks", "-2"], ["nonsense"], ["consolidate", "a", "b", "--max-shard-size", "many"],
     ],
 )  # fmt: skip
 def test_wrong_numbers_are_refused_by_the_option(arguments: list[str]) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,10 @@ class Sharded:
         Raises:
             UsageError: gradients of a step are waiting, or a freed parameter is in no group of the optimizer.
         """
+        with self._collectives.operation("update_trainable"):
+            self._update_trainable(param_group)
+
+    def _update_trainable(self, param_group: dict[str, Any] | None) -> None:
         if not self._schedule.is_between_steps:
             raise UsageError("update_trainable between backward and zero_grad: end the step first.")
         if param_group is not None:
@@ -371,7 +375,17 @@ def shard(
     whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
-    collectives = create_collectives(group, device, precision.predivide_factor)
+    collectives = create_collectives(group, device, precision.predivide_factor, what="shard()")
+    with collectives.operation("shard()"):
+        return _shard(model, optimizer, policy, precision, collectives, units, bucket_numel, overlap, whole)
+
+
+def _shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, precision: Precision, collectives: Collectives,
+    units: Units | None, bucket_numel: int, overlap: bool, whole: bool,
+) -> Sharded:  # fmt: skip
+    parameters = list(model.parameters())
+    device = parameters[0].device
     _refuse_different_models(model, collectives)
     _take_buffers(model, collectives, precision)
     pool = BufferPool(device)
@@ -393,7 +407,7 @@ def shard(
         pool,
         precision,
         context,
-        Checkpoints(model, schedule, sharded_optimizer, collectives, policy, group),
+        Checkpoints(model, schedule, sharded_optimizer, collectives, policy),
         Parking(schedule, sharded_optimizer, storages, pool),
         _frozen(schedule.units),
     )
@@ -462,20 +476,22 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
     units = [unit for unit in (ref() for ref in references.values()) if unit is not None]
     at_rest = [unit for unit in units if unit.state is State.SHARDED]
     offloaded = [unit for unit in units if unit.state is State.OFFLOADED]
-    for unit in at_rest:
-        unit.start_unshard()
-    for unit in units:
-        unit.unshard()
-        unit.pin()
+    with _operation(units, "unsharded"):
+        for unit in at_rest:
+            unit.start_unshard()
+        for unit in units:
+            unit.unshard()
+            unit.pin()
     before = [unit.versions() for unit in units]
     written: list[str] = []
     try:
         yield
-        for unit, versions in zip(units, before, strict=True):
-            if modifier_rank is not None:
-                unit.take_parameters(modifier_rank)
-            else:
-                written += unit.written_since(versions)
+        with _operation(units, "the end of unsharded"):
+            for unit, versions in zip(units, before, strict=True):
+                if modifier_rank is not None:
+                    unit.take_parameters(modifier_rank)
+                else:
+                    written += unit.written_since(versions)
     finally:
         for unit in units:
             unit.unpin()
@@ -488,6 +504,12 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
             "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or copy what you want to change."
         )
+
+
+def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]:
+    """What the waits for other ranks inside belong to."""
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    return buckets[0].operation(name) if buckets else nullcontext()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

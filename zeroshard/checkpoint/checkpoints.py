@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.checkpoint import manifest as files
@@ -61,11 +60,15 @@ class Checkpoints:
     """See the module's docstring."""
 
     def __init__(
-        self, model: nn.Module, schedule: Schedule, optimizer: ShardedOptimizer, collectives: Collectives, policy: Policy,
-        group: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        optimizer: ShardedOptimizer,
+        collectives: Collectives,
+        policy: Policy,
+    ) -> None:
         self._model, self._schedule, self._optimizer = model, schedule, optimizer
-        self._collectives, self._policy, self._group = collectives, policy, group
+        self._collectives, self._policy = collectives, policy
         self._control: Collectives | None = None
         self._pending: PendingSave | None = None
         self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
@@ -74,7 +77,7 @@ class Checkpoints:
     def control(self) -> Collectives:
         """Its own connections, made at first use: a save behind the training must not meet the training's messages."""
         if self._control is None:
-            self._control = create_control(self._group)
+            self._control = create_control(self._collectives)
         return self._control
 
     # ------------------------------------------------------------------ save
@@ -89,6 +92,10 @@ class Checkpoints:
                 asynchronous save failed.
         """
         files.check_tag(where.tag)
+        with self._collectives.operation(f'save "{where.tag}"'):
+            self._save(where, values, exclude_frozen, asynchronous)
+
+    def _save(self, where: Where, values: Mapping[str, Any], exclude_frozen: bool, asynchronous: bool) -> None:
         if asynchronous and self._policy.uses_disk:
             raise UsageError(
                 "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
@@ -101,7 +108,11 @@ class Checkpoints:
         if not asynchronous:
             write_checkpoint(snapshot, where, self.control)
             return
-        self._pending = PendingSave(partial(write_checkpoint, snapshot, where, self.control))
+        self._pending = PendingSave(partial(self._write_behind, snapshot, where))
+
+    def _write_behind(self, snapshot: Snapshot, where: Where) -> None:
+        with self.control.operation(f'asynchronous save "{where.tag}"'):
+            write_checkpoint(snapshot, where, self.control)
 
     def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool, staged: bool) -> Snapshot:
         """What one rank cannot save, none does. `staged` makes it a copy."""
@@ -135,6 +146,10 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, where any could not write.
         """
+        with self._collectives.operation(f'export to "{os.fspath(out)}"'):
+            self._export(out, dtype, max_shard_nbytes)
+
+    def _export(self, out: str | os.PathLike[str], dtype: torch.dtype | None, max_shard_nbytes: int) -> None:
         self._wait_together()
         folder, units = Path(out), self._schedule.units
         buffers = dict(persistent_buffers(self._model))
@@ -217,14 +232,20 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank. Parameters may have been overwritten in part: load another, or start anew.
         """
+        with self._collectives.operation(f'load "{tag}"' if tag is not None else f'load of "{os.fspath(folder)}"'):
+            return self._load(Path(folder), tag, strict, optimizer_states, random, fall_back)
+
+    def _load(
+        self, folder: Path, tag: str | None, strict: bool, optimizer_states: bool, random: bool, fall_back: bool
+    ) -> Loaded:
         self._wait_together()
         if self._schedule.awaits_step:
             raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
         self._optimizer.refuse_parked("a load")
         self._optimizer.abandon()
         problems: list[str] = []
-        for candidate in self._candidates(Path(folder), tag, fall_back):
-            found = self._try(Path(folder) / candidate, candidate, strict, optimizer_states, random)
+        for candidate in self._candidates(folder, tag, fall_back):
+            found = self._try(folder / candidate, candidate, strict, optimizer_states, random)
             if isinstance(found, Loaded):
                 return found
             problems.append(found)

@@ -16,7 +16,7 @@ parameters; `master`, what the optimizer updates, the same slot where the dtype 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,10 @@ class Bucket:
         self._gathering_gradient: Pending | None = None
 
     # ------------------------------------------------------------------ parameters
+
+    def operation(self, name: str) -> AbstractContextManager[None]:
+        """Waits for other ranks inside belong to `name`."""
+        return self._collectives.operation(name)
 
     def unshard(self) -> None:
         """The parameters are about to be used: start to bring them together. The rows have storage."""

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.reduction import CHUNK_NUMEL, sum_into
-from zeroshard.collectives.report import describe_failure, spell
+from zeroshard.collectives.report import Told, describe_failure, spell
 from zeroshard.collectives.watch import NOTICE_VARIABLE, Watch
 from zeroshard.testing import RankError, run_ranks, train
 
@@ -274,7 +275,7 @@ def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path
     over = ranks or list(range(count))
 
     def body(rank: int) -> None:
-        group = dist.new_group(ranks) if ranks else None
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
         if rank not in over:
             until(tmp_path / "done")
             return
@@ -306,7 +307,7 @@ def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where:
     over = ranks or list(range(count))
 
     def body(rank: int) -> None:
-        group = dist.new_group(ranks) if ranks else None
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
         if rank not in over:
             until(tmp_path / "done")
             return
@@ -373,6 +374,7 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
     """The line goes to stderr where nothing else is arranged; the save goes on, and nothing of it is left behind."""
 
     def body(rank: int) -> None:
+        logging.getLogger().handlers.clear()  # pytest's
         sharded = made(2)
         if rank == 1:
             time.sleep(2.5)
@@ -407,11 +409,9 @@ def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_words() -> None:
     assert spell([3]) == "rank 3"
     assert spell([5, 0, 2, 3, 4]) == "ranks 0, 2-5"
-    from datetime import timedelta
-
-    message = describe_failure(
-        0, range(6), 'save "x"', 'save "x"', {2: "a forward"}, [1, 2], timedelta(seconds=3), RuntimeError("why\nwhere")
-    )
+    others = {2: Told("a forward", True), 1: Told("a save", False)}
+    why = RuntimeError("why\nwhere")
+    message = describe_failure(0, range(6), 'save "x"', 'save "x"', others, [1, 2], timedelta(seconds=3), why)
     assert "rank 0 waited for save" in message
     assert "rank 2 waited for a forward" in message
     assert "rank 1 closed the connection" in message
@@ -447,7 +447,7 @@ def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, w
     dead = over[0] if victim == "first" else over[-1]
 
     def body(rank: int) -> None:
-        group = dist.new_group(ranks) if ranks else None
+        group = dist.new_group(ranks, timeout=timedelta(seconds=60)) if ranks else None
         if rank not in over:
             until(tmp_path / "done")
             os._exit(0)

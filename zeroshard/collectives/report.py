@@ -6,6 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from typing import NamedTuple
+
+
+class Told(NamedTuple):
+    """What a rank said of itself: what it waits for, or what it waited for when that failed."""
+
+    text: str
+    has_failed: bool
 
 
 def spell(ranks: Iterable[int]) -> str:
@@ -17,11 +25,11 @@ def spell(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) > 1 else ''} {text}"
 
 
-def sentence(own: int, seconds: float, text: str, ranks: Sequence[int], others: Mapping[int, tuple[str, float]]) -> str:
+def sentence(own: int, seconds: float, text: str, ranks: Sequence[int], others: Mapping[int, Told]) -> str:
     """The line of a wait that lasts. Ranks are those of all."""
     waiting = defaultdict[str, list[int]](list)
-    for rank, (what, _) in others.items():
-        waiting[what].append(rank)
+    for rank, told in others.items():
+        waiting[told.text].append(rank)
     with_us = sorted([own, *waiting.pop(text, [])])
     parts = [f"{spell(with_us)} {_has(with_us)} waited {seconds:.0f} s for {text}"]
     parts += [f"{spell(them)} {_has(them)} waited for {what}" for what, them in waiting.items()]
@@ -40,7 +48,7 @@ def _is(ranks: Sequence[int]) -> str:
 
 
 def describe_failure(
-    own: int, ranks: Sequence[int], text: str, operation: str | None, others: Mapping[int, str], gone: Iterable[int],
+    own: int, ranks: Sequence[int], text: str, operation: str | None, others: Mapping[int, Told], gone: Iterable[int],
     timeout: timedelta, error: BaseException,
 ) -> str:  # fmt: skip
     """What is raised when a wait failed: what each rank waited for, as far as it is known. Ranks are those of all.
@@ -49,15 +57,12 @@ def describe_failure(
         others: what other ranks said that they waited for.
         gone: ranks whose connections are closed.
     """
-    waiting = defaultdict[str, list[int]](list)
-    for rank, what in others.items():
-        waiting[what].append(rank)
-    lines = [f"rank {own} waited for {text}"]
-    lines += [f"rank {rank} waited for {what}" for what, them in waiting.items() for rank in them]
-    closed = sorted(set(gone) - {*others})
+    closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
+    waiting = {own: text} | {rank: told.text for rank, told in others.items() if rank not in closed}
+    lines = [f"rank {rank} waited for {what}" for rank, what in sorted(waiting.items())]
     if closed:
         lines.append(f"{spell(closed)} closed the connection, and said nothing: dead, or finished")
-    silent = [rank for rank in ranks if rank != own and rank not in others and rank not in closed]
+    silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
     if silent:
         were = "were" if len(silent) > 1 else "was"
         lines.append(f"{spell(silent)} {were} not waiting for any rank (dead, finished, or still in other code)")
@@ -71,5 +76,5 @@ def describe_failure(
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)
-        + f"\n{advice} The backend said: {str(error).splitlines()[0] if str(error) else error!r}"
+        + f"\n{advice} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
     )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.collectives.report import sentence
+from zeroshard.collectives.report import Told, sentence
 from zeroshard.errors import UsageError
 
 NOTICE_SECONDS = 30.0
@@ -70,7 +70,7 @@ def spelled(operation: str | None, label: str) -> str:
 @dataclass
 class _Question:
     text: str
-    found: dict[int, str] = field(default_factory=dict)
+    found: dict[int, Told] = field(default_factory=dict)
     answered: threading.Event = field(default_factory=threading.Event)
 
 
@@ -124,7 +124,7 @@ class Watch:
         """This thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
-    def ask(self, text: str) -> dict[int, str]:
+    def ask(self, text: str) -> dict[int, Told]:
         """Tell the others that a wait for `text` failed, and learn what they wait for, by rank of all.
 
         It takes a few seconds where they do not answer, or the store does not; who is missing in the result said nothing.
@@ -194,12 +194,12 @@ class Watch:
         long = [wait for wait in list(self._waits.values()) if now - wait.since >= self._tick]
         if not long:
             if self._is_posted:
-                self._post("", 0.0)
+                self._store.set(self._key(self._own), "")
                 if self._quiet_until:
                     self._store.set(self._notice_key, "")
                 self._is_posted, self._quiet_until = False, 0.0
             return
-        self._post(" and ".join(wait.text for wait in long), now - min(wait.since for wait in long))
+        self._post(Told(" and ".join(wait.text for wait in long), has_failed=False))
         self._is_posted = True
         overdue = [wait for wait in long if now - wait.since >= self._notice_seconds + self._stagger()]
         if overdue and now >= self._quiet_until and self._may_speak():
@@ -218,11 +218,13 @@ class Watch:
 
     def _answer(self, question: _Question) -> None:
         self._has_failed = True  # the word stays: others read it as long as this group is of use to anyone
-        self._post(question.text, 0.0)
+        self._post(Told(question.text, has_failed=True))
         deadline = time.monotonic() + REPORT_SECONDS
         while time.monotonic() < deadline and not self._is_closed:
-            question.found.update({rank: told[0] for rank, told in self._read_others(question.found).items()})
-            if len(question.found) == len(self._ranks) - 1:
+            # That a rank waits may have been said before it died; that its wait failed is its last word.
+            heard = [rank for rank, told in question.found.items() if told.has_failed]
+            question.found.update(self._read_others(heard))
+            if len(heard) == len(self._ranks) - 1:
                 break
             time.sleep(_POLL_SECONDS)
 
@@ -237,19 +239,18 @@ class Watch:
     def _key(rank: int) -> str:
         return f"zeroshard/waits/{rank}"
 
-    def _post(self, text: str, seconds: float) -> None:
-        self._store.set(self._key(self._own), json.dumps([text, seconds]) if text else "")
+    def _post(self, told: Told) -> None:
+        self._store.set(self._key(self._own), json.dumps(told))
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _read_others(self, known: Sequence[int] | dict[int, str] = ()) -> dict[int, tuple[str, float]]:
-        """What the other members wait for, and for how many seconds."""
+    def _read_others(self, known: Sequence[int] = ()) -> dict[int, Told]:
+        """What the other members say, but for those that are known."""
         found = {}
         for rank in self._ranks:
             if rank != self._own and rank not in known:
                 told = self._read(self._key(rank))
                 if told:
-                    text, seconds = json.loads(told)
-                    found[rank] = (text, seconds)
+                    found[rank] = Told(*json.loads(told))
         return found

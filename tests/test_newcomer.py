@@ -104,7 +104,7 @@ def test_check_says_the_stage_and_the_clipping_and_takes_values_by_group(tmp_pat
     assert shown.exit_code == 0, shown.output
     assert "ZeRO stage 0" in shown.output
     assert "clipped to a norm of 1.0" in shown.output
-    assert "batch 6 = 2 samples x 1 microbatches x 3 ranks" in shown.output
+    assert "batch 6 = 2 samples x 1 accumulated x 3 ranks" in shown.output
     path.write_text(json.dumps({**TRAINS, "gradient_clipping": 0, "zero_optimization": {"stage": 2}}))
     shown = CliRunner().invoke(app, ["config", "check", str(path)])
     assert "ZeRO stage 2; gradients are not clipped" in shown.output

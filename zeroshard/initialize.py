@@ -135,7 +135,8 @@ def _loader(
     if isinstance(data, DataLoader):
         raise UsageError(
             "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
-            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, or iterate over the loader yourself."
+            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, "
+            "or iterate over the loader yourself."
         )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UsageError(

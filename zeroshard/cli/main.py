@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from zeroshard import __version__
 from zeroshard.cli.checkpoints import consolidate, import_from_deepspeed, inspect
 from zeroshard.cli.compare import compare
 from zeroshard.cli.configs import config_app
@@ -30,7 +31,7 @@ app.command()(doctor)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"zeroshard {version('zeroshard')}, torch {version('torch')}, Python {sys.version.split()[0]}")
+        print(f"zeroshard {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         raise typer.Exit
 
 

@@ -7,13 +7,21 @@ CONFIG ?= examples/zero2.json
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test bench lint compare clean
+.PHONY: train test test-rest test-all bench lint compare clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
 
+# The quick set: every two values of two axes of a test meet at least once.
 test: .venv/ready
 	$(BIN)/python -m pytest -q
+
+# What `make test` leaves out: the other combinations, and what is large or long.
+test-rest: .venv/ready
+	$(BIN)/python -m pytest -q --rest
+
+test-all: .venv/ready
+	$(BIN)/python -m pytest -q --all
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py

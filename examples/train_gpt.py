@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
-With --checkpoints FOLDER it saves as it goes, and goes on where it was stopped: with any number of ranks, under any stage.
+With --checkpoints FOLDER it saves as it goes, also at Ctrl-C, and goes on where it was stopped: with any number of ranks, under any
+stage.
 
 The text is the Python standard library's own source, unless --text names a file or a folder.
 """
@@ -12,11 +13,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import resource
+import shlex
+import signal
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import json5
 import torch
@@ -65,6 +72,50 @@ class Windows(Iterator[Tensor]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         while self.drawn < state["drawn"]:
             next(self)
+
+
+class CtrlC:
+    """Inside, Ctrl-C is a wish that is looked at between steps: in the middle of one, ranks would wait for each other in vain.
+
+    torchrun's processes get the signal from the terminal, and again from torchrun: there, the second one changes nothing.
+    In one process the second Ctrl-C ends it at once.
+    """
+
+    def __enter__(self) -> Self:
+        self.pressed = False
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        if not dist.is_initialized():
+            signal.signal(signal.SIGINT, self._before)
+
+    def on_any_rank(self, device: torch.device) -> bool:
+        """Whether any rank was asked to stop. Every rank must call it."""
+        if not dist.is_initialized():
+            return self.pressed
+        pressed = torch.tensor(float(self.pressed), device=device)
+        dist.all_reduce(pressed)
+        return bool(pressed > 0)
+
+
+def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> None:
+    """Save, say how to go on, and end as programs do that Ctrl-C ended: with exit code 130."""
+    if folder is None:
+        console.print(f"stopped after step {engine.global_steps}; nothing was saved: --checkpoints FOLDER would have.")
+    else:
+        engine.save_checkpoint(folder, keep_last=2)
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        start = ["torchrun", "--nproc-per-node", local] if local else [Path(sys.executable).name]
+        console.print(f"stopped after step {engine.global_steps}, and saved. To go on:")
+        console.print(f"  {shlex.join([*start, *sys.argv])}", soft_wrap=True, markup=False, highlight=False)
+    raise SystemExit(128 + signal.SIGINT)
 
 
 @torch.no_grad()
@@ -123,6 +174,34 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def train(engine: zeroshard.Engine, data: Iterator[Any], options: argparse.Namespace, console: Console) -> None:
+    """Train until --steps or Ctrl-C, and save."""
+    columns = (BarColumn(), TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn())
+    loss = torch.zeros(())
+    with CtrlC() as interrupt, Progress(*columns, console=console, disable=console.quiet) as progress:
+        task = progress.add_task("", total=options.steps, completed=engine.global_steps)
+        for step in range(engine.global_steps, options.steps):
+            start = time.perf_counter()
+            for _ in range(engine.gradient_accumulation_steps()):
+                tokens = next(data)
+                loss = engine(tokens[:, :-1], tokens[:, 1:])
+                engine.backward(loss)
+                engine.step()
+            speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
+            norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
+            figures = f"loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}  {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, description=figures)
+            if step % 50 == 0 or step == options.steps - 1:
+                progress.console.print(f"step {step:4d}  {figures}")
+            if interrupt.on_any_rank(engine.device):
+                progress.stop()
+                stop(engine, options.checkpoints, console)
+            if options.checkpoints is not None and (step + 1) % 100 == 0:
+                engine.save_checkpoint(options.checkpoints, asynchronous=True, keep_last=2)
+    if options.checkpoints is not None:
+        engine.save_checkpoint(options.checkpoints, keep_last=2)
+
+
 def main() -> None:
     """Train, validate, sample, and show where the memory is."""
     options = parse()
@@ -156,27 +235,7 @@ def main() -> None:
         path, _ = engine.load_checkpoint(options.checkpoints)
         console.print(f"going on from {path}")
 
-    columns = (BarColumn(), TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn())
-    loss = torch.zeros(())
-    with Progress(*columns, console=console, disable=rank != 0) as progress:
-        task = progress.add_task("", total=options.steps, completed=engine.global_steps)
-        for step in range(engine.global_steps, options.steps):
-            start = time.perf_counter()
-            for _ in range(engine.gradient_accumulation_steps()):
-                tokens = next(data)
-                loss = engine(tokens[:, :-1], tokens[:, 1:])
-                engine.backward(loss)
-                engine.step()
-            speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
-            norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
-            figures = f"loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}  {speed:,.0f} tokens/s"
-            progress.update(task, advance=1, description=figures)
-            if step % 50 == 0 or step == options.steps - 1:
-                progress.console.print(f"step {step:4d}  {figures}")
-            if options.checkpoints is not None and (step + 1) % 100 == 0:
-                engine.save_checkpoint(options.checkpoints, asynchronous=True, keep_last=2)
-    if options.checkpoints is not None:
-        engine.save_checkpoint(options.checkpoints, keep_last=2)
+    train(engine, data, options, console)
 
     engine.eval()
     bits = evaluate(engine, Windows(validation, batch, seed=1000 + rank, device=engine.device), count=8)
@@ -190,4 +249,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # before or after the training: there is nothing to save
+        raise SystemExit(128 + signal.SIGINT) from None

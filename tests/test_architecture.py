@@ -13,8 +13,10 @@ import zeroshard
 
 PACKAGE = Path(zeroshard.__file__).parent
 ORDER = [
-    {"errors", "version"},
+    {"version", "uncaught"},
+    {"errors"},
     {"policy"},
+    {"launch"},
     {"config"},
     {"layout"},
     {"optim"},

@@ -67,7 +67,7 @@ def test_an_error_is_a_sentence() -> None:
 
 
 def test_doctor_measures_and_reckons(tmp_path: Path) -> None:
-    output = zeroshard("doctor", "--io", str(tmp_path), "--parameters", "1e9", "--mib", "16").stdout
+    output = zeroshard("doctor", "--io", str(tmp_path), "--parameters", "1B", "--size", "16MiB").stdout
     for word in ("write to", "read from", "AdamW on the CPU", "disk", "a step takes at least"):
         assert word in output
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from models import Stack, tokens
 from torch.utils.data import TensorDataset
 
 import zeroshard
-from zeroshard import Policy, Precision
+from zeroshard import ConfigError, Policy, Precision
 from zeroshard.config.load import load_config
 from zeroshard.optim.lr_schedules import WarmupLR
 from zeroshard.testing import run_ranks
@@ -79,13 +79,17 @@ def test_engine_and_plain_road_give_the_same_bits(stage: int, accumulation: int,
 
 
 @pytest.mark.parametrize("form", ["path", "dict", "mapping"])
-def test_a_config_without_batch_sizes_runs(form: str, tmp_path: Path) -> None:
+def test_a_config_without_batch_sizes_runs_with_the_callers(form: str, tmp_path: Path) -> None:
     path = tmp_path / "zero1.json"
     path.write_text("// as DeepSpeed users write it\n" + json.dumps(ZERO1)[:-1] + ",}")
     config = {"path": path, "dict": ZERO1, "mapping": MappingProxyType(ZERO1)}[form]
 
     def body(rank: int) -> list[float]:
-        engine, _, _, scheduler = zeroshard.initialize(model=Stack(), config=config)
+        with pytest.raises(ConfigError, match="names no batch size"):
+            zeroshard.initialize(model=Stack(), config=config)
+        auto = {"train_micro_batch_size_per_gpu": 3}
+        engine, _, _, scheduler = zeroshard.initialize(model=Stack(), config=config, auto=auto)
+        assert engine.train_batch_size() == 6
         rates = []
         for number in range(4):
             rates.append(engine.get_lr()[0])
@@ -134,6 +138,6 @@ def test_numbers_as_people_write_them() -> None:
     assert config.bucket_numel == 50_000_000
 
 
-def test_an_unknown_key_at_the_top_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="did you mean 'gradient_clipping'"):
+def test_an_unknown_key_at_the_top_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="gradient_cliping: unknown key; did you mean 'gradient_clipping'"):
         load_config({"gradient_cliping": 1.0}, 1)

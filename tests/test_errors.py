@@ -16,7 +16,7 @@ from zeroshard import CollectiveError, ConfigError, Policy, PolicyError, Residen
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+SGD = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, ZeroshardError
-from zeroshard.cli.doctor import traffic
+from zeroshard.cli.speeds import traffic
 from zeroshard.schedule.states import State
 from zeroshard.step.model_states import PARAMETERS, Range
 from zeroshard.testing import run_ranks, train
@@ -63,31 +64,61 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+PLACES = list(policies(Path()))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Makes each once: a checkpoint, an export, every state as it was saved, and every state a step later."""
+
+    @functools.cache
+    def make(source: str, precision: str) -> Path:
+        folder = tmp_path_factory.mktemp("checkpoint")
+
+        def body(rank: int) -> None:
+            keep_places_apart()
+            sharded, work = build(policies(folder)[source], precision)
+            sharded.save(folder, "a")
+            sharded.export(folder / "export")
+            states = [everything(sharded)]
+            take_step(sharded, work, 2)
+            states.append(everything(sharded))
+            if rank == 0:
+                torch.save(states, folder / "states.pt")
+
+        run_ranks(body, 2)
+        return folder
+
+    return make
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpoints_go_from_any_place_to_any(precision: str, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
+@pytest.mark.parametrize("source", PLACES)
+@pytest.mark.parametrize("target", PLACES)
+def test_checkpoints_go_from_any_place_to_any(
+    target: str, source: str, precision: str, checkpoint: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint(source, precision)
 
     def body(rank: int) -> None:
         keep_places_apart()
-        for source, policy in policies(tmp_path / "disk").items():
-            sharded, work = build(policy, precision)
-            sharded.save(tmp_path, source)
-            sharded.export(tmp_path / f"export {source}")
-            saved = everything(sharded)
-            take_step(sharded, work, 2)
-            expected = everything(sharded)
-            for target, other in policies(tmp_path / "disk").items():
-                fresh, work = build(other, precision, steps=1)
-                fresh.load(tmp_path, source)
-                assert same(everything(fresh), saved), f"{source} to {target}"
-                take_step(fresh, work, 2)
-                assert same(everything(fresh), expected), f"{source} to {target}, a step later"
-                fresh.remove()
-            sharded.remove()
+        saved, expected = torch.load(folder / "states.pt")
+        fresh, work = build(policies(tmp_path)[target], precision, steps=1)
+        fresh.load(folder, "a")
+        assert same(everything(fresh), saved)
+        take_step(fresh, work, 2)
+        assert same(everything(fresh), expected), "a step later"
 
-    run_ranks(body, 2, timeout=120)
-    exports = [load_file(tmp_path / f"export {name}" / "model.safetensors") for name in policies(tmp_path)]
-    assert all(same(export, exports[0]) for export in exports)
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("source", PLACES)
+def test_exports_are_the_same_from_any_place(
+    source: str, precision: str, checkpoint: Callable[[str, str], Path]
+) -> None:
+    exports = [load_file(checkpoint(name, precision) / "export" / "model.safetensors") for name in (source, "memory")]
+    assert same(*exports)
 
 
 def test_states_by_name(tmp_path: Path) -> None:
@@ -441,6 +472,7 @@ def test_an_engine_parks_its_states(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what does not fit
 
 
+@pytest.mark.full
 def test_a_model_larger_than_memory_trains() -> None:
     """The kernel holds each rank to a limit of which the fp32 training states are four times; the losses are the same."""
     script = Path(__file__).parents[1] / "benchmarks" / "larger_than_memory.py"

@@ -70,14 +70,14 @@ def test_stages_are_bit_equal(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("runs", RUNS)
 def test_models_are_bit_equal(runs: str, model: str, ranks: int, microbatches: int) -> None:
-    work = workload(model, param_groups=two_groups, steps=4, microbatches=microbatches, max_norm=1.0)
+    work = workload(model, param_groups=two_groups, steps=3, microbatches=microbatches, max_norm=1.0)
     run_ranks(check, ranks, work, runs)
 
 
 @pytest.mark.parametrize("model", ["tied", "frozen base", "called twice", "checkpointed twice reentrant", "skipping"])
 @pytest.mark.parametrize("runs", RUNS)
 def test_models_are_bit_equal_in_bf16(runs: str, model: str) -> None:
-    run_ranks(check, 2, workload(model, steps=4, max_norm=1.0), runs, BF16)
+    run_ranks(check, 2, workload(model, steps=3, max_norm=1.0), runs, BF16)
 
 
 @pytest.mark.parametrize("runs", RUNS)

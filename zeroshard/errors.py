@@ -1,8 +1,14 @@
 """Owns the exceptions that zeroshard raises; every message says what was expected, what came, and what to do."""
 
+from zeroshard.uncaught import report_uncaught
+
 
 class ZeroshardError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. Uncaught under torchrun, it is a sentence, told once."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        report_uncaught(ZeroshardError)
 
 
 class ConfigError(ZeroshardError, ValueError):

@@ -12,11 +12,12 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.config.load import Config, load_config
+from zeroshard.config.load import Config, load_config, refuse_without_batch_size
 from zeroshard.config.table import config_table
 from zeroshard.data import StatefulLoader
 from zeroshard.engine import Engine
 from zeroshard.errors import UsageError
+from zeroshard.launch import join_ranks, local_device
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
@@ -49,8 +50,9 @@ def initialize(
         lr_scheduler: a scheduler, or what makes one from an optimizer; takes the place of the config's block.
         collate_fn: for the loader.
         config: a path, a dict or any Mapping.
-        dist_init_required: initialise torch.distributed; default: where the launcher's environment asks for it.
+        dist_init_required: initialise torch.distributed; default: where a launcher's environment names several ranks, see `launch`.
         auto: values for keys that are "auto" in the config and that only you know: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
+            A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
         group: the data-parallel process group; default: all ranks.
 
     Returns:
@@ -64,12 +66,14 @@ def initialize(
     config = config if config is not None else getattr(args, "deepspeed_config", None)
     if config is None:
         raise UsageError("initialize needs a config: config=PATH, a dict, or args.deepspeed_config.")
-    device = _device()
-    _join_ranks(dist_init_required, device)
+    device = local_device()
+    join_ranks(device, dist_init_required)
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     resolved = load_config(config, world_size, model, auto)
     if resolved.schema.dump_state:
         Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
+    if optimizer is not None or resolved.schema.optimizer is not None:
+        refuse_without_batch_size(resolved)
     model.to(device)
     checkpointing = _checkpoint_units(resolved, model)
     sharded = shard(
@@ -96,21 +100,6 @@ def _checkpoint_units(config: Config, model: nn.Module) -> Checkpointer | None:
     checkpointer = Checkpointer(Checkpointing.of(block))
     checkpointer.checkpoint_units(model, block.checkpoint_units, config.units)
     return checkpointer
-
-
-def _device() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def _join_ranks(required: bool | None, device: torch.device) -> None:
-    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if not dist.is_initialized() and (launched if required is None else required):
-        dist.init_process_group(dist.get_default_backend_for_device(device))
 
 
 def _choose_optimizer(

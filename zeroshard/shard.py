@@ -21,6 +21,7 @@ from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
+from zeroshard.launch import join_ranks
 from zeroshard.layout.bucketing import group_parameters
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy, Precision, Units
@@ -66,8 +67,8 @@ def shard(
         elementwise: your word on an optimizer unknown to us: True, it updates each element from that element's own
             history alone, so parameters may be cut; False, it looks at whole parameters, so each lies whole on one rank.
         units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
-        group: the data-parallel process group; default: all ranks, or this process alone where torch.distributed is not
-            initialised.
+        group: the data-parallel process group; default: all ranks. Where a launcher started several and torch.distributed is not
+            initialised, they are joined.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
@@ -76,6 +77,7 @@ def shard(
     parameters = list(model.parameters())
     if not parameters:
         raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
+    join_ranks(parameters[0].device)
     taken = [name for name, p in model.named_parameters() if is_taken(p)]
     if taken:
         raise UsageError(

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import json
 import zlib
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.loading import Reader, open_checkpoint
-from zeroshard.checkpoint.manifest import FileRecord, dtype_of
-from zeroshard.formats.deepspeed import import_deepspeed
-from zeroshard.formats.hugging_face import export
-from zeroshard.formats.model_files import MAX_SHARD_NBYTES
-from zeroshard.step.model_states import PARAMETERS
+from zeroshard.cli.options import dtype_name, input_folder, nbytes_of, output_folder
+
+if TYPE_CHECKING:
+    from zeroshard.checkpoint.loading import Reader
+    from zeroshard.checkpoint.manifest import FileRecord
 
 MIB = 2**20
-
-
-class Dtype(StrEnum):
-    """What a model is exported as."""
-
-    fp32 = "float32"
-    bf16 = "bfloat16"
-    fp16 = "float16"
 
 
 def inspect(
@@ -39,7 +25,9 @@ def inspect(
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
 ) -> None:
     """Show what is in a checkpoint: parameters, sizes, ranks, step, and whether it is whole."""
-    reader = open_checkpoint(checkpoint, tag)
+    from zeroshard.checkpoint.loading import open_checkpoint
+
+    reader = open_checkpoint(input_folder(checkpoint, "CHECKPOINT"), tag)
     told = describe(reader, verify=verify)
     if as_json:
         print(json.dumps(told, indent=2))
@@ -53,14 +41,30 @@ def consolidate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")],
     out: Annotated[Path, typer.Argument(help="The folder to write to, as transformers reads it.")],
     tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the floating-point tensors.")] = Dtype.fp32,
-    max_shard_nbytes: Annotated[
-        int, typer.Option(help="A larger model is spread over files of this size.")
-    ] = MAX_SHARD_NBYTES,
+    dtype: Annotated[
+        str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Of the floating-point tensors: fp32, bf16 or fp16.")
+    ] = "fp32",
+    max_shard_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max-shard-size",
+            "--max-shard-nbytes",
+            parser=nbytes_of,
+            metavar="BYTES",
+            help="A larger model is spread over files of this size, such as 5GB.",
+        ),
+    ] = None,
 ) -> None:
     """Write the model of a checkpoint in the Hugging Face layout, with bounded memory, on any machine."""
-    reader = open_checkpoint(checkpoint, tag)
-    for path in export(reader, out, getattr(torch, dtype.value), max_shard_nbytes=max_shard_nbytes):
+    import torch
+
+    from zeroshard.checkpoint.loading import open_checkpoint
+    from zeroshard.formats.hugging_face import export
+    from zeroshard.formats.model_files import MAX_SHARD_NBYTES
+
+    output_folder(out, "OUT")
+    reader = open_checkpoint(input_folder(checkpoint, "CHECKPOINT"), tag)
+    for path in export(reader, out, getattr(torch, dtype), max_shard_nbytes=max_shard_size or MAX_SHARD_NBYTES):
         print(f"{path}  {path.stat().st_size / MIB:.1f} MiB")
 
 
@@ -70,13 +74,21 @@ def import_from_deepspeed(
     tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
 ) -> None:
     """Turn a DeepSpeed checkpoint of ZeRO 1, 2 or 3 into one that loads at any world size and stage. None of its code is run."""
-    path = import_deepspeed(folder, out, tag)
+    from zeroshard.checkpoint import manifest as files
+    from zeroshard.formats.deepspeed import import_deepspeed
+
+    output_folder(out, "OUT")
+    path = import_deepspeed(input_folder(folder, "FOLDER"), out, tag)
     manifest = files.read_manifest(path)
     print(f"{path}: {len(manifest.parameters)} parameters, {manifest.world_size} ranks")
 
 
 def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
     """What `inspect` prints, as JSON."""
+    import torch
+
+    from zeroshard.checkpoint.manifest import dtype_of
+
     manifest = reader.manifest
     states: dict[str, int] = {}
     for record in manifest.parameters.values():
@@ -127,6 +139,11 @@ def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
 
 
 def _print(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from zeroshard.step.model_states import PARAMETERS
+
     console = Console()
     stage = "".join(
         "s" if told["policy"][state]["sharded"] else "-" for state in (PARAMETERS, "gradients", "optimizer")

@@ -77,7 +77,12 @@ Positive = Annotated[int, BeforeValidator(_number_from_text), Field(gt=0)]
 Number = Annotated[float, BeforeValidator(_number_from_text)]
 NonNegative = Annotated[float, BeforeValidator(_number_from_text), Field(ge=0)]
 PositiveNumber = Annotated[float, BeforeValidator(_number_from_text), Field(gt=0)]
-DType = Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"]
+DTYPE_NAMES = {
+    "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16", "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}  # fmt: skip
+"""What people write, and what torch calls it. The command line reads the same."""
+DType = Literal["fp32", "float32", "fp16", "float16", "half", "bf16", "bfloat16"]
 
 
 class Block(BaseModel):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,20 +15,16 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
+from zeroshard.config.arguments import nearest
 from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
-from zeroshard.config.fields import Effect
+from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect
 from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock
 from zeroshard.errors import ConfigError, PolicyError
 from zeroshard.policy import Offload, Place, Policy, Precision, Units, largest_shard_numel
 
-_DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-}  # fmt: skip
-
-
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
 
 
@@ -52,6 +47,11 @@ class Config:
     batch: BatchSize
     auto: frozenset[str] = frozenset()
     """Paths of the keys that were "auto"."""
+
+    @property
+    def names_batch_size(self) -> bool:
+        """Whether the config, or "auto", says how many samples a microbatch or a step has; else `batch` counts microbatches."""
+        return self.schema.train_batch_size is not None or self.schema.train_micro_batch_size_per_gpu is not None
 
     @property
     def stage(self) -> int:
@@ -195,18 +195,17 @@ def load_config(
         config: a path to JSON (comments and trailing commas are fine), a dict, or any Mapping.
         world_size: data-parallel ranks, for the batch sizes.
         model: tells its hidden size and dtype to keys that are "auto".
-        auto: values for keys that are "auto", by key path or by its last part.
+        auto: values for keys that are "auto", by key path or by its last part; batch sizes also where the config names none.
 
     Raises:
         ConfigError: names the key path, what was expected and what came.
     """
-    raw, paths = resolve_auto(_read(config), Facts.of(model, auto), KEYS)
+    raw, paths = resolve_auto(_with_batch_size(_read(config), auto or {}), Facts.of(model, auto), KEYS)
     try:
         schema = Schema.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-    for key in schema.model_extra or {}:
-        warnings.warn(f"unknown key at the top level of the config: {key!r}{_nearest(key, Schema)}", stacklevel=3)
+    _refuse_unknown(schema)
     for path, value, _, effect in _walk(schema):
         if effect.refuses(value):
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
@@ -214,6 +213,19 @@ def load_config(
     resolved = Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))
     _ = resolved.policy  # now is the time to refuse what has no meaning
     return resolved
+
+
+def refuse_without_batch_size(config: Config) -> None:
+    """As DeepSpeed does: a step whose samples nobody counts is one whose learning rate nobody chose.
+
+    Raises:
+        ConfigError: neither the config nor "auto" names a batch size.
+    """
+    if not config.names_batch_size:
+        raise ConfigError(
+            "the config names no batch size: set train_micro_batch_size_per_gpu (samples of one forward on one rank) or "
+            "train_batch_size (of one step), or give initialize(..., auto={'train_micro_batch_size_per_gpu': loader.batch_size})."
+        )
 
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
@@ -244,6 +256,25 @@ def _canonical(path: str) -> str:
     return path.replace("bfloat16.", "bf16.", 1) if path.startswith("bfloat16.") else path
 
 
+def _with_batch_size(raw: dict[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch size that the config leaves out, and the caller knows, is as one that is "auto"."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    if all(raw.get(key) is None for key in keys):
+        return {**raw, **{key: AUTO for key in keys if key in auto}}
+    return raw
+
+
+def _refuse_unknown(schema: Schema) -> None:
+    """A misspelt block would train with its defaults: nobody would see it."""
+    unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
+    if unknown:
+        lines = "".join(f"\n  {key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown)
+        raise ConfigError(
+            f"the config cannot be used:{lines}\nA key that another program keeps here goes into a list: "
+            f'"ignored_keys": {json.dumps(unknown)}.'
+        )
+
+
 def _refuse_conflicts(schema: Schema) -> None:
     on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(schema, name).enabled]
     if len(on) > 1:
@@ -257,7 +288,7 @@ def _read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"a config is a path or a mapping, not {type(config).__name__}.")
     path = Path(config)
     if not path.is_file():
-        raise ConfigError(f"no config file at {path}.")
+        raise ConfigError(f"{path} is a folder, not a config file." if path.is_dir() else f"no config file at {path}.")
     try:
         data = json5.loads(path.read_text(encoding="utf-8"), allow_duplicate_keys=False)
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
@@ -280,7 +311,9 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{path}: unknown key{_nearest(str(problem['loc'][-1]), _block_at(problem['loc'][:-1]))}")
+            lines.append(
+                f"{path}: unknown key{nearest(str(problem['loc'][-1]), _block_at(problem['loc'][:-1]).model_fields)}"
+            )
         else:
             lines.append(f"{path}: {problem['msg']} (it is {problem['input']!r:.80})")
     return "the config cannot be used:\n  " + "\n  ".join(dict.fromkeys(lines))
@@ -292,11 +325,6 @@ def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
         key = "bf16" if part == "bfloat16" else str(part)
         block = block_of(block, key) or block
     return block
-
-
-def _nearest(key: str, block: type[BaseModel]) -> str:
-    near = difflib.get_close_matches(key, list(block.model_fields), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def block_of(block: type[BaseModel], key: str) -> type[BaseModel] | None:

@@ -90,7 +90,7 @@ class AutocastBlock(Block):
 
     enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
     dtype: Annotated[
-        Literal["bfloat16", "bf16", "float16", "fp16"],
+        Literal["bfloat16", "bf16", "float16", "fp16", "half"],
         works("autocast's dtype; with fp16 the loss is scaled as the fp16 block says."),
     ] = "bfloat16"
     lower_precision_safe_modules: Annotated[
@@ -211,16 +211,22 @@ class CheckpointBlock(Block):
 
 
 class Schema(BaseModel):
-    """The top level. Unknown keys are warned about, not refused: other programs keep their own keys there."""
+    """The top level. Unknown keys are errors, but for those of other programs that `ignored_keys` names."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
+    ignored_keys: Annotated[
+        tuple[str, ...],
+        works(
+            "top-level keys that other programs keep in this file; any other unknown key is an error. Not in DeepSpeed."
+        ),
+    ] = ()
     train_batch_size: Annotated[
         Positive | None, works("samples of one optimizer step, over all ranks and microbatches.")
     ] = None
     train_micro_batch_size_per_gpu: Annotated[
         Positive | None,
-        works("samples of one forward on one rank. With no batch size at all, a microbatch counts as one sample."),
+        works("samples of one forward on one rank. This or train_batch_size is needed to train."),
     ] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[
@@ -255,6 +261,8 @@ class Schema(BaseModel):
     gradient_allreduce_op: Annotated[
         Literal["mean"], works("gradients are averaged over ranks; a sum is not offered.")
     ] = "mean"
+    fp32_allreduce: Annotated[bool, refused('"communication_data_type": "fp32" is its new name.')] = False
+    graph_harvesting: Annotated[bool, no_meaning("no graphs are captured here.")] = False
     sparse_gradients: Annotated[bool, refused("gradients are dense.")] = False
     steps_per_print: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=True)] | None,

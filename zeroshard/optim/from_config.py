@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.config.arguments import check_arguments, nearest
 from zeroshard.config.schema import OptimizerBlock
 from zeroshard.errors import ConfigError
 from zeroshard.layout.bucketing import find_units
@@ -44,13 +45,19 @@ def create_optimizer(
         )
     cls: Any = _NAMES.get(name) or getattr(torch.optim, block.type, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer.type: torch.optim has no {block.type!r}; known here: Adam, AdamW, SGD, Adagrad, Lion, "
-                          "Muon, and any class of torch.optim.")  # fmt: skip
+        raise ConfigError(
+            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Known here: Adam, AdamW, SGD, "
+            "Adagrad, Lion, Muon, and any class of torch.optim."
+        )
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         cls = _adam(cls, params)
     if cls is MuonWithAdamW and model is not None:
         parameters = _muon_groups(parameters, model)
-    _refuse_unknown(cls, params)
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "optimizer.params.max_grad_norm: clipping is the optimizer's neighbour: set gradient_clipping."
+        )
+    check_arguments(cls, params, "optimizer")
     for key in ("betas", "adam_betas"):
         if isinstance(params.get(key), list):
             params[key] = tuple(params[key])
@@ -63,6 +70,10 @@ def create_optimizer(
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer.params: {cls.__name__} refuses them: {error}") from error
     return made
+
+
+def _known() -> list[str]:
+    return [name for name, value in vars(torch.optim).items() if isinstance(value, type)] + ["Lion", "Muon"]
 
 
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:
@@ -87,16 +98,3 @@ def _muon_groups(parameters: Iterable[Any], model: nn.Module) -> list[Any]:
     others = [p for p in given if p.ndim != 2 or id(p) not in inside]
     groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
     return [group for group in groups if group["params"]]
-
-
-def _refuse_unknown(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
-    if "max_grad_norm" in params:
-        raise ConfigError(
-            "optimizer.params.max_grad_norm: clipping is the optimizer's neighbour: set gradient_clipping."
-        )
-    accepted = [key for key in inspect.signature(cls).parameters if key != "params"]
-    for key in params:
-        if key not in accepted:
-            raise ConfigError(
-                f"optimizer.params.{key}: {cls.__name__} takes no such argument; it takes {', '.join(accepted)}."
-            )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.config.arguments import check_arguments, nearest
 from zeroshard.config.schema import SchedulerBlock
 from zeroshard.errors import ConfigError
 
@@ -324,8 +325,11 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer) ->
     """Make the schedule that the block names."""
     cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
     if not isinstance(cls, type) or not hasattr(cls, "step"):
-        raise ConfigError(f"scheduler.type: unknown {block.type!r}; known here: {', '.join(SCHEDULES)}, and any class of "
-                          "torch.optim.lr_scheduler.")  # fmt: skip
+        raise ConfigError(
+            f"scheduler.type: unknown {block.type!r}{nearest(block.type, [*SCHEDULES, *vars(torch.optim.lr_scheduler)])} Known "
+            f"here: {', '.join(SCHEDULES)}, and any class of torch.optim.lr_scheduler."
+        )
+    check_arguments(cls, block.params, "scheduler")
     try:
         return cls(optimizer, **block.params)
     except (TypeError, ValueError, AttributeError) as error:

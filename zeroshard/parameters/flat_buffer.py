@@ -9,14 +9,17 @@ at this storage at all but at a placeholder, see `unit.py`.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 
 class FlatBuffer:
-    """`numel` zeros of one dtype on one device."""
+    """`numel` zeros of one dtype on one device. `label` is for warnings."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._label, self._is_borrowed = label, False
         self.tensor = torch.zeros(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.untyped_storage().nbytes()
 
@@ -30,7 +33,16 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Give the storage back. See [Note: freed storage]."""
-        self.tensor.untyped_storage().resize_(0)
+        storage = self.tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        elif not self._is_borrowed:
+            self._is_borrowed = True
+            warnings.warn(
+                f"a numpy array was made of parameters of {self._label}: torch can free their memory no more, so they stay whole, "
+                "and the array shows whatever comes there. Make arrays of copies: parameter.detach().clone().numpy().",
+                stacklevel=2,
+            )
 
     def allocate(self) -> None:
         """Take storage again; its content is undefined."""

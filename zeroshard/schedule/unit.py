@@ -58,7 +58,7 @@ class Unit:
             else lay_out(numels, world_size, context.bucket_numel)
         )
         whole = self._collect(dtypes.master, context)
-        self.flat = FlatBuffer(self.layout.numel, dtypes.param, whole.device)
+        self.flat = FlatBuffer(self.label, self.layout.numel, dtypes.param, whole.device)
         cpu_slot = self._cpu_slot(dtypes.param, context)
         self.buckets: list[ParameterBucket] = []
         self.gradients: list[GradientBucket] = []

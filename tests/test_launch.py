@@ -1,0 +1,303 @@
+"""Ranks that a launcher started are joined, never left to train alone; they leave at the end; and one mistake is told once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack
+
+import zeroshard
+from zeroshard import UsageError
+from zeroshard.launch import Launch, first_host, join_ranks, read_launch
+from zeroshard.testing import run_ranks
+from zeroshard.testing.ranks import free_port
+from zeroshard.uncaught import Hook, report_uncaught, restore
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------------- joining
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, None),  # the nearest launcher counts
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
+            Launch("torchrun", 3, 4, 1, "a", 7),
+        ),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[03-04]",
+             "SLURM_JOB_ID": "12"},
+            Launch("Slurm", 2, 4, 0, "n03", 15012),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Launch("Open MPI", 1, 2, 1, "127.0.0.1", 29500),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, Launch("PMI", 1, 2, 0, None, 29500)),
+    ],
+)  # fmt: skip
+def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launch | None) -> None:
+    assert read_launch(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not lie below"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(environment: dict[str, str], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[003-005,9]-ib,x", "gpu003-ib"),
+        ("r[1-2]n[07,9]", "r1n07"),
+        ("[4-5]", "4"),
+    ],
+)
+def test_the_first_machine_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI"])
+def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
+    port = str(free_port())
+
+    def body(rank: int) -> int:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        one, two = str(rank), "2"
+        names = {
+            "torchrun": {"RANK": one, "WORLD_SIZE": two, "MASTER_ADDR": "127.0.0.1"},
+            "Slurm": {"SLURM_PROCID": one, "SLURM_NTASKS": two, "SLURM_JOB_NODELIST": "localhost"},
+            "Open MPI": {
+                "OMPI_COMM_WORLD_RANK": one,
+                "OMPI_COMM_WORLD_SIZE": two,
+                "OMPI_COMM_WORLD_LOCAL_SIZE": two,
+            },
+        }
+        os.environ.update(names[launcher], MASTER_PORT=port)
+        torch.manual_seed(rank)
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zeroshard.Policy.stage(1))
+        return dist.get_world_size()
+
+    assert run_ranks(body, 2, initialise=False) == [2, 2]
+
+
+def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Stack()
+    with pytest.raises(UsageError, match="set MASTER_ADDR"):
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="would train alone"):
+        join_ranks(CPU, required=False)
+    assert not dist.is_initialized()
+
+
+def test_the_device_is_one_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm and containers show each process its own device alone: local rank 3 is device 0 there."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    from zeroshard.launch import local_device
+
+    assert local_device() == torch.device("cuda", 0)
+    assert chosen == [0]
+
+
+# ---------------------------------------------------------------------- leaving
+
+SCRIPT = """
+import atexit, os, sys
+import torch, torch.distributed as dist
+import zeroshard
+from zeroshard.testing.ranks import free_port
+
+torch.set_num_threads(1)
+os.environ.update(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+children = []
+for rank in range(3):
+    pid = os.fork()
+    if pid == 0:
+        break
+    children.append(pid)
+else:
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    os._exit(0)
+os.environ.update(RANK=str(rank))
+atexit.register(lambda: print("alive" if dist.is_initialized() else "down", flush=True))  # runs after what is registered later
+model = torch.nn.Linear(4, 4)
+sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(2):
+    model(torch.randn(2, 4)).sum().backward()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+"""
+
+
+def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+
+
+def test_a_script_that_just_ends_leaves_its_ranks(tmp_path: Path) -> None:
+    done = run(SCRIPT, tmp_path)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0]", done.stderr
+    assert done.stdout.count("down") == 3
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_leaving_does_not_wait_for_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
+    """Rank 1 dies, or stands still with its connections open, while the others end."""
+    gone = f"""
+if sharded.rank == 1:
+    os.kill(os.getpid(), signal.{how})
+else:
+    dist.all_reduce(torch.ones(1), async_op=True)  # never ends
+"""
+    script = "import signal\n" + SCRIPT + gone
+    # Whoever stands still is waited for last, and released.
+    script = script.replace(
+        "    print([os.wait",
+        "    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (children[0], children[2])]\n"
+        "    os.kill(children[1], signal.SIGKILL)\n"
+        "    print([*codes, os.waitstatus_to_exitcode(os.waitpid(children[1], 0)[1])])\n"
+        "    os._exit(0)\n"
+        "    print([os.wait",
+    )
+    done = run(script, tmp_path)
+    # The collective that cannot end is given up: they may fail, and they do not stay.
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert codes[2] == -signal.SIGKILL and set(codes[:2]) <= {0, 1}, done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.fixture
+def rank_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Makes this process a rank that torchrun started: the files lie as its agent lays them out."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def become(rank: int) -> Path:
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        monkeypatch.setenv("RANK", str(rank))
+        return folder / "error.json"
+
+    return become
+
+
+def end_by(error: BaseException) -> None:
+    """What Python does with an uncaught exception."""
+    try:
+        raise error
+    except BaseException as raised:
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+
+
+def test_a_mistake_is_told_once_and_in_torchruns_report(
+    rank_files: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failures = {}
+    for rank in (1, 0):
+        file = rank_files(rank)
+        error = UsageError("the model has no parameters.")
+        error.__cause__ = TypeError("of this sort")
+        end_by(error)
+        failures[rank] = ProcessFailure(rank, 100 + rank, 1, str(file))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "[rank 1] UsageError: the model has no parameters."
+    assert len(lines) == 4, lines  # nothing of rank 0
+    assert "test_launch.py" in lines[1] and "raise error" in lines[1]
+    assert "TypeError: of this sort" in lines[2]
+    report = str(ChildFailedError("train.py", failures))
+    root = report[report.index("Root Cause") :]
+    assert "rank      : 1" in root and "UsageError: the model has no parameters." in root
+    assert "as rank 1: UsageError" in report[: report.index("Root Cause")]
+
+
+def test_another_sentence_of_another_rank_is_one_line(
+    rank_files: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        rank_files(rank)
+        end_by(UsageError(f"ranks differ\n  here is rank {rank}"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "[rank 1] UsageError: ranks differ here is rank 1"
+    assert len([line for line in lines if "rank 1" in line]) == 1
+
+
+def test_the_hook_is_polite(rank_files: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    before = sys.excepthook
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    UsageError("a process that torchrun did not start")
+    assert sys.excepthook is before
+    file = rank_files(0)
+    file.write_text("the script's own record")
+    report_uncaught(zeroshard.ZeroshardError)
+    report_uncaught(zeroshard.ZeroshardError)
+    assert isinstance(sys.excepthook, Hook) and sys.excepthook.before is before
+    end_by(KeyError("not ours"))
+    assert isinstance(seen[0], KeyError)
+    end_by(UsageError("ours"))
+    assert len(seen) == 1 and file.read_text() == "the script's own record"
+    restore()
+    assert sys.excepthook is before
+
+
+def test_under_torchrun_the_sentence_comes_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch, zeroshard\nzeroshard.shard(torch.nn.ReLU(), None)\n")
+    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "UsageError: the model (ReLU) has no parameters" in lines[0], done.stderr
+    assert f"at {script}, line 2: zeroshard.shard(torch.nn.ReLU(), None)" in lines[1]
+    agents = next(number for number, line in enumerate(lines) if "torch/distributed/elastic" in line)
+    assert agents <= 3, done.stderr
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert "UsageError: the model (ReLU) has no parameters" in root

@@ -1,0 +1,169 @@
+"""Owns `zeroshard compare`: a model trained under every ZeRO stage, what is the same and what each costs. Called by main."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zeroshard.cli.options import call_factory, load_factory, output_file
+from zeroshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor, nn
+
+STAGES = (0, 1, 2, 3)
+MIB = 2**20
+
+
+def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
+    """The example's GPT on random bytes."""
+    import torch
+
+    from zeroshard.testing.gpt import GPT, GPTConfig
+
+    config = GPTConfig(context=64)
+
+    def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(1000 * step + rank))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return GPT(config), batch
+
+
+def compare(
+    model: Annotated[
+        str, typer.Option(help="module:function or file.py:function; see below.")
+    ] = "zeroshard.cli.compare:example",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, joined over gloo.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each stage.")] = 5,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
+) -> None:
+    """Train a model for a few steps under every ZeRO stage: same bits, and what each costs.
+
+    The function that --model names returns (module, batch): the module's call returns the loss, and `batch(rank, step)`
+    the arguments of that call.
+    """
+    from rich.console import Console
+
+    factory = load_factory(model)
+    _check_factory(model, factory)
+    if plot is not None:
+        output_file(plot, "--plot")
+    console = Console()
+    with console.status(f"training under stages 0 to 3 on {ranks} ranks"):
+        results = _train(factory, ranks, steps, bf16)
+    _print_comparison(console, results, ranks, steps)
+    if plot is not None:
+        _plot_comparison(results, ranks, plot)
+        console.print(f"drawn to {plot}")
+    if not all(result["same"] for result in results):
+        raise typer.Exit(1)
+
+
+def _check_factory(name: str, factory: Callable[[], Any]) -> None:
+    """What is wrong with the model itself is told here, not by every rank."""
+    from torch import Tensor, nn
+
+    made = call_factory(name, factory)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise UsageError(
+            f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call of the module."
+        )
+    module, batch = made
+    loss = call_factory(f"{name}'s module on batch(0, 0)", lambda: module(*batch(0, 0)))
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(f"the module of {name} must return its loss, a tensor of one element.")
+
+
+def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool) -> list[dict[str, Any]]:
+    """Rank 0's result under each stage; `same`: on all ranks."""
+    import torch
+
+    from zeroshard.policy import Policy, Precision
+    from zeroshard.testing.parity import Workload, train
+    from zeroshard.testing.ranks import run_ranks
+
+    precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if bf16 else None
+
+    def every_stage(rank: int) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        _, batch = factory()
+        workload = Workload(lambda: factory()[0], batch, steps=steps)  # type: ignore[no-any-return]
+        runs = [train(rank, workload, Policy.stage(stage), precision=precision) for stage in STAGES]
+        results = []
+        for run in runs:
+            result = run.as_dict()
+            result["same"] = run.equals(runs[0])
+            del result["parameters"]
+            results.append(result)
+        return results
+
+    by_rank = run_ranks(every_stage, ranks, timeout=3600, collective_timeout=600)
+    for stage in STAGES:
+        by_rank[0][stage]["same"] = all(rank[stage]["same"] for rank in by_rank)
+    return by_rank[0]  # type: ignore[no-any-return]
+
+
+def _print_comparison(console: Console, results: list[dict[str, Any]], ranks: int, steps: int) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{ranks} ranks, {steps} steps; MiB per rank, measured / formula", title_justify="left")
+    table.add_column("")
+    for stage in STAGES:
+        table.add_column(f"stage {stage}", justify="right")
+    for step in range(steps):
+        table.add_row(f"loss, step {step + 1}", *[f"{float(result['losses'][step]):.9f}" for result in results])
+    table.add_row("bit-equal to stage 0", *["yes" if result["same"] else "NO" for result in results])
+    for kind in ("parameters", "gradients", "optimizer"):
+        cells = [f"{result['memory'][kind] / MIB:.1f} / {result['formula'][kind] / MIB:.1f}" for result in results]
+        table.add_row(kind, *cells)
+    table.add_row("communication buffers", *[f"{result['memory']['buffers'] / MIB:.1f}" for result in results])
+    table.add_row("sent per step", *[f"{_sent(result, steps):.1f}" for result in results])
+    table.add_row("step time, ms", *[f"{_milliseconds(result):.0f}" for result in results])
+    console.print(table)
+
+
+def _sent(result: dict[str, Any], steps: int) -> float:
+    return float(sum(result["sent"].values())) / steps / MIB
+
+
+def _milliseconds(result: dict[str, Any]) -> float:
+    return 1e3 * float(statistics.median(result["times"][1:] or result["times"]))
+
+
+def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> None:
+    """Bars of measured bytes with the formulas as marks, and bytes sent and step time beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    memory, sent, times = figure.subplots(1, 3, width_ratios=[2, 1, 1])
+    labels = [f"ZeRO-{stage}" for stage in STAGES]
+    bottom = [0.0] * len(STAGES)
+    for kind, colour in (("parameters", "#4c78a8"), ("gradients", "#f58518"), ("optimizer", "#54a24b")):
+        heights = [result["memory"][kind] / MIB for result in results]
+        memory.bar(labels, heights, bottom=bottom, label=kind, color=colour, width=0.6)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    formulas = [sum(result["formula"].values()) / MIB for result in results]
+    memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="ZeRO formula", zorder=3)
+    memory.set_title(f"model states per rank at rest, MiB ({ranks} ranks)")
+    memory.legend(frameon=False, fontsize=8, markerscale=0.4)
+    steps = len(results[0]["times"])
+    sent.bar(labels, [_sent(result, steps) for result in results], color="#9d755d", width=0.6)
+    sent.set_title("sent per rank and step, MiB")
+    times.bar(labels, [_milliseconds(result) for result in results], color="#b279a2", width=0.6)
+    times.set_title("step time, ms")
+    for axes in (memory, sent, times):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+    same = all(result["same"] for result in results)
+    figure.suptitle(
+        "losses and parameters bit-equal under all stages" if same else "losses or parameters DIFFER", fontsize=11
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

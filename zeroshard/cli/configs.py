@@ -1,0 +1,101 @@
+"""Owns `zeroshard config`: what a DeepSpeed config comes to here, and the pages of docs/config. Called by main."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zeroshard.cli.options import build_module, output_folder
+from zeroshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from zeroshard.config.load import Config
+
+config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: what they come to here.")
+
+
+@config_app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON config.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, for the batch sizes.")] = 1,
+    auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
+    model: Annotated[
+        str | None, typer.Option(help='module:function or file.py:function; tells "auto" its hidden size and dtype.')
+    ] = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="Also the keys that are at their defaults.")] = False,
+) -> None:
+    """Print the resolved config, key by key: the value, where it came from, and what it does here.
+
+    The optimizer and the scheduler are made, over a stand-in for the model, so what passes here passes in `initialize`.
+    """
+    from rich.console import Console
+
+    from zeroshard.config.load import load_config, refuse_without_batch_size
+    from zeroshard.config.table import config_table
+
+    module = build_module(model) if model is not None else None
+    config = load_config(file, ranks, module, _supplied(auto or []))
+    refuse_without_batch_size(config)
+    _make_optimizer(config)
+    console = Console()
+    console.print(config_table(config, defaults=all_keys))
+    console.print(_in_force(config), highlight=False)
+
+
+def _supplied(items: list[str]) -> dict[str, Any]:
+    supplied = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise UsageError(f"--auto takes KEY=VALUE, not {item!r}.")
+        try:
+            supplied[key] = json.loads(value)
+        except ValueError:
+            supplied[key] = value
+    return supplied
+
+
+def _make_optimizer(config: Config) -> None:
+    """Make what the blocks name, and throw it away.
+
+    Raises:
+        ConfigError: they cannot be made.
+    """
+    import torch
+
+    from zeroshard.optim.from_config import create_optimizer
+    from zeroshard.optim.lr_schedules import create_scheduler
+
+    optimizer, scheduler = config.schema.optimizer, config.schema.scheduler
+    # A scheduler may give each param group values of its own: as many groups as there are values.
+    values = [value for value in (scheduler.params.values() if scheduler else ()) if isinstance(value, list | tuple)]
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(max(map(len, values), default=1) or 1)]
+    made = create_optimizer(optimizer, groups) if optimizer else torch.optim.SGD(groups, lr=1e-3)
+    if scheduler is not None:
+        create_scheduler(scheduler, made)
+
+
+def _in_force(config: Config) -> str:
+    """What decides most, whether the file says it or not."""
+    clipping = config.schema.gradient_clipping
+    norm = f"gradients are clipped to a norm of {clipping}" if clipping else "gradients are not clipped"
+    made = config.schema.optimizer
+    optimizer = f"the config's {made.type}" if made else "the one that `initialize` is given"
+    batch = config.batch
+    return (
+        f"In force: ZeRO stage {config.stage}; {norm}; optimizer: {optimizer};\nbatch {batch.train} = {batch.micro} samples x "
+        f"{batch.accumulation} microbatches x {batch.world_size} ranks."
+    )
+
+
+@config_app.command()
+def document(folder: Annotated[Path, typer.Argument(help="Where the pages go.")] = Path("docs/config")) -> None:
+    """Write one page for each block of the config, from the schema."""
+    from zeroshard.config.document import pages
+
+    output_folder(folder, "FOLDER").mkdir(parents=True, exist_ok=True)
+    for name, page in pages().items():
+        (folder / name).write_text(page, encoding="utf-8")

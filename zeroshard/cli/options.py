@@ -1,0 +1,190 @@
+"""Owns how options are read: numbers, sizes, dtypes, factories of models, paths; a wrong one is a sentence. Called by commands."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.uncaught import is_users
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?|[+-]?[\d_]+\.)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parameters_of(text: str | float) -> float:
+    """Read a number of parameters: `7B`, `500M`, `7.5e9`, `1_000_000`.
+
+    Raises:
+        typer.BadParameter: it is none, or not positive.
+    """
+    return _size(text, {**_DECIMAL, "b": 10**9, "bn": 10**9}, "a number of parameters, such as 7B, 500M or 7.5e9")
+
+
+def nbytes_of(text: str | float) -> int:
+    """Read a number of bytes: `80GB`, `512MiB`, `1e9`, `4k`. Without an i they are powers of 1000.
+
+    Raises:
+        typer.BadParameter: it is none, or not positive.
+    """
+    units = {**_DECIMAL, **_BINARY}
+    units |= {f"{unit}b": factor for unit, factor in units.items()}
+    return int(_size(text, units, "a number of bytes, such as 80GB, 512MiB or 1e9"))
+
+
+def _size(text: str | float, units: dict[str, int], what: str) -> float:
+    match = _NUMBER.fullmatch(str(text).strip())
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in units:
+        raise typer.BadParameter(f"{text!r} is not {what}.")
+    number = float(match.group(1).replace("_", "")) * units[unit]
+    if not 1 <= number < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not {what}: it must be at least 1.")
+    return number
+
+
+def dtype_name(text: str) -> str:
+    """Torch's name of a dtype: `bfloat16` for `bf16`.
+
+    Raises:
+        typer.BadParameter: it is no dtype that models train in.
+    """
+    from zeroshard.config.fields import DTYPE_NAMES
+
+    name = DTYPE_NAMES.get(text.lower().removeprefix("torch."))
+    if name is None:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(DTYPE_NAMES)}.")
+    return name
+
+
+def load_factory(name: str) -> Callable[[], Any]:
+    """The function that `module:function` or `path/to/file.py:function` names.
+
+    Raises:
+        UsageError: there is none, or its file cannot be imported.
+    """
+    place, _, function = name.rpartition(":")
+    if not place or not function:
+        raise UsageError(f"--model takes module:function or file.py:function, not {name!r}.")
+    module = _load_file(input_file(Path(place), "--model")) if place.endswith(".py") else _load_module(place)
+    if not callable(getattr(module, function, None)):
+        raise UsageError(f"{place} has no function {function!r}.")
+    return getattr(module, function)  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    loader = spec.loader
+    return call_factory(f"importing {path}", lambda: loader.exec_module(module)) or module
+
+
+def _load_module(name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UsageError(f"there is no module {name!r} here: --model takes module:function or file.py:function.")
+    return call_factory(f"importing {name}", lambda: importlib.import_module(name))
+
+
+def call_factory(name: str, factory: Callable[[], Any]) -> Any:
+    """What code of the user's returns; what it raises is a sentence that names the line.
+
+    Raises:
+        UsageError: it raised.
+    """
+    try:
+        return factory()
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        mine = [frame for frame in frames if is_users(frame.filename)]
+        where = f" ({mine[-1].filename}, line {mine[-1].lineno})" if mine else ""
+        raise UsageError(f"{name} failed: {type(error).__name__}: {error}{where}") from error
+
+
+def build_module(name: str) -> nn.Module:
+    """The module that a factory makes, on the meta device: without memory.
+
+    Raises:
+        UsageError: it makes none.
+    """
+    import torch
+    from torch import nn
+
+    factory = load_factory(name)
+    with torch.device("meta"):
+        made = call_factory(name, factory)
+    module = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{name} must return a torch.nn.Module, or (module, batch), not {type(module).__name__}.")
+    return module
+
+
+def input_file(path: Path, option: str) -> Path:
+    """A file that is there.
+
+    Raises:
+        UsageError: it is not, or is a folder.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"{option}: {path} is a folder, not a file." if path.is_dir() else f"{option}: no file at {path}."
+        )
+    return path
+
+
+def input_folder(path: Path, option: str) -> Path:
+    """A folder that is there.
+
+    Raises:
+        UsageError: it is not, or is a file.
+    """
+    if not path.is_dir():
+        raise UsageError(
+            f"{option}: {path} is a file, not a folder." if path.exists() else f"{option}: no folder at {path}."
+        )
+    return path
+
+
+def output_file(path: Path, option: str) -> Path:
+    """A file that may be written to.
+
+    Raises:
+        UsageError: it is a folder, or lies below a file.
+    """
+    if path.is_dir():
+        raise UsageError(f"{option}: {path} is a folder: give it the name of a file.")
+    output_folder(path.parent, option)
+    return path
+
+
+def output_folder(path: Path, option: str) -> Path:
+    """A folder that may be made and written to.
+
+    Raises:
+        UsageError: it, or what it lies in, is a file.
+    """
+    for folder in (path, *path.parents):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{option}: {folder} is a file, not a folder.")
+    return path

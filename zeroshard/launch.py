@@ -1,0 +1,199 @@
+"""Owns how this process meets the ranks that a launcher started with it, and leaves them at exit. Called by initialize and shard.
+
+The launchers, in this order: torchrun and its kin (RANK, WORLD_SIZE, MASTER_ADDR), Slurm's srun, Open MPI's mpirun, and those that
+speak PMI (MPICH, Intel MPI). A process that no launcher started is one rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.errors import UsageError
+
+_LEAVE_SECONDS = 10.0
+_DEFAULT_PORT = 29500
+"""torch's own."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher's environment says.
+
+    Attributes:
+        launcher: its name, for messages.
+        rank, world_size: of this process among all.
+        local_rank: of this process on its machine, where the launcher says it.
+        address: the machine of rank 0, where the environment says it.
+        port: where rank 0 listens.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    address: str | None
+    port: int
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """What the environment says, or None where it names one rank at most.
+
+    Raises:
+        UsageError: it names several ranks, and not which of them this one is.
+    """
+    env = os.environ if environment is None else environment
+    if "WORLD_SIZE" in env:
+        return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
+    if "SLURM_PROCID" in env:
+        count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+        address = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
+        return _launch(env, "Slurm", "SLURM_PROCID", count, "SLURM_LOCALID", address)
+    for launcher, rank, size, local, here in (
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):  # fmt: skip
+        if size in env:
+            one_machine = env.get(here) == env[size]
+            return _launch(
+                env, launcher, rank, size, local, env.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else None)
+            )
+    return None
+
+
+def _launch(
+    env: Mapping[str, str], launcher: str, rank: str, size: str, local: str, address: str | None
+) -> Launch | None:
+    world_size = _number(env, size, 1)
+    if world_size == 1:
+        return None
+    if rank not in env:
+        raise UsageError(
+            f"{size}={world_size} says that there are {world_size} ranks, and {rank} is not set: start with torchrun."
+        )
+    own = _number(env, rank, 0)
+    if own >= world_size:
+        raise UsageError(
+            f"{rank}={own} does not lie below {size}={world_size}: the launcher's environment is not right."
+        )
+    return Launch(launcher, own, world_size, _number(env, local, 0) if local in env else None, address, _port(env))
+
+
+def _number(env: Mapping[str, str], name: str, least: int) -> int:
+    value = env.get(name, str(least))
+    if not value.isdigit() or int(value) < least:
+        raise UsageError(
+            f"the environment's {name}={value!r} is not an integer of at least {least}: start with torchrun, or unset it."
+        )
+    return int(value)
+
+
+def _port(env: Mapping[str, str]) -> int:
+    if "MASTER_PORT" in env:
+        return _number(env, "MASTER_PORT", 1)
+    job = env.get("SLURM_JOB_ID", "")
+    # Jobs that share a machine listen on ports of their own.
+    return 15000 + int(job) % 10000 if job.isdigit() else _DEFAULT_PORT
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of a Slurm node list: `gpu[003-005,9]-ib,login` is `gpu003-ib`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+
+
+def local_device() -> torch.device:
+    """This rank's accelerator, which becomes the current one; the CPU where there is none.
+
+    Raises:
+        UsageError: see `read_launch`.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    launch = read_launch()
+    local = int(os.environ.get("LOCAL_RANK", 0)) if launch is None else launch.local_rank
+    if local is None and launch is not None:
+        local = launch.rank
+    # Where each process sees one device, that is device 0, whatever its local rank.
+    torch.accelerator.set_device_index((local or 0) % torch.accelerator.device_count())
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def join_ranks(device: torch.device, required: bool | None = None) -> None:
+    """Join the ranks that the launcher started in torch.distributed, where nobody has; the process leaves them at exit.
+
+    Does nothing where torch.distributed is initialised, or the environment names one rank.
+
+    Args:
+        device: where the model is, or will be: its kind says the backend.
+        required: True: also where the environment names one rank. False: the caller's word that it is done.
+
+    Raises:
+        UsageError: the environment names several ranks, and they cannot be joined.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    launch = read_launch()
+    if launch is None and not required:
+        return
+    if launch is not None and required is False:
+        raise UsageError(
+            f"{launch.launcher} started {launch.world_size} ranks, torch.distributed is not initialised, and dist_init_required is "
+            "False: each rank would train alone. Leave it out, or call torch.distributed.init_process_group first."
+        )
+    backend = dist.get_default_backend_for_device("cpu" if device.type == "meta" else device)
+    rank, world_size, where = (
+        (0, 1, "tcp://127.0.0.1:0") if launch is None else (launch.rank, launch.world_size, _meeting_point(launch))
+    )
+    try:
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
+    except (RuntimeError, ValueError) as error:
+        place = f"{launch.address}:{launch.port}" if launch else "127.0.0.1"
+        raise UsageError(
+            f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0]}"
+        ) from error
+    atexit.register(_leave_in, os.getpid())
+
+
+def _leave_in(process: int) -> None:
+    if os.getpid() == process:  # a forked child has no say
+        leave_ranks()
+
+
+def _meeting_point(launch: Launch) -> str:
+    if launch.address is None:
+        raise UsageError(
+            f"{launch.launcher} started {launch.world_size} ranks, and nothing says where they meet: set MASTER_ADDR to the "
+            "machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
+        )
+    if launch.launcher == "torchrun":
+        return "env://"  # torchrun holds the port itself, and says so in variables that torch reads
+    return f"tcp://{launch.address}:{launch.port}"
+
+
+def leave_ranks() -> None:
+    """Take torch.distributed down, at the end of the process. At most for some seconds: another rank may be dead.
+
+    A process that ends with its groups alive is aborted now and then, by a thread of the backend's that wants Python when it is
+    gone. Nothing here waits for other ranks; but the backend waits for collectives that were begun, without letting go of Python.
+    """
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # a stderr that is no file: then without a limit
+        faulthandler.dump_traceback_later(_LEAVE_SECONDS, exit=True)
+    # That a rank is gone was told elsewhere; here there is nothing left to lose.
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()

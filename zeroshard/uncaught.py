@@ -1,0 +1,122 @@
+"""Owns how an error of ours ends a process under torchrun: the sentence first, once, and in torchrun's report. Called by errors.
+
+torchrun gives each process a file for its last words, and prints what lies in it. The files of one machine's processes have a
+folder in common, where the first process to fail says so: the others, which mostly fail alike, then stay quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_FILE = "TORCHELASTIC_ERROR_FILE"
+_WHOLE = "ZEROSHARD_TRACEBACK"
+_PACKAGE = Path(__file__).parent
+_PYTHON = Path(os.__file__).parent
+
+
+class Hook:
+    """A `sys.excepthook` for exceptions of one kind; all others go to the hook that was there before."""
+
+    def __init__(self, kind: type[BaseException], before: Callable[..., Any]) -> None:
+        self.kind, self.before = kind, before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Tell an uncaught exception."""
+        if not isinstance(error, self.kind):
+            self.before(kind, error, trace)
+            return
+        sentence = f"{kind.__name__}: {error}"
+        told_by, told = _claim(sentence)
+        if told == sentence:
+            _record(f"as rank {told_by}: {_short(sentence)}", later=True)
+            return
+        if told is not None:
+            _record(_short(sentence), later=True)
+            print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
+            return
+        text = "\n".join([sentence, *_details(error, trace)])
+        _record(text)
+        print(f"[rank {_rank()}] {text}", file=sys.stderr)
+        if os.environ.get(_WHOLE, "0") != "0":
+            self.before(kind, error, trace)
+
+
+def report_uncaught(kind: type[BaseException]) -> None:
+    """Tell uncaught exceptions of this kind as a sentence, where torchrun started this process; elsewhere Python does it."""
+    if _FILE in os.environ and not isinstance(sys.excepthook, Hook):
+        sys.excepthook = Hook(kind, sys.excepthook)
+
+
+def restore() -> None:
+    """Put back the hook that was there before."""
+    if isinstance(sys.excepthook, Hook):
+        sys.excepthook = sys.excepthook.before
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "?")
+
+
+def _short(sentence: str) -> str:
+    line = " ".join(sentence.split())
+    return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+def _claim(sentence: str) -> tuple[str, str | None]:
+    """Be the first of this machine's processes to tell; else (who was, what it told)."""
+    mine = json.dumps([_rank(), sentence])
+    try:
+        folder = Path(os.environ[_FILE]).parent.parent
+        own = folder / f"zeroshard.{os.getpid()}"
+        own.write_text(mine)
+        try:
+            os.link(own, folder / "zeroshard.told")  # whole or not at all, and by one process only
+        except FileExistsError:
+            rank, told = json.loads((folder / "zeroshard.told").read_text())
+            return rank, told
+    except (OSError, KeyError, ValueError):
+        pass  # without a place in common everybody tells
+    return _rank(), None
+
+
+def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
+    """Where in the user's own code, the cause in one line, and how to see more."""
+    lines = []
+    frames = traceback.extract_tb(trace)
+    mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
+    if mine:
+        frame = mine[-1]
+        lines.append(f"  at {frame.filename}, line {frame.lineno}: {frame.line}")
+    if error.__cause__ is not None:
+        lines.append(f"  caused by {_short(f'{type(error.__cause__).__name__}: {error.__cause__}')}")
+    if os.environ.get(_WHOLE, "0") == "0":
+        lines.append(f"  ({_WHOLE}=1 shows the whole traceback)")
+    return lines
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame of a traceback is in code of the user's: not ours, a library's, or Python's."""
+    path = Path(filename)
+    if path.is_relative_to(_PYTHON):
+        return False
+    return "site-packages" not in path.parts and not path.is_relative_to(_PACKAGE) and not filename.startswith("<")
+
+
+def _record(text: str, *, later: bool = False) -> None:
+    """Leave the text for torchrun's report. `later`: another process's is the root cause."""
+    file = Path(os.environ[_FILE])
+    stamp = str(int(time.time()) + later)
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": stamp}}
+    try:
+        with file.open("x") as opened:
+            json.dump({"message": message}, opened)
+    except OSError:
+        return  # the script recorded the error itself, or the agent is gone

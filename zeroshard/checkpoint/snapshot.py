@@ -159,7 +159,7 @@ def take_snapshot(
     Raises:
         CheckpointError: a value is neither JSON nor a tensor.
     """
-    units = live.units
+    description, units = describe(live).as_json(), live.units  # first: every rank has its part in it, whatever fails below
     packer = Packer(f"rank_{live.rank:05d}/", _away(units))
     excluded = {entry.fqn for unit in units for entry in unit.named if not unit.trainable} if exclude_frozen else set()
     pieces, values = _model_states(live, excluded, packer)
@@ -177,7 +177,7 @@ def take_snapshot(
         type(live.inner).__qualname__ if live.inner is not None else None,
         live.policy,
         {key: packer.pack(value, key) for key, value in shared.items()} if live.rank == 0 else {},
-        describe(live).as_json() if live.rank == 0 else {},
+        description,
     )
     packed = {key: packer.pack(value, key) for key, value in own.items()}
     buffers = {name: storable(buffer, f"the buffer {name}") for name, buffer in live.buffers.items()}

@@ -36,10 +36,10 @@ def axes(item: pytest.Item) -> list[Hashable]:
 
 
 def mark_what_is_not_quick(items: list[pytest.Item]) -> None:
-    """Mark as `full` what of a test's combinations the quick set leaves out."""
+    """Mark as `full` what of a test's combinations the quick set leaves out. Whoever has an accelerator runs all that need one."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("full"):
+        if not (item.get_closest_marker("full") or item.get_closest_marker("accelerator")):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         chosen = cover([pairs(axes(item)) for item in cases])

@@ -72,18 +72,28 @@ def replay(
     return path
 
 
-@settings(max_examples=10_000, deadline=None)
-@given(
+HISTORIES = given(
     history=st.lists(st.booleans(), max_size=60) | st.lists(st.sampled_from([False] * 9 + [True]), max_size=60),
     power=st.integers(0, 6), window=st.integers(1, 8), hysteresis=st.integers(1, 4), consecutive=st.booleans(),
     lowest=st.sampled_from([0.25, 1.0, 4.0]),
 )  # fmt: skip
-def test_the_scale_follows_the_rule(
+
+
+def follow_the_rule(
     history: list[bool], power: int, window: int, hysteresis: int, consecutive: bool, lowest: float
 ) -> None:
     start = max(2.0**power, lowest)
     scaler = DynamicLossScaler(start, window, hysteresis, consecutive, lowest)
     assert walk(scaler, history) == replay(history, start, window, hysteresis, consecutive, lowest)
+
+
+def test_the_scale_follows_the_rule() -> None:
+    settings(max_examples=2000, deadline=None)(HISTORIES(follow_the_rule))()
+
+
+@pytest.mark.full
+def test_the_scale_follows_the_rule_through_10_000_histories() -> None:
+    settings(max_examples=10_000, deadline=None)(HISTORIES(follow_the_rule))()
 
 
 def test_a_scaler_goes_on_where_its_state_was_taken() -> None:

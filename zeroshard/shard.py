@@ -92,22 +92,32 @@ def shard(
     whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
-    collectives = create_collectives(group, device, precision.predivide_factor)
+    collectives = create_collectives(group, device, precision.predivide_factor, what="shard()")
+    storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize)
+    context = Context(
+        policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole
+    )
+    with collectives.operation("shard()"):
+        return _shard(model, optimizer, context, units, overlap=overlap)
+
+
+def _shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, units: Units | None, *, overlap: bool
+) -> Sharded:
+    collectives, storages, policy = context.collectives, context.storages, context.policy
     _refuse_different_models(model, collectives)
-    _take_buffers(model, collectives, precision)
-    pool = BufferPool(device)
+    _take_buffers(model, collectives, context.precision)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    param_dtype = precision.resolve(parameters[0].dtype).param
-    storages = Storages(policy, device, param_dtype.itemsize)
-    context = Context(policy, precision, collectives, pool, storages, bucket_numel, whole_parameters=whole)
     groups = group_parameters(model, optimized, units)
     schedule = Schedule(make_units(groups, context), context, overlap=overlap)
-    sharded_optimizer = ShardedOptimizer(optimizer, schedule, collectives, storages, policy, whole_parameters=whole)
+    sharded_optimizer = ShardedOptimizer(
+        optimizer, schedule, collectives, storages, policy, whole_parameters=context.whole_parameters
+    )
     schedule.optimized = optimized
     hooks = Hooks(model, schedule)
     register(schedule.units, hooks)
-    checkpoints = Checkpoints(model, schedule, sharded_optimizer, collectives, policy, group)
-    parking = Parking(schedule, sharded_optimizer, storages, pool)
+    checkpoints = Checkpoints(model, schedule, sharded_optimizer, collectives, policy)
+    parking = Parking(schedule, sharded_optimizer, storages, context.pool)
     return Sharded(model, sharded_optimizer, policy, checkpoints, schedule, hooks, context, parking)
 
 

@@ -185,6 +185,10 @@ class Sharded:
         Raises:
             UsageError: gradients of a step are waiting, or a freed parameter is in no group of the optimizer.
         """
+        with self._context.collectives.operation("update_trainable"):
+            self._update_trainable(param_group)
+
+    def _update_trainable(self, param_group: dict[str, Any] | None) -> None:
         if not self._schedule.is_between_steps:
             raise UsageError("update_trainable between backward and zero_grad: end the step first.")
         if param_group is not None:
@@ -259,7 +263,8 @@ class Sharded:
             CheckpointError: on every rank, where any could not write; names the file and the cause.
         """
         where = Where(Path(folder), tag, save_latest, keep_last)
-        self.checkpoints.save(where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous)
+        with self._context.collectives.operation(f'save "{tag}"'):
+            self.checkpoints.save(where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous)
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
@@ -281,13 +286,15 @@ class Sharded:
         Raises:
             CheckpointError: on every rank; names the file and the cause.
         """
-        return self.checkpoints.load(
-            folder, tag, strict=strict, optimizer_states=optimizer_states, random=random, fall_back=fall_back
-        )
+        with self._context.collectives.operation(f'load "{tag}"' if tag is not None else f'load of "{folder}"'):
+            return self.checkpoints.load(
+                folder, tag, strict=strict, optimizer_states=optimizer_states, random=random, fall_back=fall_back
+            )
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model for `from_pretrained`, each rank its own part, see `Engine.export`. Every rank must call it."""
-        export_live(self.checkpoints, out, dtype)
+        with self._context.collectives.operation(f'export to "{out}"'):
+            export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:
         """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -62,11 +62,12 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
     hooks = list(dict.fromkeys(hooks for hooks in (ref() for _, ref in homes) if hooks is not None))
     at_rest = [unit for unit in units if unit.state is State.SHARDED]
     offloaded = [unit for unit in units if unit.state is State.OFFLOADED]
-    for unit in at_rest:
-        unit.start_unshard()
-    for unit in units:
-        unit.unshard()
-        unit.pin()
+    with _operation(units, "unsharded"):
+        for unit in at_rest:
+            unit.start_unshard()
+        for unit in units:
+            unit.unshard()
+            unit.pin()
     before = [unit.appearance.versions() for unit in units]
     written: list[str] = []
     try:
@@ -74,7 +75,8 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
             for one in hooks:
                 stack.enter_context(one.whole(units))
             yield
-        written = _take_changes(units, before, modifier_rank)
+        with _operation(units, "the end of unsharded"):
+            written = _take_changes(units, before, modifier_rank)
     finally:
         for unit in units:
             unit.unpin()
@@ -87,6 +89,11 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
             "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or copy what you want to change."
         )
+
+
+def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]:
+    """What the waits for other ranks inside belong to."""
+    return units[0].collectives.operation(name) if units else nullcontext()
 
 
 def _take_changes(units: Sequence[Unit], before: Sequence[Sequence[int]], modifier_rank: int | None) -> list[str]:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.checkpoint import manifest as files
@@ -66,11 +65,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, model: nn.Module, schedule: Schedule, optimizer: ShardedOptimizer, collectives: Collectives, policy: Policy,
-        group: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        optimizer: ShardedOptimizer,
+        collectives: Collectives,
+        policy: Policy,
+    ) -> None:
         self.live = LiveModel(model, schedule, optimizer, collectives, policy)
-        self._group = group
         self._control: Collectives | None = None
         self._pending: PendingSave | None = None
         self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
@@ -79,7 +81,7 @@ class Checkpoints:
     def control(self) -> Collectives:
         """Its own connections, made at first use: a save behind the training must not meet the training's messages."""
         if self._control is None:
-            self._control = create_control(self._group)
+            self._control = create_control(self.live.collectives)
         return self._control
 
     # ------------------------------------------------------------------ save
@@ -106,7 +108,11 @@ class Checkpoints:
         if not asynchronous:
             write_checkpoint(snapshot, where, self.control)
             return
-        self._pending = PendingSave(partial(write_checkpoint, snapshot, where, self.control))
+        self._pending = PendingSave(partial(self._write_behind, snapshot, where))
+
+    def _write_behind(self, snapshot: Snapshot, where: Where) -> None:
+        with self.control.operation(f'asynchronous save "{where.tag}"'):
+            write_checkpoint(snapshot, where, self.control)
 
     def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool, staged: bool) -> Snapshot:
         """What one rank cannot save, none does. `staged` makes it a copy."""

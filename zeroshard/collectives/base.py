@@ -73,6 +73,13 @@ class Collectives(ABC):
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
         """Bring rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others give what they like."""
 
+    def operation(self, name: str) -> AbstractContextManager[None]:
+        """Waits inside, of this thread, belong to `name`, such as `save "step_10"`: told when one is long, or fails.
+
+        The outermost name counts.
+        """
+        return nullcontext()
+
     @property
     def _divisor(self) -> float:
         return self.world_size / self.predivide_factor

@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.watch import Watch, notice_seconds_from
 
 
 def create_collectives(
-    group: dist.ProcessGroup | None, device: torch.device, predivide_factor: float = 1.0
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    predivide_factor: float = 1.0,
+    notice_seconds: float | None = None,
+    what: str | None = None,
 ) -> Collectives:
-    """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised)."""
+    """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised).
+
+    Every rank of the group must call it.
+
+    Args:
+        notice_seconds: after so long a wait is told, on stderr, with who is missing; default: 30, or what the environment
+            variable ZEROSHARD_NOTICE_SECONDS says.
+        what: the operation that needs them, such as "shard()": named where a rank does not come.
+
+    Raises:
+        CollectiveError: not every rank came; names them.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return Alone(predivide_factor)
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
     if dist.get_world_size(parent) == 1:
         return Alone(predivide_factor)
-    config = dist.distributed_c10d.get_backend_config(parent)
-    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
-    # Tensors on the CPU travel over gloo, also where the group's backend serves accelerators alone.
-    backend = backends.get(device.type, "gloo" if device.type == "cpu" else config)
-    return (PointToPoint if backend == "gloo" else Native)(parent, device, predivide_factor)
+    members = Members.of(parent, device)
+    kind = PointToPoint if members.backend == "gloo" else Native
+    watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds))
+    try:
+        with watch.operation(what) if what else nullcontext():
+            collectives = kind(members, device, predivide_factor, watch)
+    except BaseException:
+        watch.close()
+        raise
+    collectives.owns_watch()
+    return collectives
 
 
-def create_control(group: dist.ProcessGroup | None) -> Collectives:
-    """Connections of their own for small messages, over gloo whatever the group's backend: for a thread beside the training."""
-    if not dist.is_available() or not dist.is_initialized():
+def create_control(beside: Collectives) -> Collectives:
+    """Connections of their own for small messages, over gloo, beside those of the training. Every rank must call it.
+
+    Raises:
+        CollectiveError: not every rank came; names them.
+    """
+    if not isinstance(beside, Grouped):
         return Alone()
-    parent = group if group is not None else dist.group.WORLD
-    assert parent is not None
-    return Alone() if dist.get_world_size(parent) == 1 else PointToPoint(parent, torch.device("cpu"), 1.0)
+    # The connections that are there tell at once of a rank that is dead; new ones are only waited for.
+    beside.exchange(b"\0", "connections for small messages")
+    return PointToPoint(beside.members, torch.device("cpu"), 1.0, beside.watch)

@@ -1,100 +1,148 @@
-"""Owns what the multi-rank classes share: a process group of our own, transfers from rank to rank, and guarded waits."""
+"""Owns what the multi-rank classes share: an engine (a process group of our own), works in flight, and guarded waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zeroshard.collectives.base import Collectives, Pending
+from zeroshard.collectives.members import Members
 from zeroshard.collectives.report import describe_failure
-from zeroshard.errors import CollectiveError
+from zeroshard.collectives.watch import Watch, spelled
+from zeroshard.errors import CollectiveError, ZeroshardError
 
-_TRANSFER_TAG = (1 << 30) + 1
+T = TypeVar("T", dist.ProcessGroup, dist.ProcessGroupGloo)
+
+TRANSFER_TAG = (1 << 30) + 1
 """Transfers from one rank to another keep their order, so one tag does for all; no bucket has this number."""
+_PROBE = timedelta(milliseconds=1)
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
+
+
+Work = tuple[dist.Work, int | None]
+"""One work of the engine's, and the member at its other end where there is one."""
 
 
 class Grouped(Collectives):
-    """What the two multi-rank classes share: a process group of our own, and the report when a wait fails."""
+    """Several ranks.
 
-    _backend: str | None = None
-    """Of the process group; None is that of the group it is made from."""
+    Args:
+        members: who.
+        device: where tensors lie.
+        predivide_factor: see `Collectives`.
+        watch: over the waits; may be shared.
+    """
 
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
+    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
         super().__init__(predivide_factor)
-        self._device = device
-        self._ranks = dist.get_process_group_ranks(parent)
-        # The group's own timeout is the user's word on how long to wait; torch has no public reader of it.
-        known = [one for one in parent._device_types if one.type == device.type] or parent._device_types
-        self._timeout: timedelta = parent._get_backend(known[0]).options._timeout
-        self._group = self._new_group()
-        self._store = self._group.get_group_store()
-        self.rank = dist.get_rank(self._group)
-        self.world_size = len(self._ranks)
+        self.members, self.watch, self._device = members, watch, device
+        self.rank, self.world_size = members.rank, len(members.ranks)
+        self._end_watch: Callable[[], object] = lambda: None
 
-    def _new_group(self) -> dist.ProcessGroup:
-        """A group of our own: our tags and our order of collectives never meet the user's."""
-        group: dist.ProcessGroup | None = dist.new_group(
-            self._ranks,
-            timeout=self._timeout,
-            backend=self._backend,
-            use_local_synchronization=self._is_subgroup,
-        )
-        assert group is not None
-        return group
-
-    @property
-    def _is_subgroup(self) -> bool:
-        return len(self._ranks) < dist.get_world_size()
-
-    def _destroy(self, group: dist.ProcessGroup) -> None:
-        # torch names a subgroup by how many groups there are: one that is gone gives its name, and its stale addresses in
-        # the store, to the next. So subgroups stay until the process ends.
-        if dist.is_initialized() and not self._is_subgroup:
-            dist.destroy_process_group(group)
+    def owns_watch(self) -> None:
+        """The watch ends with this object."""
+        self._end_watch = weakref.finalize(self, self.watch.close)
 
     def close(self) -> None:
-        self._destroy(self._group)
+        self._end_watch()
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        if tensor.numel() == 0:
-            return
-        self.sent["broadcast"] += tensor.nbytes if self.rank == source else 0
-        dist.broadcast(tensor, src=self._ranks[source], group=self._group)
+    def operation(self, name: str) -> AbstractContextManager[None]:
+        return self.watch.operation(name)
 
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
-        works: list[dist.Work | None] = []
-        if self.rank == source:
-            self.sent["transfer"] += tensor.nbytes
-            works = [self._group.send([tensor], target, _TRANSFER_TAG)]
-        elif self.rank == target:
-            works = [self._group.recv([tensor], source, _TRANSFER_TAG)]
-        return Transfer(self, works, "transfer", label)
-
-    def guarded(self, wait: Callable[[], Any], label: str) -> None:
+    @contextmanager
+    def guarded(self, label: str) -> Iterator[None]:
+        """Inside this rank waits for others: watched, and what fails becomes a `CollectiveError`."""
+        self.watch.enter(label)
         try:
-            wait()
+            yield
         except RuntimeError as error:
-            raise CollectiveError(self.report(label, error)) from error
+            if isinstance(error, ZeroshardError):
+                raise
+            raise self.failure(label, error) from error
+        finally:
+            self.watch.leave()
 
-    def report(self, label: str, error: RuntimeError) -> str:
-        """What to tell the user of a wait that failed."""
-        return describe_failure(self._store, self.rank, self.world_size, label, self._timeout, error)
+    def _made(self, make: Callable[[], T]) -> T:
+        """An engine. Every member must come here."""
+        with self.guarded("the others, to make connections"):
+            Watch.forget(self.members.root, self.members.own)
+            return make()
+
+    def failure(
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = ()
+    ) -> CollectiveError:
+        """What to raise for a wait that failed.
+
+        Args:
+            peer: the member at the other end.
+            works: the rest of the same operation.
+        """
+        ranks, operation = self.members.ranks, self.watch.operation_name
+        closed = _closed_peers(works) | ({peer} if peer is not None and _says_closed(error) else set())
+        text = spelled(operation, label)
+        others = self.watch.ask(text)
+        return CollectiveError(
+            describe_failure(
+                self.members.own,
+                ranks,
+                text,
+                operation,
+                others,
+                {ranks[one] for one in closed},
+                self.members.timeout,
+                error,
+            )
+        )
+
+
+def _says_closed(error: BaseException) -> bool:
+    return any(words in str(error) for words in _CLOSED)
+
+
+def _closed_peers(works: Sequence[Work]) -> set[int]:
+    """Members whose connections are closed.
+
+    A wait that times out closes all connections of gloo's, so the others learn of the failure at once.
+    """
+    closed = set()
+    for work, peer in works:
+        try:
+            work.wait(_PROBE)
+        except RuntimeError as error:
+            if peer is not None and _says_closed(error):
+                closed.add(peer)
+    return closed
 
 
 class Transfer(Pending):
-    """The works of one operation."""
+    """The works of one operation. `land` is called when they are done."""
 
-    def __init__(self, collectives: Grouped, works: Sequence[dist.Work | None], kind: str, label: str) -> None:
+    def __init__(
+        self, collectives: Grouped, works: Sequence[Work], kind: str, label: str, land: Callable[[], None] | None = None
+    ) -> None:
         self._collectives, self._works, self._kind, self._label = collectives, works, kind, label
+        self._land = land
 
     def wait(self) -> None:
+        collectives = self._collectives
         works, self._works = self._works, ()
-        with self._collectives.measure(self._kind):
-            for work in works:
-                if work is not None:
-                    self._collectives.guarded(work.wait, self._label)
+        with collectives.measure(self._kind):
+            collectives.watch.enter(self._label)
+            done, peer = 0, None
+            try:
+                for work, peer in works:  # noqa: B007  (the report names it)
+                    work.wait()
+                    done += 1
+            except RuntimeError as error:
+                raise collectives.failure(self._label, error, peer, works[done + 1 :]) from error
+            finally:
+                collectives.watch.leave()
+        land, self._land = self._land, None
+        if land is not None:
+            land()

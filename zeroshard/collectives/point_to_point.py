@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.collectives.base import Pending, PendingReduction
-from zeroshard.collectives.grouped import Grouped, Transfer
+from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer, Work
+from zeroshard.collectives.members import Members
 from zeroshard.collectives.reduction import sum_into
-from zeroshard.errors import CollectiveError
+from zeroshard.collectives.watch import Watch
+from zeroshard.errors import UsageError
 
 _SEQUENCE_BITS = 8
 
 
 class PointToPoint(Grouped):
-    """Pairwise transfers over gloo."""
+    """Pairwise transfers. What does not lie in CPU memory passes through it: gloo reads and writes plain memory."""
 
-    _backend = "gloo"
-
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device, predivide_factor: float) -> None:
-        super().__init__(parent, device, predivide_factor)
+    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
+        super().__init__(members, device, predivide_factor, watch)
         self._sequence: Counter[int] = Counter()
+        self._made_engine: Any = self._made(members.gloo)  # torch's stubs lack its send, recv and broadcast
+
+    @property
+    def _engine(self) -> Any:
+        if self._made_engine is None:
+            raise UsageError("these collectives were closed, by remove(): nothing can be sent any more.")
+        return self._made_engine
+
+    def close(self) -> None:
+        self._made_engine = None
+        super().close()
 
     def _tag(self, bucket: int, kind: int) -> int:
         """A number that only the same operation of the same bucket carries, on every rank."""
@@ -35,23 +49,53 @@ class PointToPoint(Grouped):
         # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def _transfer(
-        self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str
-    ) -> Transfer:
-        # The group's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
+    def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
+        # The engine's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
+        land = None
+        if self._is_staged:
+            send, (receive, land) = _copied(send), _landing(receive)
+        engine, peer = self._engine, None
+        works: list[Work] = []
         try:
-            works = [self._group.recv([tensor], peer, tag) for peer, tensor in receive.items()]
-            works += [self._group.send([tensor], peer, tag) for peer, tensor in send.items()]
+            for peer, tensor in receive.items():
+                works.append((engine.recv([tensor], peer, tag), peer))
+            for peer, tensor in send.items():
+                works.append((engine.send([tensor], peer, tag), peer))
         except RuntimeError as error:
-            raise CollectiveError(self.report(label, error)) from error
-        return Transfer(self, works, kind, label)
+            raise self.failure(label, error, peer, works) from error
+        return Transfer(self, works, kind, label, land)
+
+    @property
+    def _is_staged(self) -> bool:
+        return self._device.type != "cpu"
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        if tensor.numel() == 0:
+            return
+        self.sent["broadcast"] += tensor.nbytes if self.rank == source else 0
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        plain = tensor.detach().to("cpu").contiguous()
+        with self.guarded(f"a broadcast of rank {self.members.ranks[source]}"):
+            self._engine.broadcast([plain.view(-1).view(torch.uint8)], options).wait()
+        if self.rank != source and plain.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(plain)
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        send, receive = dict[int, Tensor](), dict[int, Tensor]()
+        if self.rank == source:
+            self.sent["transfer"] += tensor.nbytes
+            send = {target: tensor}
+        elif self.rank == target:
+            receive = {source: tensor}
+        return self._start(send, receive, TRANSFER_TAG, "transfer", label)
 
     def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
         peers = self._peers()
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)
         send = dict.fromkeys(peers, own)
-        return self._transfer(send, {peer: rows[peer] for peer in peers}, self._tag(bucket, 0), "gather", label)
+        return self._start(send, {peer: rows[peer] for peer in peers}, self._tag(bucket, 0), "gather", label)
 
     def workspace_numel(self, rows: Tensor) -> int:
         return (self.world_size - 1) * rows.shape[1]
@@ -61,7 +105,7 @@ class PointToPoint(Grouped):
         received = dict(zip(peers, workspace.view(len(peers), rows.shape[1]), strict=True))
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(peers)
         send = {peer: rows[peer] for peer in peers}
-        transfer = self._transfer(send, received, self._tag(bucket, 1), "reduce", label)
+        transfer = self._start(send, received, self._tag(bucket, 1), "reduce", label)
         contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
         return _PairwiseMean(transfer, contributions, self._divisor)
 
@@ -70,9 +114,30 @@ class PointToPoint(Grouped):
         peers = self._peers()
         received = {peer: torch.empty_like(own) for peer in peers}
         self.sent["exchange"] += own.nbytes * len(peers)
-        self._transfer(dict.fromkeys(peers, own), received, self._tag(0, 2), "exchange", label).wait()
+        self._start(dict.fromkeys(peers, own), received, self._tag(0, 2), "exchange", label).wait()
         received[self.rank] = own
         return [received[rank].numpy().tobytes() for rank in range(self.world_size)]
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.accelerator.is_available())
+
+
+def _copied(send: dict[int, Tensor]) -> dict[int, Tensor]:
+    """In CPU memory; what goes to several members is copied once."""
+    copies = {id(tensor): _host_memory(tensor).copy_(tensor) for tensor in send.values()}
+    return {peer: copies[id(tensor)] for peer, tensor in send.items()}
+
+
+def _landing(receive: dict[int, Tensor]) -> tuple[dict[int, Tensor], Callable[[], None]]:
+    """CPU memory in the place of tensors, and what brings it there when everything has arrived."""
+    landing = {peer: _host_memory(tensor) for peer, tensor in receive.items()}
+    return landing, partial(_bring, landing, receive)
+
+
+def _bring(landing: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
+    for peer, tensor in receive.items():
+        tensor.copy_(landing[peer])
 
 
 class _PairwiseMean(PendingReduction):

@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMEL = 1 << 16
-"""Elements that are summed and divided at once: small enough that the second pass finds them in the cache."""
+"""Elements that a CPU sums and divides at once: small enough that the second pass finds them in the cache."""
 
 
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
     """out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
+    if len(contributions) == 1 and divisor == 1.0:
+        if accumulate:
+            out.add_(contributions[0])
+        elif not _is_same(out, contributions[0]):
+            out.copy_(contributions[0])
+        return
     dtype = torch.promote_types(contributions[0].dtype, torch.float32)
-    for low in range(0, out.numel(), CHUNK_NUMEL):
-        high = min(low + CHUNK_NUMEL, out.numel())
+    step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    for low in range(0, out.numel(), step):
+        high = min(low + step, out.numel())
         parts = [contribution[low:high].to(dtype) for contribution in contributions]
         total = torch.add(parts[0], parts[1]) if len(parts) > 1 else parts[0]
         for part in parts[2:]:
@@ -24,3 +31,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             out[low:high].add_(torch.div(total, divisor))
         else:
             torch.div(total, divisor, out=out[low:high])
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()

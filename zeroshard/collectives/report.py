@@ -1,40 +1,80 @@
-"""Owns what is told when a wait for other ranks failed: what each rank waited for. Called by grouped."""
+"""Owns the words on ranks that wait: the line of a long wait, and the report of one that failed. Called by watch and grouped."""
 
 from __future__ import annotations
 
-import json
-import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import Store
 
-_REPORT_SECONDS = 5.0
+class Told(NamedTuple):
+    """What a rank said of itself: what it waits for, or what it waited for when that failed."""
+
+    text: str
+    has_failed: bool
+
+
+def spell(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 2-5`."""
+    ordered = sorted(ranks)
+    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
+    runs = [ordered[low:high] for low, high in pairwise(cuts)]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' if len(ordered) > 1 else ''} {text}"
+
+
+def sentence(own: int, seconds: float, text: str, ranks: Sequence[int], others: Mapping[int, Told]) -> str:
+    """The line of a wait that lasts. Ranks are those of all."""
+    waiting = defaultdict[str, list[int]](list)
+    for rank, told in others.items():
+        waiting[told.text].append(rank)
+    with_us = sorted([own, *waiting.pop(text, [])])
+    parts = [f"{spell(with_us)} {_has(with_us)} waited {seconds:.0f} s for {text}"]
+    parts += [f"{spell(them)} {_has(them)} waited for {what}" for what, them in waiting.items()]
+    silent = [rank for rank in ranks if rank != own and rank not in others]
+    if silent:
+        parts.append(f"{spell(silent)} {_is(silent)} not waiting for any rank (still in other code?)")
+    return "; ".join(parts)
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"
 
 
 def describe_failure(
-    store: Store, rank: int, world_size: int, label: str, timeout: timedelta, error: RuntimeError
-) -> str:
-    """Say what every rank was doing. A failed wait closes gloo's connections, so all blocked ranks get here."""
-    store.set(f"stuck/{rank}", json.dumps({"label": label}))
-    others = [other for other in range(world_size) if other != rank]
-    deadline = time.monotonic() + _REPORT_SECONDS
-    doing: dict[int, str] = {}
-    while len(doing) < len(others) and time.monotonic() < deadline:
-        for other in others:
-            if other not in doing and store.check([f"stuck/{other}"]):
-                doing[other] = json.loads(store.get(f"stuck/{other}"))["label"]
-        time.sleep(0.05)
-    lines = [f"rank {rank} waited for {label}"]
-    for other in others:
-        lines.append(
-            f"rank {other} waited for {doing[other]}"
-            if other in doing
-            else f"rank {other} was not waiting for any rank (dead, finished, or still in other code)"
-        )
+    own: int, ranks: Sequence[int], text: str, operation: str | None, others: Mapping[int, Told], gone: Iterable[int],
+    timeout: timedelta, error: BaseException,
+) -> str:  # fmt: skip
+    """What is raised when a wait failed: what each rank waited for, as far as it is known. Ranks are those of all.
+
+    Args:
+        others: what other ranks said that they waited for.
+        gone: ranks whose connections are closed.
+    """
+    closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
+    waiting = {own: text} | {rank: told.text for rank, told in others.items() if rank not in closed}
+    lines = [f"rank {rank} waited for {what}" for rank, what in sorted(waiting.items())]
+    if closed:
+        lines.append(f"{spell(closed)} closed the connection, and said nothing: dead, or finished")
+    silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
+    if silent:
+        were = "were" if len(silent) > 1 else "was"
+        lines.append(f"{spell(silent)} {were} not waiting for any rank (dead, finished, or still in other code)")
+    advice = (
+        f"Every rank must come to {operation}, at the same point of the program: none may leave it out."
+        if operation
+        else "Every rank must run the same units in the same order, and take the same number of microbatches and steps. "
+        "Declare a module that runs only a part of itself, by its input, as a leaf: Units(leaf_classes=...), or "
+        "zero_optimization.leaf_module in a config."
+    )
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)
-        + "\nEvery rank must run the same units in the same order, and take the same number of microbatches and "
-        "steps. Declare a module that runs only a part of itself, by its input, as a leaf: Units(leaf_classes=...), or "
-        f"zero_optimization.leaf_module in a config. The backend said: {str(error).splitlines()[0]}"
+        + f"\n{advice} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
     )

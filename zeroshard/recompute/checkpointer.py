@@ -156,7 +156,7 @@ class Checkpointer:
                 stacklevel=2,
             )
             return keeper
-        return Partition(create_collectives(group, device), keeper)
+        return Partition(create_collectives(group, device, what="partitioned activations"), keeper)
 
     # ------------------------------------------------------------------ costs
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.parameters.shown import classes_of
@@ -28,6 +29,7 @@ class _Unit(Protocol):
     sharded_at_rest: bool
     state: State
     used: set[int]
+    collectives: Collectives
 
     def unshard(self) -> None: ...
 
@@ -150,7 +152,8 @@ class Appearance:
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         if unit.state is State.PARKED:
             self.before_read(parameter, "deepcopy")
-        unit.unshard()
+        with unit.collectives.operation("deepcopy"):
+            unit.unshard()
         for entry in self._named:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.data.clone(), entry.parameter.requires_grad)
         unit.reshard()

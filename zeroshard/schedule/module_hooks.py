@@ -124,8 +124,12 @@ class _Held:
         self._units, self._names = units, names
 
     def before_save(self, *_: Any) -> None:
+        self._bring("state_dict")
+
+    def _bring(self, operation: str) -> None:
         for unit in self._units:
-            unit.unshard()
+            with unit.collectives.operation(operation):
+                unit.unshard()
             unit.pin()
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -135,7 +139,7 @@ class _Held:
         self._give_back()
 
     def before_load(self, *_: Any) -> None:
-        self.before_save()
+        self._bring("load_state_dict")
 
     def after_load(self, *_: Any) -> None:
         self._give_back()

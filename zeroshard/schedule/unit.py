@@ -47,7 +47,7 @@ class Unit:
     def __init__(self, group: Group, dtypes: DTypes, first_bucket: int, context: Context) -> None:
         self.label, self.named = group.label, group.named
         self.modules: tuple[nn.Module, ...] = (group.module,)
-        self.trainable, self.policy = group.trainable, context.policy
+        self.trainable, self.policy, self.collectives = group.trainable, context.policy, context.collectives
         self.sharded_at_rest = context.policy.parameters.sharded
         self.master_dtype = dtypes.master if self.trainable else dtypes.param
         world_size = context.collectives.world_size

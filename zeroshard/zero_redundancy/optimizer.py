@@ -71,7 +71,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)  # type: ignore[no-untyped-call]
         self._device = self._parameters[0].device
         self.process_group = process_group if process_group is not None else dist.group.WORLD
-        self._collectives: Collectives = create_collectives(self.process_group, self._device)
+        self._collectives: Collectives = create_collectives(
+            self.process_group, self._device, what="ZeroRedundancyOptimizer()"
+        )
         self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
         self._pool = BufferPool(self._device)
         known = looks_at_whole_parameters(optimizer_class)

@@ -1,0 +1,117 @@
+"""What the bookkeeping of a step costs: a model of many small blocks, where computing is next to nothing, on 2 ranks.
+
+    python benchmarks/many_units.py [--blocks 2000] [--steps 5]
+
+CPU seconds of a rank's process for one step (its threads included), the median over steps, beside DDP and FSDP2; and how it grows from a
+tenth of the blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import zeroshard
+from zeroshard import Policy
+from zeroshard.testing import run_ranks
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Five small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, WIDTH] to the same."""
+        out: Tensor = x + self.scale * self.linear(self.norm(x)) * 0.01
+        return out
+
+
+class Deep(nn.Module):
+    """As many blocks as one likes."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, WIDTH] to a loss of shape []."""
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def _ddp(model: Deep) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return nn.parallel.DistributedDataParallel(model), _adamw(model)
+
+
+def _fsdp2(model: Deep) -> tuple[nn.Module, torch.optim.Optimizer]:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, _adamw(model)
+
+
+def _zeroshard(stage: int) -> Callable[[Deep], tuple[nn.Module, Any]]:
+    return lambda model: (model, zeroshard.shard(model, _adamw(model), Policy.stage(stage)).optimizer)
+
+
+SYSTEMS: dict[str, Callable[[Deep], tuple[nn.Module, Any]]] = {
+    "DDP": _ddp,
+    "DDP again": _ddp,
+    "FSDP2": _fsdp2,
+    "zeroshard stage 2": _zeroshard(2),
+    "zeroshard stage 3": _zeroshard(3),
+}
+
+
+def cpu_seconds(_: int, system: str, blocks: int, steps: int) -> float:
+    """Of this process, for one step."""
+    torch.manual_seed(0)
+    model, optimizer = SYSTEMS[system](Deep(blocks))
+    x, taken = torch.randn(2, WIDTH), []
+    for _ in range(2 + steps):
+        start = time.process_time()
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken[2:])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=list(SYSTEMS))
+    options = parser.parse_args()
+    first = None
+    print(f"{'':20}{'CPU s/step':>12}{'x DDP':>8}{'a tenth':>10}{'growth':>8}")
+    for system in options.only:
+        large, small = (
+            max(run_ranks(cpu_seconds, 2, system, count, options.steps, timeout=1200, collective_timeout=600))
+            for count in (options.blocks, options.blocks // 10)
+        )
+        first = first or large
+        print(f"{system:20}{large:12.3f}{large / first:8.2f}{small:10.3f}{large / small:8.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

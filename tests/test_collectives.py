@@ -1,0 +1,522 @@
+"""Groups of our own are given back; who waits, who is missing and who died is named; no wait is without an end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, tokens, workload
+from torch import nn
+
+import zeroshard
+from zeroshard import CollectiveError, Policy, UsageError
+from zeroshard.collectives import watch as watching
+from zeroshard.collectives.alone import Alone
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives, create_control
+from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.native import Native
+from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.reduction import CHUNK_NUMEL, sum_into
+from zeroshard.collectives.report import Told, describe_failure, spell
+from zeroshard.collectives.watch import NOTICE_VARIABLE, Watch
+from zeroshard.testing import RankError, run_ranks, train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTICE_VARIABLE, "1")
+    monkeypatch.setattr(watching, "REPORT_SECONDS", 1.0)
+
+
+def lent() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+def eventually(expected: tuple[int, int]) -> tuple[int, int]:
+    """A thread that has ended is in /proc for a moment more."""
+    for _ in range(100):
+        if lent() == expected:
+            break
+        time.sleep(0.02)
+    return lent()
+
+
+def agree(collectives: Collectives, rank: int) -> None:
+    assert collectives.exchange(bytes([rank]), "ranks") == [bytes([r]) for r in range(collectives.world_size)]
+
+
+# ---------------------------------------------------------------------- groups of our own
+
+
+def test_what_a_group_holds_is_given_back() -> None:
+    def body(rank: int) -> None:
+        pair = dist.new_group([1, 2])
+        agree(first := create_collectives(None, CPU), rank)  # whatever is made once in a process
+        first.close()
+        before = lent()
+        for _ in range(200):
+            both = create_collectives(None, CPU), create_collectives(pair, CPU) if rank else Alone()
+            agree(both[0], rank)
+            agree(both[1], rank - 1 if rank else 0)
+            for collectives in both:
+                collectives.close()
+        assert eventually(before) == before
+        for _ in range(3):
+            agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
+        assert eventually(before) == before
+
+    run_ranks(body, 3)
+
+
+def test_any_ranks_make_groups_in_any_order() -> None:
+    def body(rank: int) -> None:
+        left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
+        if rank == 0:
+            for _ in range(3):
+                agree(create_collectives(left, CPU), 0)
+        if rank == 1:
+            for _ in range(3):
+                agree(create_collectives(left, CPU), 1)
+            agree(create_collectives(right, CPU), 0)
+        if rank == 2:
+            agree(create_collectives(right, CPU), 1)
+        agree(create_collectives(None, CPU), rank)
+
+    run_ranks(body, 3)
+
+
+def test_the_order_of_the_users_group_is_kept() -> None:
+    def body(rank: int) -> None:
+        turned = dist.new_group([1, 0], sort_ranks=False)
+        collectives = create_collectives(turned, CPU)
+        assert collectives.rank == dist.get_rank(turned) == 1 - rank
+        agree(collectives, 1 - rank)
+        value = torch.tensor([rank])
+        collectives.broadcast(value)
+        assert value.item() == 1
+
+    run_ranks(body, 2)
+
+
+def test_closed_collectives_say_so() -> None:
+    def body(rank: int) -> None:
+        collectives = create_collectives(None, CPU)
+        control = create_control(collectives)
+        agree(control, rank)
+        collectives.close()
+        with pytest.raises(UsageError, match="closed"):
+            collectives.exchange(b"x", "anything")
+        control.close()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("kind", [PointToPoint, Native])
+def test_every_operation(kind: type[Grouped], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two classes, and tensors that pass through CPU memory, give the same."""
+
+    def body(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        members = Members.of(dist.group.WORLD, CPU)
+        assert members.backend == "gloo"
+        for staged in (False, True):
+            if kind is PointToPoint:
+                monkeypatch.setattr(PointToPoint, "_is_staged", staged)
+            watch = Watch(members.root, members.ranks, members.own, 30.0)
+            collectives = kind(members, CPU, 1.0, watch)
+            agree(collectives, rank)
+            assert collectives.exchange_json({"n": "x" * rank}, "json") == [{"n": "x" * r} for r in range(3)]
+            rows = torch.zeros(3, 5)
+            rows[rank] = rank + 1
+            collectives.all_gather(rows, 0, "gather").wait()
+            assert torch.equal(rows, torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, 5))
+            rows = torch.arange(15.0).view(3, 5) * (rank + 1)
+            workspace, out = torch.empty(collectives.workspace_numel(rows)), torch.ones(5)
+            collectives.reduce_scatter(rows, workspace, 0, "reduce").finish(out, accumulate=True)
+            assert torch.equal(out, 1 + torch.arange(15.0).view(3, 5)[rank] * 6 / 3)
+            for value in (torch.tensor(rank), torch.tensor([rank == 2] * 3), torch.full((4, 2), float(rank)).t()):
+                collectives.broadcast(value, 2)
+                assert torch.equal(value, torch.full_like(value, 2))
+            message = torch.full((7,), float(rank))
+            collectives.transfer(message, 2, 0, "transfer").wait()
+            assert message[0] == (2.0 if rank == 0 else rank)
+            collectives.close()
+            watch.close()
+
+    run_ranks(body, 3)
+
+
+def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> None:
+        work = workload("untied", steps=3)
+        plain = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+        monkeypatch.setattr(PointToPoint, "_is_staged", True)
+        for stage in range(4):
+            assert train(rank, work, Policy.stage(stage)).equals(plain[stage])
+
+    run_ranks(body, 2)
+
+
+def test_one_contribution_is_not_copied() -> None:
+    row = torch.rand(CHUNK_NUMEL + 3)
+    kept = row.clone()
+    with Operations() as calls:
+        sum_into([row], 1.0, row, accumulate=False)
+    assert calls == []
+    assert torch.equal(row, kept)
+    out = torch.ones_like(row)
+    sum_into([row], 1.0, out, accumulate=True)
+    assert torch.equal(out, 1 + row)
+    sum_into([row.bfloat16()], 1.0, out, accumulate=False)
+    assert torch.equal(out, row.bfloat16().float())
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """What operations run inside."""
+
+    def __enter__(self) -> list[str]:  # type: ignore[override]
+        self.calls: list[str] = []
+        super().__enter__()
+        return self.calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mean_is_the_sum_in_rank_order() -> None:
+    parts = [torch.randn(CHUNK_NUMEL * 2 + 5) for _ in range(3)]
+    out = torch.empty_like(parts[0])
+    sum_into(parts, 3.0, out, accumulate=False)
+    assert torch.equal(out, (parts[0] + parts[1] + parts[2]) / 3)
+
+
+# ---------------------------------------------------------------------- who is missing
+
+
+class Lines(logging.Handler):
+    """What was said on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("zeroshard").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def made(stage: int, group: dist.ProcessGroup | None = None) -> zeroshard.Sharded:
+    model = Stack()
+    return zeroshard.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Policy.stage(stage), group=group
+    )
+
+
+def enter_unsharded(sharded: zeroshard.Sharded) -> None:
+    with zeroshard.unsharded(sharded.model):
+        pass
+
+
+def leave_unsharded(sharded: zeroshard.Sharded) -> None:
+    """Under stage 2 nothing is waited for but at the end, for what rank 0 wrote."""
+    with zeroshard.unsharded(sharded.model, modifier_rank=0):
+        pass
+
+
+def freed(sharded: zeroshard.Sharded) -> None:
+    """The parameters of a block are frozen, which lays it out anew."""
+    nn.Module.requires_grad_(sharded.model.blocks[0], False)  # type: ignore[index]
+    sharded.update_trainable()
+
+
+OPERATIONS: dict[str, tuple[int, Callable[[zeroshard.Sharded, Path], object], str]] = {
+    "save": (2, lambda sharded, folder: sharded.save(folder, "x"), 'save "x"'),
+    "asynchronous": (2, lambda sharded, folder: sharded.save(folder, "x", asynchronous=True), 'save "x"'),
+    "load": (2, lambda sharded, folder: sharded.load(folder, "x"), 'load "x"'),
+    "latest": (2, lambda sharded, folder: sharded.load(folder), "load of"),
+    "export": (2, lambda sharded, folder: sharded.checkpoints.export(folder), "export to"),
+    "unsharded": (3, lambda sharded, folder: enter_unsharded(sharded), "unsharded"),
+    "modified": (2, lambda sharded, folder: leave_unsharded(sharded), "the end of unsharded"),
+    "update": (3, lambda sharded, folder: freed(sharded), "update_trainable"),
+    "sum": (2, lambda sharded, folder: sharded.sum_over_ranks(torch.ones(1)), "a sum over ranks"),
+}
+GROUPS = {"2": (2, None), "3": (3, None), "subgroup": (3, [1, 2])}
+
+
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def all_missing(message: str, missing: list[int]) -> bool:
+    return f"{spell(missing)} {'were' if len(missing) > 1 else 'was'} not waiting for any rank" in message
+
+
+@pytest.mark.parametrize("where", GROUPS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path, name: str, where: str) -> None:
+    """`if rank == 0: sharded.save(...)`: told after the notice, and a named error at the timeout."""
+    stage, call, text = OPERATIONS[name]
+    count, ranks = GROUPS[where]
+    over = ranks or list(range(count))
+
+    def body(rank: int) -> None:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
+        if rank not in over:
+            until(tmp_path / "done")
+            return
+        said = Lines()
+        sharded = made(stage, group)
+        if rank != over[0]:
+            until(tmp_path / "done")  # in other code
+            assert not said.lines
+            return
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                call(sharded, tmp_path)
+        finally:
+            (tmp_path / "done").touch()
+        message, missing = str(caught.value), over[1:]
+        assert f"rank {rank} waited for {text}" in message
+        assert all_missing(message, missing)
+        assert len(said.lines) == 1
+        assert said.lines[0].startswith(f"rank {rank} has waited ")
+        assert text in said.lines[0]
+        assert f"{spell(missing)} {'are' if len(missing) > 1 else 'is'} not waiting for any rank" in said.lines[0]
+
+    run_ranks(body, count, collective_timeout=2.5)
+
+
+@pytest.mark.parametrize("where", GROUPS)
+def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where: str) -> None:
+    count, ranks = GROUPS[where]
+    over = ranks or list(range(count))
+
+    def body(rank: int) -> None:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
+        if rank not in over:
+            until(tmp_path / "done")
+            return
+        if rank != over[0]:
+            until(tmp_path / "done")
+            return
+        said = Lines()
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                made(2, group)
+        finally:
+            (tmp_path / "done").touch()
+        assert f"rank {rank} waited for shard()" in str(caught.value)
+        assert all_missing(str(caught.value), over[1:])
+        assert len(said.lines) == 1
+        assert "shard()" in said.lines[0]
+
+    run_ranks(body, count, collective_timeout=2.5)
+
+
+def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
+    """Three ranks wait, one does not: one line in all, on the lowest; and everyone's error names it."""
+
+    def body(rank: int) -> list[str]:
+        said = Lines()
+        sharded = made(2)
+        if rank == 1:
+            for other in (0, 2, 3):
+                until(tmp_path / f"done{other}")
+            return said.lines
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                sharded.save(tmp_path, "x")
+        finally:
+            (tmp_path / f"done{rank}").touch()
+        for other in (0, 2, 3):
+            assert f"rank {other} waited for save" in str(caught.value)
+        assert all_missing(str(caught.value), [1])
+        return said.lines
+
+    said = run_ranks(body, 4, collective_timeout=4)
+    assert [len(lines) for lines in said] == [1, 0, 0, 0]
+    assert said[0][0].startswith('ranks 0, 2-3 have waited 1 s for save "x"')
+    assert said[0][0].endswith("rank 1 is not waiting for any rank (still in other code?)")
+
+
+def test_ranks_that_wait_for_different_things_are_told_apart(impatient: None, tmp_path: Path) -> None:
+    def body(rank: int) -> list[str]:
+        said = Lines()
+        sharded = made(3)
+        with pytest.raises(CollectiveError) as caught:
+            sharded.save(tmp_path, "x") if rank == 0 else sharded.model(*tokens(rank, 0))
+        assert 'rank 0 waited for save "x"' in str(caught.value)
+        assert "rank 1 waited for all-gather of" in str(caught.value)
+        return said.lines
+
+    lines = [line for lines in run_ranks(body, 2, collective_timeout=3) for line in lines]
+    assert len(lines) == 1
+    assert 'save "x"' in lines[0]
+    assert "all-gather of" in lines[0]
+
+
+def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The line goes to stderr where nothing else is arranged; the save goes on, and nothing of it is left behind."""
+
+    def body(rank: int) -> None:
+        logging.getLogger().handlers.clear()  # pytest's
+        sharded = made(2)
+        if rank == 1:
+            time.sleep(2.5)
+        sharded.save(tmp_path, "x")
+        watch = sharded._collectives.watch  # type: ignore[attr-defined]
+        while watch._is_posted:
+            time.sleep(0.02)
+        dist.barrier()
+        assert watch._read_others() == {} if rank == 0 else True
+        sharded.load(tmp_path)
+        sharded.remove()
+
+    run_ranks(body, 2)
+    error = capfd.readouterr().err
+    assert error.count("rank 1 is not waiting for any rank") == 1
+    assert 'rank 0 has waited 1 s for save "x"' in error
+
+
+def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watching.notice_seconds_from(None) == 30.0
+    monkeypatch.setenv(NOTICE_VARIABLE, "inf")
+    assert watching.notice_seconds_from(None) == float("inf")
+    assert watching.notice_seconds_from(2) == 2.0
+    for bad in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv(NOTICE_VARIABLE, bad)
+        with pytest.raises(UsageError, match=NOTICE_VARIABLE):
+            watching.notice_seconds_from(None)
+    with pytest.raises(UsageError, match="notice_seconds is -3"):
+        watching.notice_seconds_from(-3)
+
+
+def test_words() -> None:
+    assert spell([3]) == "rank 3"
+    assert spell([5, 0, 2, 3, 4]) == "ranks 0, 2-5"
+    others = {2: Told("a forward", True), 1: Told("a save", False)}
+    why = RuntimeError("why\nwhere")
+    message = describe_failure(0, range(6), 'save "x"', 'save "x"', others, [1, 2], timedelta(seconds=3), why)
+    assert "rank 0 waited for save" in message
+    assert "rank 2 waited for a forward" in message
+    assert "rank 1 closed the connection" in message
+    assert "ranks 3-5 were not waiting" in message
+    assert message.endswith("The backend said: why")
+
+
+# ---------------------------------------------------------------------- who died, and what does not answer
+
+
+def die_at(number: int) -> None:
+    """This rank is killed at its n-th transfer from now on."""
+    original, seen = PointToPoint._start, 0
+
+    def start(self: PointToPoint, *arguments: object) -> object:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    PointToPoint._start = start  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.parametrize("where", GROUPS)
+@pytest.mark.parametrize("name", ["save", "load", "export", "unsharded", "update", "sum"])
+def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, where: str, victim: str) -> None:
+    """Whichever rank it is, also the one whose process holds the store: at once, and not at the timeout."""
+    stage, call, text = OPERATIONS[name]
+    count, ranks = GROUPS[where]
+    over = ranks or list(range(count))
+    dead = over[0] if victim == "first" else over[-1]
+
+    def body(rank: int) -> None:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=60)) if ranks else None
+        if rank not in over:
+            until(tmp_path / "done")
+            os._exit(0)
+        sharded = made(stage, group)
+        if name == "load":
+            sharded.save(tmp_path, "x")
+        for number in (1, 3) if name in ("save", "load", "export") else (1,):
+            if number == 1 and name in ("save", "export"):
+                call(sharded, tmp_path)  # connections are there
+            if rank == dead:
+                die_at(number)
+                call(sharded, tmp_path)
+            try:
+                call(sharded, tmp_path)
+            except CollectiveError as error:
+                (tmp_path / f"error.{rank}").write_text(str(error))
+                (tmp_path / "done").touch()
+                os._exit(0)
+
+    with pytest.raises(RankError, match="1 of"):
+        run_ranks(body, count, collective_timeout=60, timeout=40)
+    for rank in over:
+        if rank != dead:
+            message = (tmp_path / f"error.{rank}").read_text()
+            assert f"rank {rank} waited for {text}" in message
+            assert f"rank {dead}" in message
+            assert f"rank {dead} waited" not in message
+
+
+@pytest.mark.parametrize("where", ["2", "3"])
+def test_a_rank_that_dies_in_shard_is_named(impatient: None, tmp_path: Path, where: str) -> None:
+    count, _ = GROUPS[where]
+
+    def body(rank: int) -> None:
+        if rank == count - 1:
+            die_at(1)
+        try:
+            made(2)
+        except CollectiveError as error:
+            (tmp_path / f"error.{rank}").write_text(str(error))
+            os._exit(0)
+
+    with pytest.raises(RankError, match="1 of"):
+        run_ranks(body, count, collective_timeout=60, timeout=40)
+    for rank in range(count - 1):
+        message = (tmp_path / f"error.{rank}").read_text()
+        assert f"rank {rank} waited for shard()" in message
+        assert f"rank {count - 1} closed the connection" in message
+
+
+def test_a_store_that_does_not_answer_keeps_nobody(impatient: None, tmp_path: Path) -> None:
+    """The process that holds the store stands still: a failed wait ends in our error all the same."""
+
+    def body(rank: int) -> None:
+        collectives = create_collectives(None, CPU)
+        if rank == 0:
+            (tmp_path / "pid.part").write_text(str(os.getpid()))
+            (tmp_path / "pid.part").rename(tmp_path / "pid")
+            until(tmp_path / "done")
+            return
+        until(tmp_path / "pid")
+        holder = int((tmp_path / "pid").read_text())
+        os.kill(holder, signal.SIGSTOP)
+        try:
+            with pytest.raises(CollectiveError, match="rank 0 was not waiting for any rank"):
+                collectives.exchange(b"x", "an answer")
+            collectives.close()
+        finally:
+            os.kill(holder, signal.SIGCONT)
+            (tmp_path / "done").touch()
+
+    run_ranks(body, 2, collective_timeout=3, timeout=40)

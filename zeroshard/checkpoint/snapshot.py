@@ -159,7 +159,10 @@ def take_snapshot(
     Raises:
         CheckpointError: a value is neither JSON nor a tensor.
     """
-    description, units = describe(live).as_json(), live.units  # first: every rank has its part in it, whatever fails below
+    description, units = (
+        describe(live).as_json(),
+        live.units,
+    )  # first: every rank has its part in it, whatever fails below
     packer = Packer(f"rank_{live.rank:05d}/", _away(units))
     excluded = {entry.fqn for unit in units for entry in unit.named if not unit.trainable} if exclude_frozen else set()
     pieces, values = _model_states(live, excluded, packer)

@@ -12,7 +12,14 @@ torch.set_num_threads(1)
 
 from sampling import mark_what_is_not_quick  # noqa: E402
 
-HEAVY = ("test_export", "test_families", "test_pretrained", "test_sharded_init", "test_trainers")
+HEAVY = (
+    "test_export",
+    "test_families",
+    "test_from_pretrained",
+    "test_pretrained",
+    "test_sharded_init",
+    "test_trainers",
+)
 """They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
 
 

@@ -11,7 +11,7 @@ from models import Stack, tokens
 from torch import nn
 
 import zeroshard
-from zeroshard import CheckpointError, Policy
+from zeroshard import CheckpointError, Policy, ZeroshardError
 from zeroshard.testing import run_ranks
 
 
@@ -114,3 +114,41 @@ def test_an_engine_says_so_too(tmp_path: Path) -> None:
         training.load_checkpoint(tmp_path)
     training.load_checkpoint(tmp_path, load_optimizer_states=False)
     training.load_checkpoint(tmp_path, load_module_only=True)
+
+
+class Mine(nn.Parameter):
+    """A class of the user's own: it cannot say that its values are away."""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("cls", [nn.Parameter, Mine])
+def test_a_parameter_among_the_values_is_true_or_refused(cls: type[nn.Parameter], stage: int, tmp_path: Path) -> None:
+    """Under stage 3 its values are elsewhere: it is refused by name, or what is loaded is what it was. Never NaN."""
+
+    def body(rank: int) -> bool:
+        torch.manual_seed(0)
+        model = Stack()
+        model.blocks[0].up.weight = cls(model.blocks[0].up.weight.detach().clone())
+        made = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
+        step(model, made, rank)
+        weight = model.blocks[0].up.weight
+        with zeroshard.unsharded(model):
+            expected = weight.detach().clone()
+            alias = weight.data
+        was_refused = False
+        try:
+            made.save(tmp_path, "a", {"deep": [{"w": weight}]})
+        except ZeroshardError as error:
+            was_refused = True
+            assert "unsharded" in str(error)
+            assert "blocks.0.up.weight" in str(error)
+        else:
+            assert torch.equal(made.load(tmp_path).values["deep"][0]["w"], expected)
+        made.save(tmp_path, "b", {"w": expected})
+        assert torch.equal(made.load(tmp_path, "b").values["w"], expected)
+        if stage == 3:
+            with pytest.raises(CheckpointError, match="w is an alias of memory that was given back"):
+                made.save(tmp_path, "c", {"w": alias})
+        return was_refused
+
+    assert run_ranks(body, 2) == [stage == 3] * 2

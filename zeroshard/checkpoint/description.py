@@ -49,7 +49,10 @@ class Description:
 
 
 def describe(live: LiveModel) -> Description:
-    """What the model says now. Sends nothing; what one rank's model cannot say is a problem for the export, not for a save."""
+    """What the model says now; what it cannot say is a problem for the export, not for a save.
+
+    Every rank must call it: PEFT asks modules for state dicts, for which parameters are brought together.
+    """
     adapters = getattr(live.model, "peft_config", None)
     try:
         if isinstance(adapters, Mapping) and adapters:

@@ -19,6 +19,8 @@ from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.manifest import ParameterRecord
 from zeroshard.checkpoint.values import Packer, storable
 from zeroshard.policy import Policy
+from zeroshard.schedule.states import State
+from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import PARAMETERS, Held
 
 
@@ -157,7 +159,11 @@ def take_snapshot(
     Raises:
         CheckpointError: a value is neither JSON nor a tensor.
     """
-    packer, units = Packer(f"rank_{live.rank:05d}/"), live.units
+    description, units = (
+        describe(live).as_json(),
+        live.units,
+    )  # first: every rank has its part in it, whatever fails below
+    packer = Packer(f"rank_{live.rank:05d}/", _away(units))
     excluded = {entry.fqn for unit in units for entry in unit.named if not unit.trainable} if exclude_frozen else set()
     pieces, values = _model_states(live, excluded, packer)
     outline = Outline(
@@ -174,11 +180,17 @@ def take_snapshot(
         type(live.inner).__qualname__ if live.inner is not None else None,
         live.policy,
         {key: packer.pack(value, key) for key, value in shared.items()} if live.rank == 0 else {},
-        describe(live).as_json() if live.rank == 0 else {},
+        description,
     )
     packed = {key: packer.pack(value, key) for key, value in own.items()}
     buffers = {name: storable(buffer, f"the buffer {name}") for name, buffer in live.buffers.items()}
     return Snapshot(outline, Part(pieces, values, packed, packer.tensors, buffers))
+
+
+def _away(units: Sequence[Unit]) -> dict[int, str]:
+    """Parameters that are placeholders now, those of classes of the user's own too, which cannot say so themselves."""
+    away = [unit for unit in units if unit.sharded_at_rest and unit.state is not State.UNSHARDED]
+    return {id(entry.parameter): entry.fqn for unit in away for entry in unit.named}
 
 
 def _model_states(live: LiveModel, excluded: set[str], packer: Packer) -> tuple[list[Piece], dict[str, dict[str, Any]]]:

@@ -22,11 +22,16 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Packer:
-    """Packs values; `tensors` collects what goes beside, by name."""
+    """Packs values; `tensors` collects what goes beside, by name.
 
-    def __init__(self, prefix: str = "") -> None:
+    Args:
+        prefix: of the tensors' names.
+        away: `id`s of parameters whose values are not here, and their fqns: they are refused.
+    """
+
+    def __init__(self, prefix: str = "", away: Mapping[int, str] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._prefix = prefix
+        self._prefix, self._away = prefix, away or {}
 
     def pack(self, value: Any, path: str) -> Any:
         """JSON for a value. `path` names it in errors, and its tensors.
@@ -76,6 +81,11 @@ class Packer:
         return {kind: pairs}
 
     def _pack_tensor(self, value: Tensor, path: str) -> Any:
+        if id(value) in self._away:
+            raise CheckpointError(
+                f"{path} is the parameter {self._away[id(value)]}, whose values are not here: it is in the checkpoint anyway. "
+                "For a copy of your own, clone it inside `with zeroshard.unsharded(module):`."
+            )
         if value.ndim == 0 and not value.is_complex() and value.dtype.itemsize <= 8:
             return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
         name = f"{self._prefix}{path}#{len(self.tensors)}"  # paths may coincide: a key may hold a dot
@@ -93,7 +103,17 @@ def storable(tensor: Tensor, path: str) -> Tensor:
         raise CheckpointError(
             f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that."
         )
+    if _end(tensor) > tensor.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{path} is an alias of memory that was given back, such as `parameter.data` from inside a forward: clone it there."
+        )
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _end(tensor: Tensor) -> int:
+    """Where its last element ends in its storage, in bytes."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((tensor.storage_offset() + steps + 1) * tensor.itemsize) if tensor.numel() else 0
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:

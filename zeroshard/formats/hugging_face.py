@@ -120,9 +120,8 @@ def export_live(
     checkpoints.wait_together()
     live, folder = checkpoints.live, Path(out)
     buffers = live.buffers
-    told = checkpoints.control.exchange_json(
-        describe(live).as_json() if live.rank == 0 else None, "what the model says of itself"
-    )
+    description = describe(live).as_json()
+    told = checkpoints.control.exchange_json(description if live.rank == 0 else None, "what the model says of itself")
     plans, texts = _contents(Description.of(told[0]), _live_sources(live.units, buffers, dtype), max_shard_nbytes)
     wanted = {source.fqn for one in plans for source in one.sources}
     mine = [held for held in live.states.held() if held.owner == live.rank and held.named.fqn in wanted]

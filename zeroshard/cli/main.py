@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from zeroshard import __version__
 from zeroshard.cli.checkpoints import consolidate, import_from_deepspeed, inspect
 from zeroshard.cli.compare import compare
 from zeroshard.cli.configs import config_app
 from zeroshard.cli.doctor import doctor
 from zeroshard.cli.estimate import estimate
 from zeroshard.errors import ZeroshardError
+from zeroshard.version import __version__
 
 app = typer.Typer(name="zeroshard", no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(config_app, name="config")

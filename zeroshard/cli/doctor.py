@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroshard import __version__
 from zeroshard.cli.options import nbytes_of, parameters_of
+from zeroshard.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ import math
 import struct
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import or_
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.gradients.norm import clip_coefficient
+from zeroshard.gradients.norm import clip_coefficient, total
 from zeroshard.gradients.shard import Shard
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Piece
@@ -164,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._schedule.sync_parameters(waiting.popleft())
 
         if not self._residents:
-            result = self._step_inner()  # nothing to update: its hooks run, or it says so
+            result = self.step_inner()  # nothing to update: its hooks run, or it says so
         for residents in self._sub_groups.run(sync):
             # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -173,14 +173,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident)
-            result = self._step_inner()
+            result = self.step_inner()
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
         self._schedule.end_step()
         return result
 
-    def _step_inner(self) -> Any:
+    def step_inner(self) -> Any:
+        """One call of the inner optimizer, with the gradients that its tensors have."""
         self._is_stepping = True
         try:
             return self.inner.step()
@@ -304,20 +305,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares: dict[int, list[Tensor]] = {}
         for resident in self._residents if norm else ():
             squares.setdefault(resident.shard.rank, []).append(self.gradients.sum_of_squares(resident.shard))
-        sums = {rank: _total(parts) for rank, parts in squares.items()}
+        sums = {rank: total(parts) for rank, parts in squares.items()}
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         own_flags = bytes((index in unit.used) | (index in written[unit]) << 1 for unit, index in self._flags)
         message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
         messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")
         everyone = [struct.unpack("<d", data[:8])[0] for data in messages]
         # An unsharded optimizer holds every rank's shard, bit for bit the same as its owner's.
-        total = sum(sums.get(rank, everyone[rank]) for rank in range(self._collectives.world_size))
+        squared = sum(sums.get(rank, everyone[rank]) for rank in range(self._collectives.world_size))
         flags = [reduce(or_, each) for each in zip(*(data[8:] for data in messages), strict=True)]
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.take_written()
         self._used_at = self._schedule.gradients_taken
-        return math.sqrt(total)
+        return math.sqrt(squared)
 
     # ------------------------------------------------------------------ torch.optim's surface
 
@@ -393,9 +394,3 @@ def _refuse_step_of_inner(owner: weakref.ref[ShardedOptimizer], inner: torch.opt
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _total(parts: Sequence[Tensor]) -> float:
-    """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
-    device = parts[0].device
-    return float(torch.stack([part.to(device) for part in parts]).sum())

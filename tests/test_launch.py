@@ -120,6 +120,18 @@ def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.Monke
     assert not dist.is_initialized()
 
 
+def test_one_process_is_joined_with_itself_where_that_is_required() -> None:
+    def body(rank: int) -> int:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        join_ranks(CPU)
+        assert not dist.is_initialized()
+        join_ranks(CPU, required=True)
+        return dist.get_world_size()
+
+    assert run_ranks(body, 1, initialise=False) == [1]
+
+
 def test_the_device_is_one_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm and containers show each process its own device alone: local rank 3 is device 0 there."""
     chosen: list[int] = []
@@ -186,12 +198,13 @@ def test_a_script_that_just_ends_leaves_its_ranks(tmp_path: Path) -> None:
 def test_leaving_does_not_wait_for_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
     """Rank 1 dies, or stands still with its connections open, while the others end."""
     gone = f"""
+zeroshard.launch._LEAVE_SECONDS = 3.0
 if sharded.rank == 1:
     os.kill(os.getpid(), signal.{how})
 else:
     dist.all_reduce(torch.ones(1), async_op=True)  # never ends
 """
-    script = "import signal\n" + SCRIPT + gone
+    script = "import signal\nimport zeroshard.launch\n" + SCRIPT + gone
     # Whoever stands still is waited for last, and released.
     script = script.replace(
         "    print([os.wait",

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import typer
 from models import Stack
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typer.testing import CliRunner
 
 import zeroshard
-from zeroshard import ConfigError, ZeroshardError
+from zeroshard import ConfigError, UsageError, ZeroshardError
 from zeroshard.cli.main import app
 from zeroshard.cli.options import dtype_name, nbytes_of, parameters_of
 from zeroshard.config.fields import DTYPE_NAMES, DType
@@ -104,7 +106,7 @@ def test_check_says_the_stage_and_the_clipping_and_takes_values_by_group(tmp_pat
     assert shown.exit_code == 0, shown.output
     assert "ZeRO stage 0" in shown.output
     assert "clipped to a norm of 1.0" in shown.output
-    assert "batch 6 = 2 samples x 1 microbatches x 3 ranks" in shown.output
+    assert "batch 6 = 2 samples x 1 accumulated x 3 ranks" in shown.output
     path.write_text(json.dumps({**TRAINS, "gradient_clipping": 0, "zero_optimization": {"stage": 2}}))
     shown = CliRunner().invoke(app, ["config", "check", str(path)])
     assert "ZeRO stage 2; gradients are not clipped" in shown.output
@@ -121,6 +123,19 @@ def test_a_batch_size_is_named_by_the_config_or_the_caller(tmp_path: Path) -> No
     assert engine.train_batch_size() == 5
     evaluating, *_ = zeroshard.initialize(model=Stack(), config={})
     assert evaluating.global_steps == 0
+
+
+def test_training_data_that_cannot_be_cut_by_ranks_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    data: Any
+    for data, expected in ((DataLoader(TensorDataset(torch.zeros(4))), "loader.dataset"), (Stream(), "Stream")):
+        with pytest.raises(UsageError, match=expected):
+            zeroshard.initialize(model=Stack(), config=TRAINS, training_data=data)
+    with pytest.raises(ConfigError, match="names no batch size"):
+        zeroshard.initialize(model=Stack(), config={}, training_data=TensorDataset(torch.zeros(4)))
 
 
 # ---------------------------------------------------------------------- sizes and dtypes

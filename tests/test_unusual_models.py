@@ -318,3 +318,49 @@ def test_one_rank_trains_as_plain_pytorch_does(case: str, stage: int) -> None:
     assert any(moved)
     for value, expected in zip(found, plain, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ what cannot be sharded, and what leaves no trace
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_sparse_gradient_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Embedding(7, 8, sparse=True), nn.Linear(8, 1))
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        with pytest.raises(zeroshard.UsageError, match=r"0\.weight got a sparse gradient.*sparse=False"):
+            model(torch.tensor([rank, 2])).sum().backward()
+
+    run_ranks(body, 1)
+
+
+def test_buffers_of_every_kind_are_rank_0s() -> None:
+    def body(rank: int) -> None:
+        model = Net()
+        model.register_buffer("expanded", torch.full((1,), float(rank)).expand(5))
+        model.register_buffer("numbers", torch.arange(3) + rank)
+        model.register_buffer("flags", torch.tensor([rank == 0]))
+        model.register_buffer("scalar", torch.tensor(rank + 1.5))
+        model.register_buffer("eighths", torch.full((4,), rank + 1.0).to(torch.float8_e4m3fn))
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(2))
+        assert model.expanded.tolist() == [0.0] * 5 and model.numbers.tolist() == [0, 1, 2]
+        assert model.flags.item() and model.scalar.item() == 1.5 and model.eighths.float().tolist() == [1.0] * 4
+        model.expanded[0] = 1.0
+        assert model.expanded.sum() == 1.0
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimised_input_of_a_frozen_model_gathers_no_hooks(stage: int) -> None:
+    def body(rank: int) -> None:
+        model = Net().requires_grad_(False)
+        zeroshard.shard(model, None, Policy.stage(stage))
+        x = batch(rank, 0).requires_grad_()
+        counts = []
+        for _ in range(4):
+            model(x).backward()
+            counts.append(len(x._backward_hooks or ()))
+        assert counts[-1] == counts[0] == 0
+
+    run_ranks(body, 2)

@@ -72,7 +72,7 @@ def initialize(
     resolved = load_config(config, world_size, model, auto)
     if resolved.schema.dump_state:
         Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
-    if optimizer is not None or resolved.schema.optimizer is not None:
+    if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
         refuse_without_batch_size(resolved)
     model.to(device)
     checkpointing = _checkpoint_units(resolved, model)
@@ -132,6 +132,17 @@ def _choose_scheduler(config: Config, optimizer: ShardedOptimizer, scheduler: An
 def _loader(
     data: Dataset[Any], config: Config, collate_fn: Callable[..., Any] | None, group: dist.ProcessGroup | None
 ) -> DataLoader[Any]:
+    if isinstance(data, DataLoader):
+        raise UsageError(
+            "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
+            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, "
+            "or iterate over the loader yourself."
+        )
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UsageError(
+            f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: iterate "
+            "over it yourself, a part of it on each rank."
+        )
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     drop_last = config.schema.dataloader_drop_last
     return StatefulLoader(

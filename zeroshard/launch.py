@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zeroshard.errors import UsageError
 
-_LEAVE_SECONDS = 10.0
+_LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own."""
 

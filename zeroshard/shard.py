@@ -122,9 +122,18 @@ def _shard(
 
 
 def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
-    """Buffers stay whole on every rank: rank 0's values, in the dtype of the forward."""
-    for buffer in model.buffers():
-        collectives.broadcast(buffer)
+    """Buffers stay whole on every rank: rank 0's values, in the dtype of the forward.
+
+    They travel as bytes, whatever their dtype.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta or buffer.layout is not torch.strided:
+            raise UsageError(
+                f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}): materialise it first."
+            )
+        if not buffer.is_contiguous():  # expanded, say: no two elements may be one
+            buffer.data = buffer.data.contiguous()
+        collectives.broadcast(buffer.data.reshape(-1).view(torch.uint8))
         dtype = precision.buffer_dtype or precision.param_dtype
         if dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)

@@ -82,6 +82,8 @@ def _claim(sentence: str) -> tuple[str, str | None]:
         except FileExistsError:
             rank, told = json.loads((folder / "zeroshard.told").read_text())
             return rank, told
+        finally:
+            own.unlink()
     except (OSError, KeyError, ValueError):
         pass  # without a place in common everybody tells
     return _rank(), None

@@ -52,7 +52,9 @@ def compare(
     from rich.console import Console
 
     factory = load_factory(model)
-    _check_factory(model, factory)
+    problem = _problem(model, factory)
+    if problem is not None:
+        raise UsageError(problem)
     if plot is not None:
         output_file(plot, "--plot")
     console = Console()
@@ -66,8 +68,21 @@ def compare(
         raise typer.Exit(1)
 
 
+def _problem(name: str, factory: Callable[[], Any]) -> str | None:
+    """What is wrong with the model itself, told once. Found in a process of its own: threads and devices do not outlive a fork."""
+    from zeroshard.testing.ranks import run_ranks
+
+    def find(_: int) -> str | None:
+        try:
+            _check_factory(name, factory)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    return run_ranks(find, 1, timeout=3600, initialise=False)[0]  # type: ignore[no-any-return]
+
+
 def _check_factory(name: str, factory: Callable[[], Any]) -> None:
-    """What is wrong with the model itself is told here, not by every rank."""
     from torch import Tensor, nn
 
     made = call_factory(name, factory)

@@ -87,7 +87,7 @@ def _in_force(config: Config) -> str:
     batch = config.batch
     return (
         f"In force: ZeRO stage {config.stage}; {norm}; optimizer: {optimizer};\nbatch {batch.train} = {batch.micro} samples x "
-        f"{batch.accumulation} microbatches x {batch.world_size} ranks."
+        f"{batch.accumulation} accumulated x {batch.world_size} rank{'' if batch.world_size == 1 else 's'}."
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroshard import __version__
 from zeroshard.cli.options import nbytes_of, parameters_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _print_machine(console: Console) -> None:
     import torch.distributed as dist
 
     console.print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, zeroshard {version('zeroshard')}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}, zeroshard {__version__}; "
         f"{os.cpu_count()} CPUs, torch uses {torch.get_num_threads()} threads",
         highlight=False,
     )

@@ -17,6 +17,7 @@ from zeroshard.cli.configs import config_app
 from zeroshard.cli.doctor import doctor
 from zeroshard.cli.estimate import estimate
 from zeroshard.errors import ZeroshardError
+from zeroshard.version import __version__
 
 app = typer.Typer(name="zeroshard", no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(config_app, name="config")
@@ -30,7 +31,7 @@ app.command()(doctor)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"zeroshard {version('zeroshard')}, torch {version('torch')}, Python {sys.version.split()[0]}")
+        print(f"zeroshard {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         raise typer.Exit
 
 

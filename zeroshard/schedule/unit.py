@@ -306,6 +306,11 @@ class Unit:
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Hand this rank's gradient of parameter `index` to the buckets it lies in."""
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"{self.named[index].fqn} got a sparse gradient ({gradient.layout}); zeroshard reduces dense ones. Make the "
+                "embedding with sparse=False."
+            )
         flat = gradient.reshape(-1)
         for bucket, piece in self._homes[index]:
             self._gradient_of[bucket].add_gradient(piece, flat)

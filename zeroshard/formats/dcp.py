@@ -210,7 +210,7 @@ class DistributedState(Stateful):
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for view in optimizer.views:
             view.value.grad = torch.zeros_like(view.value)
-        optimizer.inner.step()
+        optimizer.step_inner()
         for view in optimizer.views:
             view.value.grad = None
             state = optimizer.state[view.value]

@@ -164,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._schedule.sync_parameters(waiting.popleft())
 
         if not self._residents:
-            result = self._step_inner()  # nothing to update: its hooks run, or it says so
+            result = self.step_inner()  # nothing to update: its hooks run, or it says so
         for residents in self._sub_groups.run(sync):
             # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -173,14 +173,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident)
-            result = self._step_inner()
+            result = self.step_inner()
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
         self._schedule.end_step()
         return result
 
-    def _step_inner(self) -> Any:
+    def step_inner(self) -> Any:
+        """The inner optimizer's own step, on whatever gradients the views have: this class's, or DCP's that makes states."""
         self._is_stepping = True
         try:
             return self.inner.step()

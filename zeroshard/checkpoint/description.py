@@ -116,16 +116,20 @@ def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]
     first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
     first |= {name: name for name in live.buffers}
     key = (adapter, *first)
-    if key not in live.adapter_names:  # it may look at the Hub, whether the vocabulary has grown
+    if (
+        key not in live.adapter_names
+    ):  # it may look at the Hub, whether the vocabulary has grown: once, however that ends
+        live.adapter_names[key] = {}
         stand_ins = {name: torch.empty(0, device="meta") for name in first}
         source = {id(tensor): first[name] for name, tensor in stand_ins.items()}
         peft = importlib.import_module("peft")
         chosen = peft.get_peft_model_state_dict(live.model, state_dict=stand_ins, adapter_name=adapter)
         prefix = "" if hasattr(live.model, "get_base_model") else _PEFT_PREFIX
         strange = [name for name, tensor in chosen.items() if id(tensor) not in source]
-        if strange:
-            raise ValueError(
-                f"the adapter {adapter!r} ({config.peft_type}) holds {strange[0]}, which is no parameter as it is"
-            )
-        live.adapter_names[key] = {prefix + name: source[id(tensor)] for name, tensor in chosen.items()}
+        if not strange:
+            live.adapter_names[key] = {prefix + name: source[id(tensor)] for name, tensor in chosen.items()}
+    if not live.adapter_names[key]:
+        raise ValueError(
+            f"the adapter {adapter!r} ({config.peft_type}) holds what is no parameter as it is, or nothing"
+        )
     return live.adapter_names[key]

@@ -22,6 +22,7 @@ from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 from zeroshard.shard import shard
+from zeroshard.sharded import Sharded
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
 
@@ -70,27 +71,35 @@ def initialize(
     join_ranks(device, dist_init_required)
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     resolved = load_config(config, world_size, model, auto)
-    if resolved.schema.dump_state:
-        Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
+    _show(resolved)
     if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
         refuse_without_batch_size(resolved)
     model.to(device)
     checkpointing = _checkpoint_units(resolved, model)
-    sharded = shard(
-        model,
-        _choose_optimizer(resolved, model, optimizer, model_parameters),
-        resolved.policy,
-        precision=resolved.precision,
-        bucket_numel=resolved.bucket_numel,
-        overlap=resolved.overlap,
-        units=resolved.units,
-        group=group,
-    )
+    sharded = _shard(resolved, model, _choose_optimizer(resolved, model, optimizer, model_parameters), group)
     lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
     engine = Engine(sharded, resolved, lr_scheduler, device, checkpointing)
     engine.training_dataloader = loader
     return engine, sharded.optimizer, loader, lr_scheduler
+
+
+def _show(config: Config) -> None:
+    if config.schema.dump_state:
+        Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(config))
+
+
+def _shard(config: Config, model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> Sharded:
+    return shard(
+        model,
+        optimizer,
+        config.policy,
+        precision=config.precision,
+        bucket_numel=config.bucket_numel,
+        overlap=config.overlap,
+        units=config.units,
+        group=group,
+    )
 
 
 def _checkpoint_units(config: Config, model: nn.Module) -> Checkpointer | None:

@@ -188,6 +188,45 @@ def test_after_a_backward_that_broke_off_the_step_says_so(stage: int, after: str
     run_ranks(body, 2)
 
 
+@STAGES
+def test_an_engine_begins_its_step_anew_after_a_backward_that_broke_off(stage: int) -> None:
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> dict[str, Tensor]:
+            torch.manual_seed(0)
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 3,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "zero_optimization": {"stage": stage},
+            }
+            engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+
+            def microbatch(number: int) -> None:
+                engine.backward(engine(*tokens(rank, number)))
+                engine.step()
+
+            for number in range(3):
+                microbatch(number)
+            if disturbed:
+                microbatch(10)
+                handle = engine.module.blocks[1].norm.weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    microbatch(11)
+                handle.remove()
+                with pytest.raises(UsageError, match=r"engine\.zero_grad"):
+                    microbatch(12)
+                engine.zero_grad()
+            for number in range(3, 6):
+                microbatch(number)
+            assert engine.global_steps == 2 and engine.micro_steps == 6
+            return whole(engine.module)
+
+        expected, found = run(False), run(True)
+        assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
+
+    run_ranks(body, 2)
+
+
 # ------------------------------------------------------------------ who owns a written value
 
 

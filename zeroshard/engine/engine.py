@@ -150,6 +150,13 @@ class Engine(Readers):
         self.global_samples += self.train_batch_size()
         return StepReport(applied, None if applied else reason, not_finite, norm, scale)
 
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step's microbatches so far, after an exception, say: the next is the step's first."""
+        self.optimizer.zero_grad()
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._backward_done = False
+        self._progress.forget_losses()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present microbatch is the last of its step."""
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0

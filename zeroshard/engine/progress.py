@@ -36,6 +36,10 @@ class Progress:
         """A microbatch's loss, a scalar without gradient."""
         self._losses.append(loss)
 
+    def forget_losses(self) -> None:
+        """The step's microbatches so far are run again."""
+        self._losses.clear()
+
     def start_at(self, samples: int) -> None:
         """Throughput counts from now, when there were so many samples."""
         self._told_at = (time.perf_counter(), samples)

@@ -46,7 +46,7 @@ class Move(enum.Enum):
 
 _BROKE_OFF = (
     "a backward of this step broke off with an exception, so its gradients are incomplete and some are summed already. "
-    "Call zero_grad() and run the step's microbatches again (or go on with the next)."
+    "Call zero_grad() (with a config, engine.zero_grad()), and run the step's microbatches again."
 )
 _NO_ZERO_GRAD = (
     "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot "

@@ -296,7 +296,7 @@ class Unit:
             bucket.take_parameters(source)
 
     def take_masters(self, updated: Iterable[int] | None = None) -> None:
-        """Master weights (or what rests, frozen) were set, all or those `updated`: the parameters follow. Every rank must call it."""
+        """Master weights (frozen: what rests) were set, all or those `updated`; parameters follow. Every rank must call it."""
         self.appearance.outdate_graphs(updated)
         if self.state in (State.ARRIVING, State.OFFLOADED):
             self.unshard()

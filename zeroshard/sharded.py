@@ -191,6 +191,7 @@ class Sharded:
     def _update_trainable(self, param_group: dict[str, Any] | None) -> None:
         if not self._schedule.is_between_steps:
             raise UsageError("update_trainable between backward and zero_grad: end the step first.")
+        self._schedule.refuse_parked("update_trainable()")
         if param_group is not None:
             self.optimizer.list_group(param_group)
         self._schedule.optimized = listed = {one for group in self.optimizer.groups for one in group}
@@ -210,6 +211,9 @@ class Sharded:
         self._schedule.frozen = frozen_names(self._schedule.units)
         for unit in list(self._schedule.units):
             now = [entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named]
+            for entry, trains in zip(unit.named if unit.trainable else (), now, strict=unit.trainable):
+                if not trains:
+                    entry.parameter.grad = None
             if any(trains != unit.trainable for trains in now):
                 self._split(unit, now)
         for unit in self._schedule.units:

@@ -60,6 +60,8 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
     homes = [home for home in (_home_of.get(parameter) for parameter in wanted) if home is not None]
     units = list(dict.fromkeys(unit for unit, _ in ((ref(), hooks) for ref, hooks in homes) if unit is not None))
     hooks = list(dict.fromkeys(hooks for hooks in (ref() for _, ref in homes) if hooks is not None))
+    for unit in units if modifier_rank is not None else ():
+        unit.refuse_parked("a change of")
     at_rest = [unit for unit in units if unit.state is State.SHARDED]
     offloaded = [unit for unit in units if unit.state is State.OFFLOADED]
     with _operation(units, "unsharded"):
@@ -68,6 +70,7 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
         for unit in units:
             unit.unshard()
             unit.pin()
+            unit.write_back()  # what was written before is no change inside
     before = [unit.appearance.versions() for unit in units]
     written: list[str] = []
     try:

@@ -38,7 +38,7 @@ def scale_(flats: Sequence[Tensor], coefficient: float) -> None:
             flat.mul_(coefficient)
 
 
-def total(parts: Sequence[Tensor]) -> float:
+def sum_of_parts(parts: Sequence[Tensor]) -> float:
     """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
     device = parts[0].device
     return float(torch.stack([part.to(device) for part in parts]).sum())

@@ -144,13 +144,20 @@ class ParameterBucket:
 
     # ------------------------------------------------------------------ who owns a written value
 
-    def take_rows(self) -> None:
-        """The unsharded parameters were written to on this rank: what rests here, and the master weights, follow."""
+    def take_rows(self, *, masters: bool = True) -> None:
+        """The unsharded parameters were written to on this rank: what rests here, and the `masters`, follow."""
         for rank, rest in self.rests.items() if not self._rows_are_at_rest else ():
             rest.write(self.rows[rank]).wait(self.rows.device)
-        for rank, master in self.masters.items():
+        for rank, master in self.masters.items() if masters else ():
             if master is not self.rests[rank]:
                 self._take_row(master, self.rows[rank])
+
+    def take_rests(self) -> None:
+        """The master weights follow what rests here."""
+        for rank, master in self.masters.items():
+            if master is not self.rests[rank]:
+                with self.rests[rank].borrowed(self._accelerator, self._pool) as row:
+                    self._take_row(master, row)
 
     def _take_row(self, master: Slot, new: Tensor) -> None:
         """A master keeps its digits where the value in the parameter's own dtype is what it was."""

@@ -29,6 +29,9 @@ class Owner(Protocol):
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """The parameter's fqn, where it got a gradient in this step, which is in `parameter.grad` no longer."""
 
+    def replace_gradient(self, parameter: Tensor) -> None:
+        """The user set the parameter's `grad`, to None or another."""
+
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary copy with the true values; copies of the unit's other parameters go into `memo`."""
 
@@ -38,6 +41,12 @@ def grad_of(parameter: Tensor) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRAD.__get__(parameter)
     return gradient
+
+
+def forget_grad(parameter: Tensor) -> None:
+    """Take it out, without a word to the parameter's owner."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, None)
 
 
 def classes_of(owner: Owner) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
@@ -54,11 +63,13 @@ def classes_of(owner: Owner) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
+            owner.replace_gradient(self)
             with torch._C.DisableTorchFunctionSubclass():
                 _GRAD.__set__(self, value)
 
         @grad.deleter
         def grad(self) -> None:
+            owner.replace_gradient(self)
             with torch._C.DisableTorchFunctionSubclass():
                 _GRAD.__set__(self, None)
 

@@ -8,7 +8,7 @@ are away that attribute is refused as any other reader is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ class _Unit(Protocol):
     state: State
     used: set[int]
     collectives: Collectives
+    replaced_gradients: set[int]
 
     def unshard(self) -> None: ...
 
@@ -56,6 +57,9 @@ class Appearance:
             else None
         )
         self._versions: list[int] = []
+        self._shown_taken: set[int] = set()
+        self._own_writes = [0] * len(self._named)
+        """Of the counts, those that are no write of the user's."""
         self._is_hidden = True  # or still the user's own
         by_id = {id(entry.parameter): entry for entry in self._named}
         self._places = [
@@ -98,27 +102,31 @@ class Appearance:
 
     def show_taken(self) -> None:
         """The step's gradients are all taken: `parameter.grad` says where they are."""
-        for index in self._unit.used:
+        self._shown_taken = set(self._unit.used)
+        for index in self._shown_taken:
             parameter = self._named[index].parameter
             if type(parameter) is nn.Parameter:
                 parameter.__class__ = self._taken_class
 
     def show_ordinary(self) -> None:
         """The end of `show_taken`."""
+        self._shown_taken = set()
         for entry in self._named:
             if type(entry.parameter) is self._taken_class:
                 entry.parameter.__class__ = nn.Parameter
 
     def release(self) -> None:
         """Ordinary parameters, each in a storage of its own."""
+        self._shown_taken = set()
         self._become(nn.Parameter)
         for entry in self._named:
             entry.parameter.data = entry.parameter.data.clone()
 
     def _become(self, cls: type[nn.Parameter]) -> None:
-        for entry in self._named:
+        for index, entry in enumerate(self._named):
             if type(entry.parameter) in self._ours:
-                entry.parameter.__class__ = cls
+                is_taken = cls is nn.Parameter and index in self._shown_taken
+                entry.parameter.__class__ = self._taken_class if is_taken else cls
 
     @property
     def tells_readers(self) -> bool:
@@ -143,7 +151,17 @@ class Appearance:
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """The parameter's fqn, if it got a gradient in this step."""
         index = self._index_of.get(id(parameter))
-        return None if index is None or index not in self._unit.used else self._named[index].fqn
+        return (
+            None
+            if index is None or index not in self._unit.used - self._unit.replaced_gradients
+            else self._named[index].fqn
+        )
+
+    def replace_gradient(self, parameter: Tensor) -> None:
+        """Note that the user wants another gradient, or none, where one was taken in this step."""
+        index = self._index_of.get(id(parameter))
+        if index is not None and index in self._unit.used:
+            self._unit.replaced_gradients.add(index)
 
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
         """A copy with the true values; where they are sharded at rest, of the whole unit at once, and every rank must copy."""
@@ -154,10 +172,11 @@ class Appearance:
             self.before_read(parameter, "deepcopy")
         with unit.collectives.operation("deepcopy"):
             unit.unshard()
-        for entry in self._named:
+        new = [entry for entry in self._named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.data.clone(), entry.parameter.requires_grad)
         unit.reshard()
-        for entry in self._named:
+        for entry in new:
             memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
         copied = memo[id(parameter)]
         assert isinstance(copied, nn.Parameter)
@@ -166,8 +185,18 @@ class Appearance:
     # ------------------------------------------------------------------ who writes
 
     def versions(self) -> list[int]:
-        """Counts of in-place writes, by parameter."""
-        return [entry.parameter._version for entry in self._named]
+        """Counts of in-place writes of the user's, by parameter."""
+        return [entry.parameter._version - own for entry, own in zip(self._named, self._own_writes, strict=True)]
+
+    def outdate_graphs(self, indices: Iterable[int] | None = None) -> None:
+        """These (default: all) were updated: a graph that saved them before must not be differentiated with other values.
+
+        torch's own check finds it, as where an optimizer writes to the parameters themselves.
+        """
+        for index in range(len(self._named)) if indices is None else indices:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version(self._named[index].parameter)
+            self._own_writes[index] += 1
 
     def take_written(self) -> set[int]:
         """Which parameters somebody wrote to in place, or gave another tensor as data, since this was last asked."""
@@ -195,6 +224,7 @@ class Appearance:
                     )
                 view.copy_(data)
                 entry.parameter.data = view
+                self.outdate_graphs([index])
                 found.add(index)
         return found
 

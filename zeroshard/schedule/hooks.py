@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.parameters.shown import grad_of
+from zeroshard.parameters.shown import forget_grad, grad_of
 from zeroshard.schedule.module_hooks import Outermost, WeakHook, hooks_for_state_dicts, ignore, module_hook
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
@@ -297,8 +297,10 @@ class Hooks:
             for unit in probe.closed:
                 self._schedule.close(unit)
         unit = self._schedule.units[number]
-        gradient, parameter.grad = grad_of(parameter), None
-        assert gradient is not None
+        gradient = grad_of(parameter)
+        if gradient is None:  # frozen since the forward: autograd makes none, and calls this all the same
+            return
+        forget_grad(parameter)
         self._schedule.add_gradient(unit, index, gradient.detach())
         if unit.has_all_gradients:
             self._give_back(unit.modules)

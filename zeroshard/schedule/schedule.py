@@ -17,11 +17,12 @@ from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.gradients.reductions import Reductions
 from zeroshard.parameters.context import Context
-from zeroshard.parameters.shown import grad_of
+from zeroshard.parameters.shown import forget_grad, grad_of
 from zeroshard.policy import Policy
 from zeroshard.schedule.make_units import frozen_names
 from zeroshard.schedule.states import Move, State, StepState, after
 from zeroshard.schedule.unit import Unit
+from zeroshard.schedule.users_gradients import gradients_of_users, refuse_frozen, refuse_replaced
 
 UNITS_IN_FLIGHT = 2
 """Reductions that may be under way while the next gradients are made, in units, the largest one's size. Each holds pool buffers."""
@@ -218,6 +219,7 @@ class Schedule:
         """Take a gradient; start to reduce what is complete and has its turn."""
         self.refuse_parked("a backward")
         self._move(Move.GRADIENT)
+        refuse_replaced(unit)
         unit.add_gradient(index, gradient)
         self.gradients_taken += 1
         self.reductions.start_ready(unit.gradients)
@@ -236,9 +238,8 @@ class Schedule:
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph
         self.give_back()
-        if self.reductions.is_last_microbatch:
-            for unit in self.units:
-                unit.appearance.show_taken()
+        for unit in self.units:
+            unit.appearance.show_taken()
 
     def end_backward_once(self) -> None:
         """As `end_backward`, where torch did not say that the backward ended: the loss touched no parameter here."""
@@ -261,27 +262,35 @@ class Schedule:
         """Block until every gradient that this rank updates with is the mean over ranks."""
         self.refuse_parked("a step, or a gradient norm,")
         self._move(Move.STEP)
-        self._take_gradients_of_users()
+        if self.asks_for_gradients():
+            self._take_gradients_of_users()
         if self.state is StepState.CLEAN:
             self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
         self.reductions.finish()
 
+    def asks_for_gradients(self) -> bool:
+        """Whether the user has put something into a `parameter.grad` that was not taken yet.
+
+        Raises:
+            UsageError: or has put it, or None, where it would go unheard.
+        """
+        for unit in self.units:
+            refuse_replaced(unit)
+            refuse_frozen(unit, self.optimized)
+        return any(gradients_of_users(unit) for unit in self.units)
+
     def _take_gradients_of_users(self) -> None:
         """What the user has put into `parameter.grad` is this rank's gradient, as if a backward had made it."""
-        given = [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
+        after(self.state, Move.GRADIENT)  # refused with `grad` as it is
+        given = [(unit, index, parameter) for unit in self.units for index, parameter in gradients_of_users(unit)]
         for unit, index, _ in given:
-            if index in unit.used:
-                raise UsageError(
-                    f"{unit.named[index].fqn}.grad was set after a backward of this step had given it a gradient. Set it "
-                    "before any backward, after zero_grad(), or change the mean over ranks with "
-                    f'sharded.states.set("{unit.named[index].fqn}", "gradients", value).'
-                )
+            refuse_replaced(unit, {index} & unit.used)
         for unit, index, parameter in given:
-            gradient, parameter.grad = grad_of(parameter), None
+            gradient = grad_of(parameter)
             assert gradient is not None
+            forget_grad(parameter)
             self.add_gradient(unit, index, gradient.detach())
-        if given:
-            self.end_backward()
+        self.end_backward()
 
     # ------------------------------------------------------------------ step
 
@@ -327,6 +336,6 @@ class Schedule:
         for unit in self.units:
             unit.is_held = False
             unit.forget_gradients()
-            for _, parameter in unit.gradients_of_users():
-                parameter.grad = None
+            for _, parameter in gradients_of_users(unit):
+                forget_grad(parameter)
         self._move(Move.ZERO_GRAD)

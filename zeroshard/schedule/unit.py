@@ -16,7 +16,7 @@ class it is of meanwhile, depends on the unit's state (see parameters/shown.py):
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from zeroshard.parameters.away import InCpuMemory, ShardedAway
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.flat_buffer import FlatBuffer
 from zeroshard.parameters.parameter_bucket import ParameterBucket
-from zeroshard.parameters.shown import grad_of
 from zeroshard.policy import DTypes, Place
 from zeroshard.schedule.appearance import Appearance
 from zeroshard.schedule.states import State
@@ -83,12 +82,14 @@ class Unit:
         self._received: set[int] = set()
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
+        self.replaced_gradients: set[int] = set()  # of these, whose `grad` the user has set since
         self._written: set[int] = set()
         self._pins = 0
         self.is_held = False
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
         self.is_parked = False
         """Some of its model states are away until `reload_states`."""
+        self._masters_wait = False  # parameters were written while master weights were parked
         self._state_before = State.UNSHARDED
         self.state = State.UNSHARDED
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
@@ -153,10 +154,11 @@ class Unit:
         assert self._away is not None
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
-        written = self.state is State.UNSHARDED and bool(self.appearance.take_written())
+        if self.state is State.UNSHARDED:
+            self.write_back()
         self.state = State.SHARDED
         self.appearance.hide()
-        self._away.leave(changed=written)
+        self._away.leave(changed=False)
 
     def offload(self) -> None:
         """Where unsharded parameters rest in CPU memory: bring them there, and give the accelerator's memory back."""
@@ -197,6 +199,11 @@ class Unit:
             )
         self.appearance.refuse_replaced()
 
+    def refuse_parked(self, what: str) -> None:
+        """Raise where any of its model states is away."""
+        if self.is_parked:
+            raise UsageError(f"{what} {self.label} while model states are parked: call reload_states() first.")
+
     def park(self, *, parameters: bool) -> None:
         """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
         if self._pins:
@@ -206,12 +213,17 @@ class Unit:
         self.is_parked = True
         if not parameters:
             return
+        self.write_back()  # another tensor that was given as `.data` would be lost
         self._state_before, self.state = self.state, State.PARKED
         self.appearance.hide()
 
     def unpark(self) -> None:
         """What rests is where it was."""
         self.is_parked = False
+        if self._masters_wait:
+            self._masters_wait = False
+            for bucket in self.buckets:
+                bucket.take_rests()
         if self.state is State.PARKED:
             self.state = self._state_before
             if self.state is State.UNSHARDED:
@@ -233,17 +245,27 @@ class Unit:
         """
         if not self.sharded_at_rest and self.state is State.UNSHARDED:
             new = self.appearance.take_written()
-            for bucket in self.buckets:
-                if new:
-                    bucket.take_rows()
-                elif bucket.take_hidden_writes():
+            if new:
+                self._take_rows()
+            for bucket in () if new or self.is_parked else self.buckets:
+                if bucket.take_hidden_writes():
                     self._written |= {piece.index for piece in bucket.layout.pieces}
             self._written |= new
         return self._written
 
+    def _take_rows(self) -> None:
+        """What rests, and the master weights, follow what is unsharded; parked master weights when they are back."""
+        for bucket in self.buckets:
+            bucket.take_rows(masters=not self.is_parked)
+        self._masters_wait |= self.is_parked
+
     def write_back(self) -> None:
         """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes."""
-        if self.sharded_at_rest or self.state is not State.UNSHARDED:
+        if self.state is not State.UNSHARDED:
+            return
+        if self.sharded_at_rest:
+            if self.appearance.take_written():
+                self._take_rows()
             return
         if self.trainable:
             self.written()
@@ -268,15 +290,14 @@ class Unit:
 
     def take_parameters(self, source: int) -> None:
         """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
-        if self.is_parked:
-            raise UsageError(f"{self.label} was changed while model states are parked: call reload_states() first.")
         self._forget_cpu_copy()
+        self.appearance.take_written()  # what was given as `.data` goes into the rows first
         for bucket in self.buckets:
             bucket.take_parameters(source)
-        self.appearance.take_written()
 
-    def take_masters(self) -> None:
-        """Master weights (or, of a frozen unit, what rests) were set: the parameters follow. Every rank must call it."""
+    def take_masters(self, updated: Iterable[int] | None = None) -> None:
+        """Master weights (frozen: what rests) were set, all or those `updated`; parameters follow. Every rank must call it."""
+        self.appearance.outdate_graphs(updated)
         if self.state in (State.ARRIVING, State.OFFLOADED):
             self.unshard()
         self._forget_cpu_copy()
@@ -288,11 +309,21 @@ class Unit:
             self._away.is_current = False
 
     def written_since(self, versions: Sequence[int]) -> list[str]:
-        """The fqns of parameters that were written in place since; all, where a write through `.data` was found."""
-        if any(bucket.differs_from_rest() for bucket in self.buckets):  # every rank hears the same
-            return [entry.fqn for entry in self.named]
-        now = zip(self.named, versions, self.appearance.versions(), strict=True)
-        return [entry.fqn for entry, before, after in now if before != after]
+        """The fqns of parameters that were written since; all, where they are sharded at rest, and then the writes are undone."""
+        replaced = self.appearance.take_new_data()
+        if replaced and not self.sharded_at_rest:
+            self._written |= replaced
+            self._take_rows()
+        changed = [bucket.differs_from_rest() for bucket in self.buckets]  # every rank hears the same
+        now = enumerate(zip(versions, self.appearance.versions(), strict=True))
+        written = replaced | {index for index, (before, after) in now if before != after}
+        if self.sharded_at_rest:
+            self.appearance.take_written()
+        for bucket, is_changed in zip(self.buckets, changed, strict=True):
+            if is_changed:
+                bucket.unshard()
+                bucket.wait_unsharded()
+        return [entry.fqn for index, entry in enumerate(self.named) if any(changed) or index in written]
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
@@ -317,11 +348,6 @@ class Unit:
         self._received.add(index)
         self.used.add(index)
 
-    def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
-        """The parameters in whose `grad` the user has put something."""
-        named = enumerate(self.named) if self.trainable else ()
-        return [(index, entry.parameter) for index, entry in named if grad_of(entry.parameter) is not None]
-
     @property
     def has_all_gradients(self) -> bool:
         """Every parameter has its gradient of this microbatch: nothing in the backward reads the unit any more."""
@@ -339,6 +365,7 @@ class Unit:
     def forget_gradients(self) -> None:
         """A new step begins."""
         self.used.clear()
+        self.replaced_gradients.clear()
         self._received.clear()
         self.appearance.show_ordinary()
 

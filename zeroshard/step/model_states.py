@@ -197,8 +197,8 @@ class ModelStates:
                     f"{state} of {fqn}; it holds {[(h.start, h.start + h.numel) for h in mine.values()]}."
                 )
         if state == PARAMETERS:
-            unit, _ = self._find(fqn)
-            unit.take_masters()
+            unit, index = self._find(fqn)
+            unit.take_masters([index])
 
     # ------------------------------------------------------------------ the whole
 
@@ -249,13 +249,15 @@ class ModelStates:
             if not self._overwrite(held, state, flat[held.start : held.start + held.numel]):
                 raise UsageError(f"{fqn} has no state {state!r} to set; it has {', '.join(self.names(fqn))}.")
         if state == PARAMETERS:
-            unit.take_masters()
+            unit.take_masters([index])
 
     def restore(self, fqn: str, values: Mapping[str, Tensor | None]) -> None:
         """Give a parameter wholes of its master weights and of the optimizer's states, if it keeps any. Every rank must call it."""
         value = values[PARAMETERS]
         assert value is not None
-        self.set(fqn, PARAMETERS, value)
+        for held in self._parts(fqn):
+            self._overwrite(held, PARAMETERS, value.detach().reshape(-1)[held.start : held.start + held.numel])
+        self._find(fqn)[0].take_masters(())  # to the user the values are what they were
         on_device = counting_on_device(self._optimizer.inner) if self._optimizer is not None else set()
         for held in self._parts(fqn):
             if held.view is None or self._optimizer is None:

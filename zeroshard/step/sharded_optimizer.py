@@ -10,7 +10,7 @@ import math
 import struct
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import or_
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.gradients.norm import clip_coefficient, total
+from zeroshard.gradients.norm import clip_coefficient, sum_of_parts
 from zeroshard.gradients.shard import Shard
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Piece
@@ -35,6 +35,7 @@ from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sub_groups import SubGroups
+from zeroshard.step.whose_shards import SHARDS, names_of_shards, refuse_other_shards
 from zeroshard.storage.base import Storage
 from zeroshard.storage.storages import Storages
 
@@ -150,18 +151,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "ShardedOptimizer.step takes no closure: the gradients of a repeated backward would have to be reduced "
                 "within the step. Call backward yourself, then step()."
             )
-        if self._used_at != self._schedule.gradients_taken:
-            self._exchange(norm=False)
+        self._agree_on_used()
         self._schedule.begin_step()
-        result, before = None, [_options(group) for group in self.inner.param_groups]
+        before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
+        result: Any = None
         left = Counter(self._unit_of[resident] for resident in self._residents)
+        updated = {flag for flag, used in zip(self._flags, self._used, strict=True) if used}
         waiting = deque(unit for unit in self._schedule.in_order() if unit.trainable)
 
         def sync(residents: list[Resident]) -> None:
             # In one order on every rank, however each cuts its sub-groups.
             left.subtract(self._unit_of[resident] for resident in residents)
             while waiting and not left[waiting[0]]:
-                self._schedule.sync_parameters(waiting.popleft())
+                unit = waiting.popleft()
+                unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
+                self._schedule.sync_parameters(unit)
 
         if not self._residents:
             result = self.step_inner()  # nothing to update: its hooks run, or it says so
@@ -247,9 +251,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def used(self) -> dict[str, bool]:
         """By fqn, whether any rank used the parameter in this step. Every rank must call it, after the last backward."""
-        if self._used_at != self._schedule.gradients_taken:
-            self._exchange(norm=False)
+        self._agree_on_used()
         return {unit.named[i].fqn: used for (unit, i), used in zip(self._flags, self._used, strict=True)}
+
+    def _agree_on_used(self) -> None:
+        """Hear who used which parameter, unless nothing came since that was last asked: of a backward, or of a user's hand."""
+        if self._schedule.asks_for_gradients() or self._used_at != self._schedule.gradients_taken:
+            self._exchange(norm=False)
 
     def residents(self) -> Iterator[Resident]:
         """What this rank updates: the shards, and their parts by parameter."""
@@ -305,7 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares: dict[int, list[Tensor]] = {}
         for resident in self._residents if norm else ():
             squares.setdefault(resident.shard.rank, []).append(self.gradients.sum_of_squares(resident.shard))
-        sums = {rank: total(parts) for rank, parts in squares.items()}
+        sums = {rank: sum_of_parts(parts) for rank, parts in squares.items()}
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         own_flags = bytes((index in unit.used) | (index in written[unit]) << 1 for unit, index in self._flags)
         message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
@@ -325,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
         self._schedule.refuse_parked("optimizer.state_dict()")
-        whole = self.inner.state_dict()
+        whole = {**self.inner.state_dict(), SHARDS: names_of_shards(self.inner, self.views)}
         number_of = {id(p): n for n, p in enumerate(p for group in self.inner.param_groups for p in group["params"])}
         for resident in self._residents:
             if resident.is_in_place:
@@ -343,6 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank, with the same world size and policy."""
         self._schedule.refuse_parked("optimizer.load_state_dict()")
+        refuse_other_shards(state_dict, self.inner, self.views)
         self._sub_groups.settle()
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -390,7 +399,3 @@ def _refuse_step_of_inner(owner: weakref.ref[ShardedOptimizer], inner: torch.opt
             f"{type(inner).__name__}.step() was called on the optimizer that zeroshard took: it would update nothing. Call "
             "step() and zero_grad() on sharded.optimizer (with a config, engine.step())."
         )
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

@@ -1,0 +1,276 @@
+"""Owns a tiny model with two sides, sharded and plain PyTorch, and what a user may do to either: one method for each action.
+
+Every action takes one small number, from which it chooses parameters, values and variants, the same on both sides. What it
+returns
+is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard import Policy, Precision
+
+WIDTH, BATCHES = 4, 5
+
+
+class Boom(Exception):
+    """What the user's own code raises in the middle of things."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Net(nn.Module):
+    """Three blocks between two linear layers that share a weight; one parameter starts frozen; a block may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks[1].scale.requires_grad_(False)
+
+    def forward(self, x: Tensor, skipped: int = -1) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                x = block(x)
+        return self.last(x).square().mean()
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, foreach=False)
+
+
+OPTIMIZERS = {"sgd": make_sgd, "adamw": make_adamw}
+STATES = {"sgd": ["momentum_buffer"], "adamw": ["exp_avg", "exp_avg_sq", "step"]}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the sharded side is sharded, and what both are."""
+
+    stage: int
+    bf16: bool = False
+    optimizer: str = "sgd"
+    reshard_after_forward: bool = True
+    prefetch_numel: int | None = None
+    overlap: bool = True
+    one_unit: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def precision(self) -> Precision | None:
+        """In 16 bits, sums over microbatches that come before those over ranks would be rounded once more: not so in fp32."""
+        return Precision(torch.bfloat16, None if self.stage >= 2 else torch.float32) if self.bf16 else None
+
+    def policy(self) -> Policy:
+        preset = Policy.stage(self.stage, reshard_after_forward=self.reshard_after_forward)
+        return Policy(
+            preset.parameters, preset.gradients, preset.optimizer, self.reshard_after_forward, self.prefetch_numel
+        )
+
+
+class Side:
+    """What both sides do alike: all that is plain PyTorch."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.setting, self.model, self.folder = setting, Net(), folder
+        self.losses: list[Tensor] = []
+        """Of graphs whose backward is still to come."""
+
+    @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters())
+
+    def pick(self, number: int) -> tuple[str, nn.Parameter]:
+        return self.named[number % len(self.named)]
+
+    def batch(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(3, WIDTH, generator=generator).to(self.setting.dtype)
+
+    def value(self, parameter: Tensor, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 + number)
+        return (torch.randn(parameter.shape, generator=generator) / 2).to(self.setting.dtype)
+
+    def whole(self, modifier_rank: int | None = None) -> Any:
+        raise NotImplementedError
+
+    def accumulating(self) -> Any:
+        raise NotImplementedError
+
+    def nothing(self, number: int) -> None:
+        """What sequences shrink to."""
+
+    # ------------------------------------------------------------------ forwards and backwards
+
+    def forward(self, number: int) -> Any:
+        loss = self.model(self.batch(number), skipped=number % 4 - 1)
+        self.losses.append(loss)
+        return loss.detach()
+
+    def forward_part(self, number: int) -> Any:
+        """Without the root: one block, or the head."""
+        part = [*self.model.blocks, self.model.last][number % 4]
+        loss = part(self.batch(number)).square().mean()
+        self.losses.append(loss)
+        return loss.detach()
+
+    def evaluate(self, number: int) -> Any:
+        with torch.no_grad():
+            return self.model(self.batch(number))
+
+    def broken_forward(self, number: int) -> Any:
+        handle = self.model.blocks[number % 3].register_forward_hook(_raise)
+        try:
+            return self.model(self.batch(number)).detach()
+        finally:
+            handle.remove()
+
+    def backward(self, number: int) -> Any:
+        """The newest graph's, or the oldest one's; one in three is run again later."""
+        if not self.losses:
+            self.forward(number)
+        loss = self.losses.pop(0 if number % 2 else -1)
+        if number % 3 == 2:
+            self.losses.append(loss)
+        loss.backward(retain_graph=number % 3 == 2)
+
+    def train(self, number: int) -> Any:
+        """What a loop does: forward and backward."""
+        seen = self.forward(number)
+        self.losses.pop().backward()
+        return seen
+
+    def accumulate(self, number: int) -> Any:
+        with self.accumulating():
+            return self.train(number)
+
+    def broken_backward(self, number: int) -> Any:
+        loss = self.model(self.batch(number))
+        _, parameter = self.pick(number)
+        if not parameter.requires_grad:
+            return
+        handle = parameter.register_hook(_raise)
+        try:
+            loss.backward()
+        finally:
+            handle.remove()
+
+    def look(self, number: int) -> Any:
+        """Gradients that are no part of a step."""
+        x = self.batch(number).requires_grad_()
+        _, parameter = self.pick(number)
+        wanted = [x, parameter] if parameter.requires_grad else [x]
+        return [g.detach().clone() for g in torch.autograd.grad(self.model(x), wanted)]
+
+    def inside(self, number: int) -> Any:
+        """Something else, where all parameters are whole."""
+        names = ["train", "evaluate", "forward", "backward", "step", "clip", "zero_grad", "deepcopy", "offload", "save"]
+        with self.whole():
+            return getattr(self, names[number % len(names)])(number)
+
+    # ------------------------------------------------------------------ writes
+
+    def write(self, number: int) -> None:
+        _, parameter = self.pick(number)
+        with torch.no_grad():
+            parameter.copy_(self.value(parameter, number))
+
+    def write_new_data(self, number: int) -> None:
+        _, parameter = self.pick(number)
+        parameter.data = self.value(parameter, number)
+        self.losses.clear()  # plain PyTorch cannot tell which of the two values they were made with
+
+    def write_to_data(self, number: int) -> None:
+        """Under sharded parameters it leaves no trace where the parameter happens to be whole: see `write_inside`."""
+        if self.setting.stage == 3:
+            return
+        _, parameter = self.pick(number)
+        parameter.data.copy_(self.value(parameter, number))
+
+    def write_state_dict(self, number: int) -> None:
+        _, parameter = self.pick(number)
+        state = {fqn: value.clone() for fqn, value in self.model.state_dict().items()}
+        fqn = self.pick(number)[0]
+        state[fqn] = self.value(parameter, number)
+        if fqn == "first.weight":
+            state["last.weight"] = state[fqn]
+        self.model.load_state_dict(state)
+
+    def write_inside(self, number: int) -> None:
+        _, parameter = self.pick(number)
+        with self.whole(modifier_rank=0), torch.no_grad():
+            if number % 3 == 0:
+                parameter.data = self.value(parameter, number)
+            else:
+                (parameter.data if number % 3 == 1 else parameter).copy_(self.value(parameter, number))
+        self.losses.clear()
+
+    def set_grad(self, number: int) -> None:
+        _, parameter = self.pick(number)
+        parameter.grad = self.value(parameter, number)
+
+    def drop_grads(self, number: int) -> None:
+        """As loops do that know no optimizer."""
+        self.model.zero_grad(set_to_none=bool(number % 4))
+
+    def toggle(self, number: int) -> None:
+        _, parameter = self.pick(number)
+        parameter.requires_grad_(not parameter.requires_grad)
+
+    # ------------------------------------------------------------------ readers
+
+    def read(self, number: int) -> Any:
+        with self.whole():
+            return {fqn: p.detach().clone() for fqn, p in self.model.named_parameters()}
+
+    def read_state_dict(self, number: int) -> Any:
+        return {fqn: value.clone() for fqn, value in self.model.state_dict().items()}
+
+    def read_one(self, number: int) -> Any:
+        return self.pick(number)[1].detach().clone()
+
+    def deepcopy(self, number: int) -> Any:
+        copied = copy.deepcopy(self.model)
+        values = {fqn: p.detach() for fqn, p in copied.named_parameters()}
+        loss = copied(self.batch(number))
+        if loss.requires_grad:
+            loss.backward()
+        flags = torch.tensor([p.requires_grad for p in copied.parameters()])
+        return values, loss.detach(), flags, {fqn: p.grad for fqn, p in copied.named_parameters() if p.grad is not None}
+
+
+def _raise(*_: Any) -> None:
+    raise Boom
+
+
+ACTIONS = [
+    "train", "train", "accumulate", "step", "step", "zero_grad", "zero_grad", "clip", "forward", "backward", "forward_part",
+    "evaluate", "broken_forward", "broken_backward", "look", "inside", "write", "write_new_data", "write_to_data",
+    "write_state_dict", "write_inside", "write_inside_unasked", "set_grad", "drop_grads", "toggle", "update_trainable",
+    "update_trainable", "change_lr", "save", "load", "keep_optimizer", "restore_optimizer", "offload", "reload", "reload",
+    "read", "read_state_dict", "read_one", "deepcopy", "read_states", "read_gradients", "set_state", "set_mean_gradient",
+]  # fmt: skip

@@ -138,7 +138,7 @@ class Shard:
         rows[collectives.rank].copy_(self.own)
         if self.numel:
             collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
-        whole = rows.view(-1)[: self._shape.numel()].view(self._shape)
+        whole = rows.view(-1)[: self._shape.numel()].view(self._shape).data  # no view of `rows`, see `is_seen`
         return whole if self._whole is None else self._whole.copy_(whole)
 
     def keep_open(self, whole: Tensor) -> None:

@@ -69,7 +69,7 @@ def test_a_kill_at_any_moment_loses_nothing(seed: int, tmp_path: Path, monkeypat
 
     What it finds is the checkpoint before, or the one that was being saved, whole, with the right numbers.
     """
-    monkeypatch.setattr("zeroshard.collectives.report._REPORT_SECONDS", 0.2)  # how long the dead are waited for
+    monkeypatch.setattr("zeroshard.collectives.watch.REPORT_SECONDS", 0.2)  # how long the dead are waited for
     expected = [after(n) for n in range(4)]
     chance = random.Random(seed)
 

@@ -110,7 +110,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`shard`, `initialize` and `sharded_init` are functions in modules of the same name.
+    """`shard`, `initialize`, `sharded_init` and `unsharded` are functions in modules of the same name.
 
     Importing a submodule makes it an attribute of its package: without this, whoever imports `zeroshard.shard` first would turn
     `zeroshard.shard(...)` into the call of a module.

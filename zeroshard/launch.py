@@ -112,6 +112,18 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
 
 
+def local_rank() -> int:
+    """This process's number on its machine, as the launcher says; its rank where that is all that it says.
+
+    Raises:
+        UsageError: see `read_launch`.
+    """
+    launch = read_launch()
+    if launch is None:
+        return _number(os.environ, "LOCAL_RANK", 0)
+    return launch.rank if launch.local_rank is None else launch.local_rank
+
+
 def local_device() -> torch.device:
     """This rank's accelerator, which becomes the current one; the CPU where there is none.
 
@@ -120,12 +132,8 @@ def local_device() -> torch.device:
     """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    launch = read_launch()
-    local = int(os.environ.get("LOCAL_RANK", 0)) if launch is None else launch.local_rank
-    if local is None and launch is not None:
-        local = launch.rank
     # Where each process sees one device, that is device 0, whatever its local rank.
-    torch.accelerator.set_device_index((local or 0) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(local_rank() % torch.accelerator.device_count())
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

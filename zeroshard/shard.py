@@ -11,7 +11,7 @@ for batch in data:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks
-from zeroshard.layout.bucketing import group_parameters
+from zeroshard.layout.bucketing import Group, group_parameters
 from zeroshard.parameters.context import Context
-from zeroshard.policy import Policy, Precision, Units
+from zeroshard.policy import Place, Policy, Precision, Units
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.schedule import Schedule
@@ -97,8 +97,13 @@ def shard(
     context = Context(
         policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole
     )
-    with collectives.operation("shard()"):
-        return _shard(model, optimizer, context, units, overlap=overlap)
+    try:
+        with collectives.operation("shard()"):
+            return _shard(model, optimizer, context, units, overlap=overlap)
+    except BaseException:
+        storages.close()
+        collectives.close()
+        raise
 
 
 def _shard(
@@ -109,6 +114,7 @@ def _shard(
     _take_buffers(model, collectives, context.precision)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
     groups = group_parameters(model, optimized, units)
+    _refuse_integers(groups, policy)
     schedule = Schedule(make_units(groups, context), context, overlap=overlap)
     sharded_optimizer = ShardedOptimizer(
         optimizer, schedule, collectives, storages, policy, whole_parameters=context.whole_parameters
@@ -119,6 +125,17 @@ def _shard(
     checkpoints = Checkpoints(model, schedule, sharded_optimizer, collectives, policy)
     parking = Parking(schedule, sharded_optimizer, storages, context.pool)
     return Sharded(model, sharded_optimizer, policy, checkpoints, schedule, hooks, context, parking)
+
+
+def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
+    """A parameter whose values are away shows NaN, and integers have none."""
+    leaves = policy.parameters.sharded or policy.parameters.place is not Place.ACCELERATOR
+    for group in groups if leaves else ():
+        if not group.dtype.is_floating_point and not group.persistent:
+            raise UsageError(
+                f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place: register it as "
+                "a buffer, or use Policy.stage(2) or below."
+            )
 
 
 def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:

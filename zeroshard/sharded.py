@@ -53,8 +53,8 @@ class Sharded:
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
-        Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ finds no gradient to
-        clip: gradients leave `parameter.grad` as soon as they are made.)
+        Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ raises: after that,
+        `parameter.grad` has a shape and no values.)
 
         Args:
             max_norm: None leaves the norm as it is.
@@ -87,10 +87,10 @@ class Sharded:
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with the same shape and dtype."""
-        own = values.contiguous()
+        own = values.contiguous().reshape(-1)
         messages = self._context.collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
         parts = [torch.frombuffer(bytearray(message), dtype=own.dtype) for message in messages]
-        return torch.stack(parts).sum(0).view(own.shape)
+        return torch.stack(parts).sum(0).view(values.shape)
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
         """Put every wait for other ranks inside `measure("reduce" | "gather" | "exchange")`."""
@@ -192,9 +192,13 @@ class Sharded:
         if not self._schedule.is_between_steps:
             raise UsageError("update_trainable between backward and zero_grad: end the step first.")
         self._schedule.refuse_parked("update_trainable()")
+        self._refuse_pinned("update_trainable()")
+        new = set[int]()
         if param_group is not None:
-            self.optimizer.list_group(param_group)
-        self._schedule.optimized = listed = {one for group in self.optimizer.groups for one in group}
+            given = param_group["params"]
+            param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+            new = {id(parameter) for parameter in param_group["params"]}
+        listed = {one for group in self.optimizer.groups for one in group} | new
         freed = [
             entry
             for unit in self._schedule.units
@@ -206,6 +210,9 @@ class Sharded:
             raise UsageError(
                 f"{unknown[0]} was freed and is in no param group of the optimizer: give update_trainable a param_group with it."
             )
+        if param_group is not None:
+            self.optimizer.list_group(param_group)
+        self._schedule.optimized = listed
         for entry in freed:
             entry.parameter.grad = None  # what a parameter outside of the optimizer has gathered belongs to no step
         self._schedule.frozen = frozen_names(self._schedule.units)
@@ -302,12 +309,21 @@ class Sharded:
 
     def remove(self) -> None:
         """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""
+        self._refuse_pinned("remove()")
         self.reload_states()
+        self._schedule.forget_gradients()  # nothing is in flight any longer
         self._hooks.remove()
         for unit in self._schedule.units:
             unit.release()
         unregister(self._schedule.units)
         self.optimizer.release_inner()
-        self.checkpoints.close()
-        self._context.collectives.close()
-        self._context.storages.close()
+        try:
+            self.checkpoints.close()  # which raises what went wrong with an asynchronous save
+        finally:
+            self._context.collectives.close()
+            self._context.storages.close()
+
+    def _refuse_pinned(self, what: str) -> None:
+        for unit in self._schedule.units:
+            if unit.is_pinned:
+                raise UsageError(f"{what} inside zeroshard.unsharded(), which holds {unit.label}. Call it outside.")

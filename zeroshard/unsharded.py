@@ -64,16 +64,17 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
         unit.refuse_parked("a change of")
     at_rest = [unit for unit in units if unit.state is State.SHARDED]
     offloaded = [unit for unit in units if unit.state is State.OFFLOADED]
-    with _operation(units, "unsharded"):
-        for unit in at_rest:
-            unit.start_unshard()
-        for unit in units:
-            unit.unshard()
-            unit.pin()
-            unit.write_back()  # what was written before is no change inside
-    before = [unit.appearance.versions() for unit in units]
-    written: list[str] = []
+    written, pinned = list[str](), list[Unit]()
     try:
+        with _operation(units, "unsharded"):
+            for unit in at_rest:
+                unit.start_unshard()
+            for unit in units:
+                unit.unshard()
+                unit.pin()
+                pinned.append(unit)
+                unit.write_back()  # what was written before is no change inside
+        before = [unit.appearance.versions() for unit in units]
         with ExitStack() as stack:
             for one in hooks:
                 stack.enter_context(one.whole(units))
@@ -81,7 +82,7 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
         with _operation(units, "the end of unsharded"):
             written = _take_changes(units, before, modifier_rank)
     finally:
-        for unit in units:
+        for unit in pinned:
             unit.unpin()
         for unit in at_rest:
             unit.reshard()

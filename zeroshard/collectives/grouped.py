@@ -128,8 +128,11 @@ class Transfer(Pending):
     ) -> None:
         self._collectives, self._works, self._kind, self._label = collectives, works, kind, label
         self._land = land
+        self._failed: CollectiveError | None = None
 
     def wait(self) -> None:
+        if self._failed is not None:  # what did not arrive has not arrived since
+            raise self._failed
         collectives = self._collectives
         works, self._works = self._works, ()
         with collectives.measure(self._kind):
@@ -140,7 +143,8 @@ class Transfer(Pending):
                     work.wait()
                     done += 1
             except RuntimeError as error:
-                raise collectives.failure(self._label, error, peer, works[done + 1 :]) from error
+                self._failed = collectives.failure(self._label, error, peer, works[done + 1 :])
+                raise self._failed from error
             finally:
                 collectives.watch.leave()
         land, self._land = self._land, None

@@ -23,6 +23,7 @@ from zeroshard.engine.readers import Readers
 from zeroshard.engine.step_report import StepReport, why_not_finite
 from zeroshard.engine.underflow import count_underflow
 from zeroshard.errors import UsageError
+from zeroshard.launch import local_rank
 from zeroshard.observe.underflow import SCALES, UnderflowReport
 from zeroshard.optim.lr_schedules import Floor, LRSchedule
 from zeroshard.recompute.checkpointer import Checkpointer
@@ -51,7 +52,7 @@ class Engine(Readers):
         self.device = device
         self.checkpointing = checkpointing
         self.loss_scaler = create_loss_scaler(config)
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_rank = local_rank()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.training_dataloader: Any = None
         self._backward_done = False

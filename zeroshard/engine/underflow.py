@@ -17,11 +17,13 @@ def count_underflow(
     """Compute and differentiate the loss at the present scale and at each other. Every rank must call it."""
     counts = [GradientCount(one) for one in sorted({*scales, scale})]
     buffers = [(buffer, buffer.clone()) for buffer in sharded.model.buffers()]
-    for count in counts:
-        # The same dropout at each scale, and none of it missing from the training after.
-        with torch.random.fork_rng(), sharded.probe(count.add), torch.enable_grad():
-            loss = compute_loss()
-            (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
-    for buffer, value in buffers:
-        buffer.copy_(value)
+    try:
+        for count in counts:
+            # The same dropout at each scale, and none of it missing from the training after.
+            with torch.random.fork_rng(), sharded.probe(count.add), torch.enable_grad():
+                loss = compute_loss()
+                (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return summarise(counts, scale, sharded.sum_over_ranks)

@@ -115,6 +115,7 @@ class GradientBucket:
         return tuple(shards)
 
     def _move(self, event: str) -> None:
+        assert (event, self.holds) in MOVES, f"{event} of {self.label}, which holds {self.holds.value}"
         self.holds = MOVES[event, self.holds]
 
     # ------------------------------------------------------------------ one microbatch
@@ -153,10 +154,7 @@ class GradientBucket:
         self._microbatch.missing -= {piece.index}
 
     def _room_for(self, piece: Piece, part: Tensor) -> Tensor | None:
-        """
-
-        cratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there, uncopied.
-        """
+        """Scratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there."""
         now = self._microbatch
         if now.whole is None:
             if piece.numel == self.layout.numel and part.dtype == self._dtypes.reduce:
@@ -235,8 +233,8 @@ class GradientBucket:
     def wait_gather(self) -> None:
         """Block until what `start_gather` started has arrived."""
         if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
-            pending.wait()
+            self._gathering.wait()  # which raises again where it did before
+            self._gathering = None
 
     def forget(self) -> None:
         """A new step begins, or this one broke off: nothing of it is wanted any longer."""

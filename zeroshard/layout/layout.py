@@ -16,8 +16,10 @@ same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT = 16
 """Elements to whose multiple every shard is padded: 64 bytes of fp32, a cache line and a vector register."""
@@ -92,6 +94,24 @@ class UnitLayout:
     @property
     def numel(self) -> int:
         return self.buckets[-1].stop if self.buckets else 0
+
+    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
+        for bucket in self.buckets:
+            if any(piece.index == index for piece in bucket.pieces):
+                for rank in range(bucket.world_size):
+                    for piece in bucket.shard_pieces(rank):
+                        if piece.index == index:
+                            yield rank, piece.parameter_start, piece.parameter_start + piece.numel
+
+    def parameter_at(self, offset: int) -> int:
+        """Which parameter holds the element at this place of the flat buffer."""
+        return self._order[bisect_right(self._order, offset, key=self.starts.__getitem__) - 1]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The parameters that have elements, as they lie."""
+        return sorted((i for i, numel in enumerate(self.numels) if numel), key=self.starts.__getitem__)
 
 
 def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_numel: int = SOLO_NUMEL) -> UnitLayout:

@@ -134,8 +134,8 @@ class ParameterBucket:
     def wait_unsharded(self) -> None:
         """Block until what `unshard` or `sync` started has arrived."""
         if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
-            pending.wait()
+            self._gathering.wait()  # which raises again where it did before
+            self._gathering = None
 
     @property
     def is_gathering(self) -> bool:

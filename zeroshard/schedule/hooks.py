@@ -90,6 +90,7 @@ class Hooks:
         self._run_of = {unit: run for run in self._units.values() for unit in run}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._pushed: list[bool] = []
+        self._base = 0
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
         self._outer = Outermost()
         self._owned = {
@@ -132,8 +133,8 @@ class Hooks:
         if not _in_backward():
             self._outer.keep()
             self._forget_what_broke_off()
-            self._saved.recover()
-            self._pushed.clear()
+            del self._pushed[self._base :]
+            self._saved.recover(sum(self._pushed))
             self._schedule.begin_forward()
         self._pre_forward(module, args, kwargs)
 
@@ -219,10 +220,13 @@ class Hooks:
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
         """What is computed inside from units that are whole for a while may be differentiated after."""
+        before = self._base
         self._push(units)
+        self._base = len(self._pushed)  # a forward inside leaves it there
         try:
             yield
         finally:
+            self._base = before
             self._pop()
 
     # ------------------------------------------------------------------ backward

@@ -47,7 +47,9 @@ class Probe:
         self._schedule.hold(unit)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
-        """Give all units back."""
+        """Give all units back, but those that a graph of this backward's own may read."""
+        for unit in self.units:
+            unit.is_held = unit.is_held and leaves_graph
         self._schedule.give_back()
 
     def break_off(self) -> None:

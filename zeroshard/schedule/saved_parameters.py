@@ -54,11 +54,6 @@ class SavedParameters:
         self._before_read = before_read
         self._depth = 0
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to look after."""
-        return bool(self._unit_of)
-
     def push(self) -> None:
         """What is saved from now on, on this thread, comes here."""
         theirs = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -75,12 +70,11 @@ class SavedParameters:
             self._depth -= 1
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def recover(self) -> None:
-        """A forward broke off without `pop` (an interrupt that modules do not see): take off what it left."""
-        while self._depth:
+    def recover(self, depth: int) -> None:
+        """Forwards broke off without `pop` (an interrupt that modules do not see): take off what they left above `depth`."""
+        while self._depth > depth:
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if top is None or top[1] != self._unpack:
-                self._depth = 0
+            if top is None or top[1] != self._unpack:  # somebody else's lie above: they are popped first
                 return
             self.pop()
 
@@ -107,7 +101,7 @@ class SavedParameters:
         if unit is None:
             return None
         offset = int(tensor.storage_offset())
-        index = unit.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
+        index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
         return _View(unit, index, tensor._version, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, packed: Any) -> Any:

@@ -232,8 +232,9 @@ class Schedule:
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
         """All of this microbatch's gradients are here: reduce the rest, in the fixed order."""
-        self._move(Move.END_BACKWARD)
+        self._move(Move.GRADIENT)  # until the rest is on its way, this backward has not ended
         self.reductions.end_microbatch()
+        self._move(Move.END_BACKWARD)
         self._backward_ended = True
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph

@@ -15,7 +15,6 @@ class it is of meanwhile, depends on the unit's state (see parameters/shown.py):
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -76,8 +75,6 @@ class Unit:
             [(bucket, piece) for bucket in self.layout.buckets for piece in bucket.pieces if piece.index == index]
             for index in range(len(self.named))
         ]
-        order = sorted((i for i in range(len(self.named)) if numels[i]), key=self.layout.starts.__getitem__)
-        self._by_start, self._starts = order, [self.layout.starts[index] for index in order]
         self._gradient_of = dict(zip(self.layout.buckets, self.gradients, strict=False))
         self._received: set[int] = set()
         self.used: set[int] = set()
@@ -113,10 +110,6 @@ class Unit:
             whole[start : start + entry.shape.numel()].copy_(entry.parameter.detach().reshape(-1))
         context.collectives.broadcast(whole)
         return whole
-
-    def parameter_at(self, offset: int) -> int:
-        """Which parameter holds the element at this place of the flat buffer."""
-        return self._by_start[bisect_right(self._starts, offset) - 1]
 
     # ------------------------------------------------------------------ together, and given back
 
@@ -186,6 +179,11 @@ class Unit:
     def pin(self) -> None:
         """Stay unsharded, whoever gives the unit back, until `unpin`."""
         self._pins += 1
+
+    @property
+    def is_pinned(self) -> bool:
+        """Somebody holds it unsharded."""
+        return self._pins > 0
 
     def unpin(self) -> None:
         """The end of one `pin`."""
@@ -324,14 +322,6 @@ class Unit:
                 bucket.unshard()
                 bucket.wait_unsharded()
         return [entry.fqn for index, entry in enumerate(self.named) if any(changed) or index in written]
-
-    def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
-        for bucket, _ in self._homes[index]:
-            for rank in range(bucket.world_size):
-                for piece in bucket.shard_pieces(rank):
-                    if piece.index == index:
-                        yield rank, piece.parameter_start, piece.parameter_start + piece.numel
 
     # ------------------------------------------------------------------ gradients
 

@@ -228,7 +228,7 @@ class ModelStates:
                 tensor = self._part(held, state)
                 if tensor is not None:
                     whole[held.start : held.start + held.numel].copy_(tensor)
-        for owner, start, stop in unit.owners(index):
+        for owner, start, stop in unit.layout.owners(index):
             self._collectives.broadcast(whole[start:stop], owner)
         return whole.view(entry.shape)
 

@@ -54,17 +54,17 @@ class Parking:
         unknown = [state for state in wanted if state not in STATES]
         if unknown:
             raise UsageError(f"the model states are {', '.join(STATES)}, and {unknown[0]!r} is none of them.")
-        if self._parked:
+        if self._schedule.parked:
             raise UsageError("model states are parked already: call reload_states() first.")
         if self._schedule.awaits_step:
             raise UsageError("offload_states between backward and step: end the step first.")
         self._storage = self._storages.open(place, offload)
         if self._storage is self._storages.accelerator:
             return 0
-        self._schedule.settle()
-        self._optimizer.settle()
-        self._pool.clear()
         try:
+            self._schedule.settle()
+            self._optimizer.settle()
+            self._pool.clear()
             for unit in self._schedule.units:
                 unit.park(parameters="parameters" in wanted)
             pending = self._copy(wanted)

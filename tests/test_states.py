@@ -54,10 +54,6 @@ def test_after_is_the_table(state: StepState, move: Move) -> None:
 # ------------------------------------------------------------------ a real model
 
 
-class InBackward(Exception):
-    """Leaves a backward after what was done in the middle of it."""
-
-
 def break_off(side: Sharded) -> None:
     with pytest.raises(Boom):
         side.broken_backward(2)  # the first block's: others have given gradients before
@@ -70,6 +66,8 @@ def lead_to(side: Sharded, state: StepState) -> None:
         side.train(2)
     if state is StepState.STEPPED:
         side.step(0)
+        side.losses.clear()
+        side.forward(1)
     if state in (StepState.BACKWARD, StepState.BROKEN):
         break_off(side)
     if state is StepState.BROKEN:

@@ -195,6 +195,10 @@ FOUND: dict[str, list[Action]] = {
     "a gradient set between microbatches": [("accumulate", 2), ("set_grad", 1), ("train", 10), ("step", 2)],
     "gradients dropped between microbatches": [("train", 1), ("drop_grads", 1), ("train", 2), ("step", 0)],
     "gradients dropped after the norm": [("train", 1), ("clip", 2), ("drop_grads", 1), ("step", 6)],
+    "a backward refused, and broken off": [
+        ("train", 10), ("clip", 5), ("drop_grads", 9), ("backward", 8), ("broken_forward", 2), ("step", 0),
+    ],
+    "a gradient of a frozen parameter, forgotten": [("set_grad", 5), ("zero_grad", 0), ("clip", 9)],
     "gradients dropped after a look": [("accumulate", 9), ("look", 4), ("drop_grads", 9), ("step", 2)],
     "a graph from before a step": [("forward", 0), ("train", 1), ("step", 0), ("zero_grad", 0), ("backward", 1)],
     "a graph from before a load": [("save", 0), ("forward_part", 2), ("load", 0), ("backward", 0)],

@@ -179,6 +179,13 @@ class Side:
         finally:
             handle.remove()
 
+    def broken_loss(self, number: int) -> Any:
+        """A backward that breaks off before it has given any gradient."""
+        loss = self.model(self.batch(number))
+        if loss.requires_grad:
+            loss.register_hook(_raise)
+            loss.backward()
+
     def look(self, number: int) -> Any:
         """Gradients that are no part of a step."""
         x = self.batch(number).requires_grad_()
@@ -269,7 +276,7 @@ def _raise(*_: Any) -> None:
 
 ACTIONS = [
     "train", "train", "accumulate", "step", "step", "zero_grad", "zero_grad", "clip", "forward", "backward", "forward_part",
-    "evaluate", "broken_forward", "broken_backward", "look", "inside", "write", "write_new_data", "write_to_data",
+    "evaluate", "broken_forward", "broken_backward", "broken_loss", "look", "inside", "write", "write_new_data", "write_to_data",
     "write_state_dict", "write_inside", "write_inside_unasked", "set_grad", "drop_grads", "toggle", "update_trainable",
     "update_trainable", "change_lr", "save", "load", "keep_optimizer", "restore_optimizer", "offload", "reload", "reload",
     "read", "read_state_dict", "read_one", "deepcopy", "read_states", "read_gradients", "set_state", "set_mean_gradient",

@@ -111,6 +111,7 @@ class Plain(Side):
         self.optimizer = OPTIMIZERS[setting.optimizer](list(self.masters.values()))
         self.trained = {fqn for fqn, p in self.named if p.requires_grad}
         self.saved: dict[str, Any] = {}
+        self.by_hand: dict[str, Tensor] = {}
         self.told: float | None = None
         """The norm that the other side found."""
         self.kept: Any = None
@@ -122,12 +123,20 @@ class Plain(Side):
     def accumulating(self) -> Any:
         return nullcontext()
 
-    def collect(self) -> None:
-        """16 bits: gradients are summed in fp32."""
+    def set_grad(self, number: int) -> None:
+        super().set_grad(number)
+        fqn, parameter = self.pick(number)
+        self.by_hand[fqn] = parameter.grad.clone() if parameter.grad is not None else torch.zeros(())
+
+    def collect(self, *, in_backward: bool = False) -> None:
+        """16 bits: gradients are summed in fp32, as backwards give them; what was set by hand waits for one, or the step."""
         self.take_writes()
         for fqn, p in self.named if self.setting.bf16 else ():
             master = self.masters[fqn]
-            if p.grad is not None:
+            if p.grad is not None and not (
+                in_backward and fqn in self.by_hand and torch.equal(p.grad, self.by_hand[fqn])
+            ):
+                self.by_hand.pop(fqn, None)
                 gradient, p.grad = p.grad.float(), None
                 master.grad = gradient if master.grad is None else master.grad + gradient
 
@@ -142,19 +151,19 @@ class Plain(Side):
         try:
             return super().backward(number)
         finally:
-            self.collect()
+            self.collect(in_backward=True)
 
     def train(self, number: int) -> Any:
         try:
             return super().train(number)
         finally:
-            self.collect()
+            self.collect(in_backward=True)
 
     def broken_backward(self, number: int) -> Any:
         try:
             return super().broken_backward(number)
         finally:
-            self.collect()
+            self.collect(in_backward=True)
 
     @torch.no_grad()
     def show(self, names: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ exception, so nothing here counts on a forward's end.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ class Hooks:
         self._aside: Schedule | None = None
         """The schedule, while a backward that has not reached any parameter goes around it."""
         self._phase = Phase.IDLE_OR_FORWARD
+        self._ending: Callable[[], object] = lambda: None
+        """What autograd will call when the present backward ends, as long as that may come."""
         self._leaves_graph = False
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
         self._open_calls: Counter[nn.Module] = Counter()
@@ -139,7 +142,7 @@ class Hooks:
         self._pre_forward(module, args, kwargs)
 
     def _forget_what_broke_off(self) -> None:
-        """A forward begins outside of any backward, and the last one never reached its end."""
+        """A forward begins outside of any backward, or another backward, and the last one never reached its end."""
         if self._phase is Phase.BACKWARD:
             schedule = self._schedule
             self._end_phase()
@@ -232,13 +235,17 @@ class Hooks:
     # ------------------------------------------------------------------ backward
 
     def _begin_backward(self) -> None:
+        if self._ending() is None:  # autograd has dropped it, uncalled: that backward is no longer running
+            self._forget_what_broke_off()
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
                 # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
                 self._aside, self._schedule = self._schedule, Probe(self._schedule, ignore)
             # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            ending = partial(self._end_backward)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
 
     def _reaches_parameters(self) -> bool:
         """Whether this backward will give any parameter a gradient. One for the sake of inputs (torch.autograd.grad) does not.

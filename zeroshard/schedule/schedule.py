@@ -273,8 +273,9 @@ class Schedule:
         """Whether the user has put something into a `parameter.grad` that was not taken yet.
 
         Raises:
-            UsageError: or has put it, or None, where it would go unheard.
+            UsageError: or has put it, or None, where it would go unheard; or a backward broke off.
         """
+        after(self.state, Move.STEP)
         for unit in self.units:
             refuse_replaced(unit)
             refuse_frozen(unit, self.optimized)
@@ -337,6 +338,7 @@ class Schedule:
         for unit in self.units:
             unit.is_held = False
             unit.forget_gradients()
-            for _, parameter in gradients_of_users(unit):
-                forget_grad(parameter)
+            for entry in unit.named:
+                if unit.trainable or id(entry.parameter) in self.optimized:
+                    forget_grad(entry.parameter)
         self._move(Move.ZERO_GRAD)

@@ -364,3 +364,153 @@ def test_an_optimised_input_of_a_frozen_model_gathers_no_hooks(stage: int) -> No
         assert counts[-1] == counts[0] == 0
 
     run_ranks(body, 2)
+
+
+# ------------------------------------------------------------------ views that outlive a module's run
+
+
+class Prompt(nn.Module):
+    """Returns a part of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[: x.shape[0]]
+
+
+class Prompted(Net):
+    def __init__(self) -> None:
+        super().__init__(Prompt)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block(x)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_views_that_modules_return_stay_readable(stage: int) -> None:
+    def body(rank: int) -> None:
+        def run(policy: Policy) -> list[Tensor]:
+            torch.manual_seed(0)
+            model = Prompted()
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+            seen = []
+            for number in range(3):
+                with torch.no_grad():
+                    seen.append(model.blocks[0](batch(rank, number)).clone())
+                model(batch(rank, number)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            with zeroshard.unsharded(model):
+                kept = {name: parameter.detach() for name, parameter in model.named_parameters()}
+                seen += [value.clone() for value in kept.values()]
+            seen += [value.clone() for value in kept.values()]  # an alias, read after
+            return seen
+
+        for one, other in zip(run(Policy.stage(0)), run(Policy.stage(stage)), strict=True):
+            assert torch.equal(one, other)
+
+    run_ranks(body, 2)
+
+
+def penalised(model: nn.Module, x: Tensor, between: str) -> None:
+    """A root's parameter in the loss, outside of any forward; then something that gives units back."""
+    loss = model(x) + 0.1 * model.last.weight.square().sum()
+    if between == "evaluation":
+        with torch.no_grad():
+            model(2 * x)
+    elif between == "state_dict":
+        model.state_dict()
+    elif between == "another backward":
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "state_dict", "another backward"])
+def test_a_roots_parameter_in_the_loss(between: str) -> None:
+    """It is whole there; where something gives it back before it is read again, torch says so, and nothing is NaN."""
+
+    def body(rank: int) -> None:
+        def run(stage: int) -> list[Tensor]:
+            torch.manual_seed(0)
+            model = Net()
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+            if stage == 3 and between != "nothing":
+                with pytest.raises(RuntimeError, match="inplace operation"):
+                    penalised(model, batch(rank, 0), between)
+                sharded.optimizer.zero_grad()
+            for number in range(2):
+                penalised(model, batch(rank, number), "nothing")
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            with zeroshard.unsharded(model):
+                return [parameter.detach().clone() for parameter in model.parameters()]
+
+        for one, other in zip(run(2), run(3), strict=True):
+            assert torch.isfinite(other).all() and torch.equal(one, other)
+
+    run_ranks(body, 2)
+
+
+def test_a_transform_around_a_sharded_model_is_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        model = Net()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        with pytest.raises(zeroshard.UsageError, match=r"torch\.func.*torch\.autograd\.grad"):
+            torch.func.grad(model)(batch(rank, 0))
+
+    run_ranks(body, 1)
+
+
+def test_a_graph_from_before_remove_leaves_the_model_alone() -> None:
+    def body(rank: int) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+        loss = model(batch(rank, 0))
+        sharded.remove()
+        loss.backward()
+        assert all(
+            torch.isfinite(parameter).all() and type(parameter) is nn.Parameter for parameter in model.parameters()
+        )
+        with pytest.raises(zeroshard.UsageError, match=r"after remove"):
+            optimizer.step()
+
+    run_ranks(body, 2)
+
+
+class RankBranch(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, more: bool = False) -> Tensor:
+        x = super().forward(x)
+        return x + self.extra(x) if more else x
+
+
+class Branching(Net):
+    def __init__(self) -> None:
+        super().__init__(RankBranch)
+        self.more = False
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, self.more)
+
+
+def test_a_forward_whose_graph_is_dropped_holds_nobody_up() -> None:
+    """Rank 0 alone uses a part of each block, after a forward that no backward follows."""
+
+    def body(rank: int) -> None:
+        model = Branching()
+        model.more = rank == 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(3), bucket_numel=600)
+        for number in range(3):
+            model(batch(rank, number + 10))
+            model(batch(rank, number)).backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+
+    run_ranks(body, 2, collective_timeout=20)

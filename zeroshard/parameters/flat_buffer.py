@@ -4,7 +4,9 @@
 Autograd saves views of parameters. When a sharded unit is given back, the *storage* of its flat buffer shrinks to
 nothing, and before the backward it is refilled at the same place: the saved views see the values again. Until then
 nothing may read them: reading freed storage is a segmentation fault, not an error. So a parameter at rest does not look
-at this storage at all but at a placeholder, see `unit.py`.
+at this storage at all but at a placeholder, see `unit.py`; and storage that somebody else looks at is not given back until
+nobody does: a
+view that a module returned, an alias that the user keeps, what autograd saved where no hook of ours saw it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class FlatBuffer:
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._label, self._is_borrowed = label, False
+        self._own_uses: int | None = None
         self.tensor = torch.zeros(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.untyped_storage().nbytes()
 
@@ -34,6 +37,11 @@ class FlatBuffer:
     def free(self) -> None:
         """Give the storage back. See [Note: freed storage]."""
         storage = self.tensor.untyped_storage()
+        uses = int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+        if self._own_uses is None:  # nobody else has seen it yet
+            self._own_uses = uses
+        if uses > self._own_uses:
+            return
         if storage.resizable():
             storage.resize_(0)
         elif not self._is_borrowed:

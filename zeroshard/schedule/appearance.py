@@ -61,6 +61,8 @@ class Appearance:
         self._own_writes = [0] * len(self._named)
         """Of the counts, those that are no write of the user's."""
         self._is_hidden = True  # or still the user's own
+        self.hides = 0
+        """How often the values left: so much of the parameters' version counters tells of no write."""
         by_id = {id(entry.parameter): entry for entry in self._named}
         self._places = [
             (module, name, by_id[id(parameter)])
@@ -95,6 +97,16 @@ class Appearance:
         self._is_hidden = True
         self._versions = self.versions()
         self._become(self._away_class)
+
+    def outdate_saved(self) -> None:
+        """The values are gone: a parameter that autograd saved where no hook of ours saw it is not read as NaN: torch raises.
+
+        Not while somebody looks at views: torch would make their gradients anew, from what the parameter shows now.
+        """
+        for entry in self._named:
+            torch.autograd.graph.increment_version(entry.parameter)
+        self.hides += 1
+        self._versions = self.versions()
 
     def make_readers_wait(self) -> None:
         """The values arrive while Python goes on."""

@@ -25,7 +25,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,8 +34,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.errors import UsageError
 from zeroshard.parameters.shown import forget_grad, grad_of
-from zeroshard.schedule.module_hooks import Outermost, WeakHook, hooks_for_state_dicts, ignore, module_hook
+from zeroshard.schedule.module_hooks import Call, Outermost, WeakHook, hooks_for_state_dicts, ignore, module_hook
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
@@ -49,13 +49,6 @@ class Phase(enum.Enum):
 
     IDLE_OR_FORWARD = "forward"
     BACKWARD = "backward"
-
-
-@dataclass
-class _Call:
-    """One call of a module in a forward; `counted` until its backward begins (a recomputation is never counted)."""
-
-    counted: bool
 
 
 class Hooks:
@@ -83,6 +76,7 @@ class Hooks:
 
     def attach(self) -> None:
         """Put hooks on the modules and parameters of the schedule's units."""
+        self._is_removed = False
         model, schedule = self._root, self._schedule
         units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
@@ -113,6 +107,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Take all hooks off."""
+        self._is_removed = True
         self._outer.remove()
         for handle in [*self._handles, *self._on_leaves]:
             handle.remove()
@@ -154,6 +149,7 @@ class Hooks:
             self._begin_backward()
         else:
             self._forget_what_broke_off()
+        self._refuse_transforms(self._units[module])
         self._schedule.unshard(self._units[module], backward=recompute)
         self._push(self._units[module])
         if self._has_frozen[module] and torch.is_grad_enabled() and not recompute:
@@ -167,12 +163,20 @@ class Hooks:
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
-            call = _Call(counted=not _in_backward())
-            self._calls_to_come[module] += call.counted
+            call = Call(self._calls_to_come, module, counted=not _in_backward())
             for tensor in outputs:
                 self._hook(tensor, partial(self._pre_backward, module, call))
         if not _in_backward() and not (is_root and torch.is_grad_enabled()):
             self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
+
+    def _refuse_transforms(self, units: Sequence[Unit]) -> None:
+        """Inside of a transform of torch.func nothing can be written to what was made outside."""
+        away = [unit for unit in units if unit.sharded_at_rest and unit.state is not State.UNSHARDED]
+        if away and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(
+                f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot be brought "
+                "together: use torch.autograd.grad, or Policy.stage(2) or below."
+            )
 
     def _push(self, units: Sequence[Unit]) -> None:
         """What autograd saves of sharded parameters from now on is looked after."""
@@ -202,6 +206,7 @@ class Hooks:
             self._forget_what_broke_off()
         missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
         if missing:
+            self._refuse_transforms(missing)
             _unshard(missing)
             self._brought[module] = missing
         self._push(missing)
@@ -217,6 +222,8 @@ class Hooks:
             unit.reshard()
 
     def _pre_part_backward(self, units: Sequence[Unit], gradient: Tensor) -> None:
+        if self._is_removed:
+            return
         self._begin_backward()
         _unshard(units)
 
@@ -235,6 +242,8 @@ class Hooks:
     # ------------------------------------------------------------------ backward
 
     def _begin_backward(self) -> None:
+        if self._is_removed:  # the graph is from before
+            return
         if self._ending() is None:  # autograd has dropped it, uncalled: that backward is no longer running
             self._forget_what_broke_off()
         if self._phase is not Phase.BACKWARD:
@@ -259,7 +268,10 @@ class Hooks:
                 torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined]
                 for parameter in trainable
             )
-        except RuntimeError:  # autograd.grad with respect to parameters: they get no .grad either
+        except (
+            RuntimeError,
+            AttributeError,
+        ):  # autograd.grad with respect to parameters, or torch.func's: they get no .grad
             return False
 
     def _before_saved_read(self, unit: Unit) -> None:
@@ -279,11 +291,11 @@ class Hooks:
             for unit in units:
                 self._schedule.hold(unit)
 
-    def _pre_backward(self, module: nn.Module, call: _Call, gradient: Tensor) -> None:
+    def _pre_backward(self, module: nn.Module, call: Call, gradient: Tensor) -> None:
+        if self._is_removed:
+            return
         self._begin_backward()
-        if call.counted:
-            self._calls_to_come[module] -= 1
-            call.counted = False
+        call.begin()
         self._close_others(module)
         if module is not self._root:
             self._in_progress[module] = None
@@ -317,6 +329,8 @@ class Hooks:
             self._give_back(unit.modules)
 
     def _input_gradient_known(self, module: nn.Module, gradient: Tensor) -> None:
+        if self._is_removed:
+            return
         self._open_calls[module] -= 1
         self._give_back([module])
 
@@ -337,7 +351,7 @@ class Hooks:
             self._schedule, self._aside = self._aside, None
         self._phase, self._leaves_graph = Phase.IDLE_OR_FORWARD, False
         self._open_calls.clear()
-        self._calls_to_come.clear()
+        self._calls_to_come = Counter()  # what is left of the last backward's calls counts for nothing
         self._in_progress.clear()
         for handle in self._on_leaves:
             handle.remove()

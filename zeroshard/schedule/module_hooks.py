@@ -1,9 +1,13 @@
-"""Owns how our hooks sit on the user's modules: around all others, and in state dicts. Called by hooks."""
+"""Owns how our hooks sit on the user's modules: around all others, and in state dicts; and one call of a module.
+
+Called by hooks.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -60,6 +64,22 @@ def _no_hook() -> Callable[..., None]:
 
 def ignore(*_: Any) -> None:
     """Do nothing."""
+
+
+class Call:
+    """One call of a module in a forward; counted until its backward begins, or its graph is dropped (a recomputation never is)."""
+
+    def __init__(self, to_come: Counter[nn.Module], module: nn.Module, *, counted: bool) -> None:
+        self._to_come, self._module, self._counted = to_come, module, counted
+        to_come[module] += counted
+
+    def begin(self) -> None:
+        """Its backward begins."""
+        self._to_come[self._module] -= self._counted
+        self._counted = False
+
+    def __del__(self) -> None:
+        self.begin()
 
 
 class Outermost:

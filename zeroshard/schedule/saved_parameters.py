@@ -102,7 +102,9 @@ class SavedParameters:
             return None
         offset = int(tensor.storage_offset())
         index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
-        return _View(unit, index, tensor._version, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return _View(
+            unit, index, tensor._version - unit.appearance.hides, tensor.dtype, tensor.size(), tensor.stride(), offset
+        )
 
     def _unpack(self, packed: Any) -> Any:
         kind = type(packed)
@@ -113,7 +115,7 @@ class SavedParameters:
         if kind is _Theirs:
             return packed.unpack(packed.packed)
         unit, entry = packed.unit, packed.unit.named[packed.index]
-        _check(packed.version, entry.parameter._version, entry.fqn)
+        _check(packed.version, entry.parameter._version - unit.appearance.hides, entry.fqn)
         self._before_read(unit)
         flat = unit.flat.tensor
         if packed.dtype == flat.dtype:

@@ -142,6 +142,9 @@ class Unit:
 
     def reshard(self) -> None:
         """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
+        if self.state is State.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back
+            self.flat.free()
+            self._outdate_saved()
         if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self._pins or self.is_held:
             return
         assert self._away is not None
@@ -152,6 +155,11 @@ class Unit:
         self.state = State.SHARDED
         self.appearance.hide()
         self._away.leave(changed=False)
+        self._outdate_saved()
+
+    def _outdate_saved(self) -> None:
+        if not self.flat.nbytes:
+            self.appearance.outdate_saved()
 
     def offload(self) -> None:
         """Where unsharded parameters rest in CPU memory: bring them there, and give the accelerator's memory back."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -34,6 +33,7 @@ from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.step_guard import StepGuard
 from zeroshard.step.sub_groups import SubGroups
 from zeroshard.step.whose_shards import SHARDS, names_of_shards, refuse_other_shards
 from zeroshard.storage.base import Storage
@@ -75,8 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._first_state = dict(next(iter(inner.state.values()), {}))
         """What an optimizer keeps of a parameter before its first step: nothing, or, as Adagrad, some constants."""
         inner.state.clear()
-        self._is_stepping = False
-        self._guard = inner.register_step_pre_hook(partial(_refuse_step_of_inner, weakref.ref(self)))
+        self._guard = StepGuard(inner)
         self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
         """`id`s of the user's parameters, group by group."""
         self.lay_out()
@@ -186,15 +185,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_inner(self) -> Any:
         """One call of the inner optimizer, with the gradients that its tensors have."""
-        self._is_stepping = True
-        try:
+        with self._guard.lifted():
             return self.inner.step()
-        finally:
-            self._is_stepping = False
 
     def release_inner(self) -> None:
-        """The inner optimizer is the user's again."""
-        self._guard.remove()
+        """Zeroshard is taken off: the inner optimizer holds shards of a model that is no more."""
+        self._guard.is_removed = True
 
     def _lend_gradients(self, resident: Resident) -> None:
         parts = resident.gradient_parts
@@ -389,13 +385,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "sharded.update_trainable(param_group)."
             )
         super().add_param_group(param_group)
-
-
-def _refuse_step_of_inner(owner: weakref.ref[ShardedOptimizer], inner: torch.optim.Optimizer, *_: Any) -> None:
-    """The user's own optimizer looks at shards, and gradients are lent to it for a step of ours alone."""
-    of = owner()
-    if of is not None and not of._is_stepping:
-        raise UsageError(
-            f"{type(inner).__name__}.step() was called on the optimizer that zeroshard took: it would update nothing. Call "
-            "step() and zero_grad() on sharded.optimizer (with a config, engine.step())."
-        )

@@ -248,7 +248,7 @@ OPERATIONS: dict[str, tuple[int, Callable[[zeroshard.Sharded, Path], object], st
     "asynchronous": (2, lambda sharded, folder: sharded.save(folder, "x", asynchronous=True), 'save "x"'),
     "load": (2, lambda sharded, folder: sharded.load(folder, "x"), 'load "x"'),
     "latest": (2, lambda sharded, folder: sharded.load(folder), "load of"),
-    "export": (2, lambda sharded, folder: sharded.checkpoints.export(folder), "export to"),
+    "export": (2, lambda sharded, folder: sharded.export(folder), "export to"),
     "unsharded": (3, lambda sharded, folder: enter_unsharded(sharded), "unsharded"),
     "modified": (2, lambda sharded, folder: leave_unsharded(sharded), "the end of unsharded"),
     "update": (3, lambda sharded, folder: freed(sharded), "update_trainable"),
@@ -379,7 +379,7 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
         if rank == 1:
             time.sleep(2.5)
         sharded.save(tmp_path, "x")
-        watch = sharded._collectives.watch  # type: ignore[attr-defined]
+        watch = sharded._context.collectives.watch  # type: ignore[attr-defined]
         while watch._is_posted:
             time.sleep(0.02)
         dist.barrier()

@@ -120,8 +120,8 @@ def test_parked_states_come_back(apart: bool, place: Place, precision: str, stag
             else:
                 assert 0.9 * at_rest < freed
                 assert during["parameters"] + during["gradients"] + during["optimizer"] < 0.1 * at_rest
-                assert all(parameter.isnan().all() for parameter in sharded.model.parameters())
                 for use in (
+                    lambda: next(sharded.model.parameters()).isnan(),
                     lambda: sharded.model(*work.make_batch(rank, 0)), sharded.optimizer.step, lambda: sharded.states,
                     lambda: sharded.save(tmp_path, "parked"), lambda: sharded.offload_states(place=place),
                 ):  # fmt: skip

@@ -182,8 +182,6 @@ class Unit:
         self.appearance.hide()
         self._away.leave(changed=changed)
 
-    # ------------------------------------------------------------------ held by others
-
     def pin(self) -> None:
         """Stay unsharded, whoever gives the unit back, until `unpin`."""
         self._pins += 1
@@ -241,8 +239,6 @@ class Unit:
         self.appearance.release()
         if isinstance(self._away, ShardedAway):
             self._away.dismiss()
-
-    # ------------------------------------------------------------------ writes
 
     def written(self) -> set[int]:
         """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.

@@ -130,10 +130,8 @@ class Hooks:
     def _pre_root_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not _in_backward():
             self._outer.keep()
-            self._forget_what_broke_off()
             del self._pushed[self._base :]
             self._saved.recover(sum(self._pushed))
-            self._schedule.begin_forward()
         self._pre_forward(module, args, kwargs)
 
     def _forget_what_broke_off(self) -> None:
@@ -144,11 +142,14 @@ class Hooks:
             schedule.break_off()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._pushed.append(False)  # first: `_post_forward` comes also where something here raises
         recompute = _in_backward()
         if recompute:
             self._begin_backward()
         else:
             self._forget_what_broke_off()
+            if module is self._root:
+                self._schedule.begin_forward()
         self._refuse_transforms(self._units[module])
         self._schedule.unshard(self._units[module], backward=recompute)
         self._push(self._units[module])
@@ -186,9 +187,9 @@ class Hooks:
             wanted = False
             for unit in units:
                 self._schedule.hold(unit)
-        self._pushed.append(wanted)
         if wanted:
             self._saved.push()
+            self._pushed[-1] = True
 
     def _pop(self) -> None:
         if self._pushed and self._pushed.pop():
@@ -202,6 +203,7 @@ class Hooks:
     # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
 
     def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._pushed.append(False)
         if not _in_backward():
             self._forget_what_broke_off()
         missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
@@ -231,6 +233,7 @@ class Hooks:
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
         """What is computed inside from units that are whole for a while may be differentiated after."""
         before = self._base
+        self._pushed.append(False)
         self._push(units)
         self._base = len(self._pushed)  # a forward inside leaves it there
         try:

@@ -74,7 +74,7 @@ def zeroshard_stage(
 ) -> TrainStep:
     """zeroshard's plain road, with states at rest elsewhere: on disk through 64 MiB of CPU memory, in $FOLDER."""
     if checkpointed:
-        zeroshard.recompute.checkpointing.Checkpointer().checkpoint_units(model)
+        zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
     policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
     offload = zeroshard.Offload(os.environ.get("FOLDER", tempfile.gettempdir()), buffer_numel=4 << 20)
     policy = policy.offloaded(optimizer=optimizer, parameters=parameters, offload=offload)

@@ -108,7 +108,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     with zeroshard.sharded_init(folder=arguments.folder if arguments.bounded else None):
         model = GPT(GPTConfig(layers=layers(arguments), width=arguments.width, heads=8, context=64))
-    zeroshard.recompute.checkpointing.Checkpointer().checkpoint_units(
+    zeroshard.checkpointing.Checkpointer().checkpoint_units(
         model
     )  # else activations are what fills the memory
     sharded = zeroshard.shard(

@@ -66,7 +66,7 @@ def train(config: GPTConfig, policy: Policy, device: torch.device, batch: int, s
     with zeroshard.sharded_init():
         model = GPT(config).to(torch.bfloat16)
     model.to(device)
-    zeroshard.recompute.checkpointing.Checkpointer().checkpoint_units(model)
+    zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
     sharded = zeroshard.shard(
         model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), policy,
         precision=Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16),

@@ -146,9 +146,8 @@ def test_a_parameter_among_the_values_is_true_or_refused(cls: type[nn.Parameter]
             assert torch.equal(made.load(tmp_path).values["deep"][0]["w"], expected)
         made.save(tmp_path, "b", {"w": expected})
         assert torch.equal(made.load(tmp_path, "b").values["w"], expected)
-        if stage == 3:
-            with pytest.raises(CheckpointError, match="w is an alias of memory that was given back"):
-                made.save(tmp_path, "c", {"w": alias})
+        made.save(tmp_path, "c", {"w": alias})  # as long as there is an alias, its memory is not given back
+        assert torch.equal(made.load(tmp_path, "c").values["w"], expected)
         return was_refused
 
     assert run_ranks(body, 2) == [stage == 3] * 2

@@ -240,14 +240,14 @@ class Unit:
         if isinstance(self._away, ShardedAway):
             self._away.dismiss()
 
-    def written(self) -> set[int]:
+    def written(self, *, owners_follow: bool = False) -> set[int]:
         """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.
 
         In 16 bits a write through `.data` is found too: there the master weights say what was shown.
         """
         if not self.sharded_at_rest and self.state is State.UNSHARDED:
             new = self.appearance.take_written()
-            if new:
+            if new and not owners_follow:  # else theirs come first, see `take_written`: a master would lose digits
                 self._take_rows()
             for bucket in () if new or self.is_parked else self.buckets:
                 if bucket.take_hidden_writes():

@@ -310,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for resident in self._residents if norm else ():
             squares.setdefault(resident.shard.rank, []).append(self.gradients.sum_of_squares(resident.shard))
         sums = {rank: sum_of_parts(parts) for rank, parts in squares.items()}
-        written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        written = {unit: unit.written(owners_follow=True) for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         own_flags = bytes((index in unit.used) | (index in written[unit]) << 1 for unit, index in self._flags)
         message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
         messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")

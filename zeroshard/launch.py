@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from zeroshard.errors import UsageError
 _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own."""
+_MARK = "ZEROSHARD_RUN_MARK"
+"""A file of `zeroshard run`'s, which tells its user where no process ever made it."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,13 @@ def join_ranks(device: torch.device, required: bool | None = None) -> None:
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0]}"
         ) from error
     atexit.register(_leave_in, os.getpid())
+
+
+def mark_use() -> None:
+    """Let `zeroshard run` know that zeroshard was given something to train."""
+    if _MARK in os.environ:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            Path(os.environ[_MARK]).touch()
 
 
 def _leave_in(process: int) -> None:

@@ -1,7 +1,7 @@
 """Owns where the package named `deepspeed` lies, and what may stand in its way. Called by cli.run and as_deepspeed.
 
-A folder on `sys.path` is all that there is to it: `import deepspeed`, `find_spec`, `importlib.metadata` and child processes find the
-same thing, and it goes before a DeepSpeed that is installed.
+A folder on `sys.path` is all that there is to it: `import deepspeed`, `find_spec`, `importlib.metadata` and child processes find
+the same thing, and it goes before a DeepSpeed that is installed.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 _MARK = "ZEROSHARD_RUN_MARK"  # as in launch.py, which imports torch
 _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config")
+_TRUE = ("true", "1", "yes", "y", "on", "t")
+_CPU_ADVICE = 'leave it out. Without an accelerator the CPU is used anyway, and CUDA_VISIBLE_DEVICES="" hides one.'
 _CPU_OPTIONS = ("--use_cpu", "--use-cpu", "--no_cuda", "--no-cuda")
 
 
@@ -49,7 +51,7 @@ def run(context: typer.Context) -> None:
         raise UsageError("there is no script to run: zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
     options = _options(context.args)
     _check_script(options)
-    _check_arguments(options.training_script_args)
+    _check_arguments(options.training_script_args, has_accelerator=options.accelerators > 0)
     if options.nproc_per_node == "1" and options.is_one_by_default:
         _say("one process, for as many accelerators or none; --nproc-per-node 2 starts two.")
     os.environ[PYTHONPATH] = python_path(os.environ)
@@ -64,8 +66,8 @@ def run(context: typer.Context) -> None:
         _launch(options)
         if not mark.exists():
             _say(
-                "warning: the script has ended, and it gave zeroshard nothing to train. Was the config given (deepspeed=...), and "
-                "use_cpu left out? It turns DeepSpeed off in transformers and accelerate, and is not needed on a CPU."
+                "warning: the script has ended, and it gave zeroshard nothing to train. Does it give its trainer a config "
+                "(deepspeed=...)? Accelerator(cpu=True) turns DeepSpeed off, and is not needed on a CPU."
             )
 
 
@@ -74,6 +76,7 @@ def run(context: typer.Context) -> None:
 
 def _options(arguments: Sequence[str]) -> Any:
     """torchrun's options, with a number of processes."""
+    import torch
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -82,7 +85,8 @@ def _options(arguments: Sequence[str]) -> Any:
         parser.set_defaults(nproc_per_node=None)
     options = parser.parse_args(list(arguments))
     options.is_one_by_default = options.nproc_per_node is None
-    options.nproc_per_node = str(_processes(options.nproc_per_node))
+    options.accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    options.nproc_per_node = str(_processes(options.nproc_per_node, options.accelerators))
     return options
 
 
@@ -90,10 +94,8 @@ def _refuse(message: str) -> NoReturn:
     raise UsageError(f"zeroshard run: {message.replace('training_script', 'the script')} (see zeroshard run --help)")
 
 
-def _processes(given: str | None) -> int:
-    import torch
-
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+def _processes(given: str | None, count: int) -> int:
+    """How many processes this machine gets, of whose accelerators there are `count`."""
     if given is None:
         return max(count, 1)
     if given in ("auto", "gpu", "cpu", "xpu"):
@@ -102,7 +104,7 @@ def _processes(given: str | None) -> int:
         raise UsageError(f"--nproc-per-node takes a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
     if count and int(given) > count:
         raise UsageError(
-            f"--nproc-per-node {given}: this machine has {count} accelerator{'s' if count > 1 else ''}, and each process needs its own."
+            f"--nproc-per-node {given}: this machine has {count} accelerator(s), and each process needs its own."
         )
     return int(given)
 
@@ -122,11 +124,11 @@ def _check_script(options: argparse.Namespace) -> None:
         raise UsageError(f"there is {what} at {script}: zeroshard run takes a script, or -m and a module.")
 
 
-def _check_arguments(arguments: Sequence[str]) -> None:
+def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
     """What would be found out only after minutes of imports, or never.
 
     Raises:
-        UsageError: a config that is not there, or the option with which trainers go on without zeroshard.
+        UsageError: a config that is not there, or a setting with which trainers go on without zeroshard.
     """
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
@@ -134,11 +136,12 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         if not Path(config).is_file():
             raise UsageError(f"there is no config at {config}.")
         _check_json(Path(config))
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
+        raise UsageError("ACCELERATE_USE_CPU is set, which turns DeepSpeed off in accelerate: " + _CPU_ADVICE)
     for name, value in pairs:
-        if configs and name in _CPU_OPTIONS and (value or "true").lower() in ("true", "1", "yes"):
+        if has_accelerator and configs and name in _CPU_OPTIONS and (value or "true").lower() in _TRUE:
             raise UsageError(
-                f"{name} turns DeepSpeed off in transformers, and with it zeroshard: leave it out. Without an accelerator the "
-                'CPU is used anyway; CUDA_VISIBLE_DEVICES="" hides one.'
+                f"{name} on a machine with accelerators would keep the data from the model: " + _CPU_ADVICE
             )
 
 
@@ -146,7 +149,9 @@ def _check_json(path: Path) -> None:
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        _say(f"{path} is not strict JSON: zeroshard reads comments and trailing commas, transformers and accelerate do not.")
+        _say(
+            f"{path} is not strict JSON: zeroshard reads comments and trailing commas, transformers and accelerate do not."
+        )
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -184,7 +189,9 @@ def _launch(options: argparse.Namespace) -> None:
         _say(f"stopped by {error.sigval.name}, and the ranks with it.")
         raise typer.Exit(128 + error.sigval) from None
     except (ValueError, AssertionError, RendezvousError) as error:
-        raise UsageError(f"the ranks could not be started: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise UsageError(
+            f"the ranks could not be started: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
 
 
 def _tell_failure(error: ChildFailedError, processes: int) -> int:

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from zeroshard.shard import shard
     from zeroshard.sharded import Sharded
     from zeroshard.sharded_init import cut, sharded_init
-    from zeroshard.unsharded import unsharded
+    from zeroshard.unsharded import Borrowed, borrow, unsharded
     from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
     from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
+    "Borrowed",
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
@@ -63,6 +64,7 @@ __all__ = [
     "UsageError",
     "ZeroRedundancyOptimizer",
     "ZeroshardError",
+    "borrow",
     "checkpointing",
     "cut",
     "hook_with_zero_step",
@@ -92,7 +94,7 @@ _HOMES = {
     "shard": ("shard",),
     "sharded": ("Sharded",),
     "sharded_init": ("cut", "sharded_init"),
-    "unsharded": ("unsharded",),
+    "unsharded": ("Borrowed", "borrow", "unsharded"),
     "zero_redundancy.ddp_hooks": ("hook_with_zero_step", "hook_with_zero_step_interleaved"),
     "zero_redundancy.optimizer": ("ZeroRedundancyOptimizer",),
 }  # fmt: skip

@@ -50,11 +50,6 @@ class ParameterStates(ABC):
     def is_arriving(self) -> bool:
         """They are on their way."""
 
-    @property
-    @abstractmethod
-    def at_rest(self) -> Tensor:
-        """This rank's elements of the parameter (of the master weights, where it is trained), 1-D; may be empty."""
-
     @abstractmethod
     def names(self) -> list[str]:
         """The states that there are, as far as this rank can tell."""
@@ -78,6 +73,28 @@ class ParameterStates(ABC):
     @abstractmethod
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own."""
+
+    def flat(self, state: str = PARAMETERS) -> Tensor | None:
+        """This rank's elements of a state, 1-D, range by range: a copy. Empty where it holds none; None: no such state."""
+        parts = [part.tensor.view(-1) for part in self.local(state)]
+        if not parts:
+            return None if self.local() else torch.empty(0)
+        return torch.cat(parts)
+
+    def set_flat(self, value: Tensor, state: str = PARAMETERS) -> None:
+        """Overwrite what `flat` gives. Every rank must call it, with its own.
+
+        Raises:
+            UsageError: there is no such state, or it has another number of elements.
+        """
+        ranges = self.local(state)
+        held = sum(part.tensor.numel() for part in ranges)
+        if value.numel() != held or (not ranges and self.local()):
+            raise UsageError(
+                f"this rank holds {held} elements of {state} of {self.fqn or 'the parameter'}, not {value.numel()}."
+            )
+        values = value.reshape(-1).split([part.tensor.numel() for part in ranges])
+        self.set_local([Range(part.start, new) for part, new in zip(ranges, values, strict=True)], state)
 
 
 def parameter_states(parameter: Tensor) -> ParameterStates:
@@ -117,10 +134,6 @@ class _InUnit(ParameterStates):
     def is_arriving(self) -> bool:
         return self._unit.state is State.ARRIVING
 
-    @property
-    def at_rest(self) -> Tensor:
-        return _joined(self.local(), self._unit.flat.tensor)
-
     def names(self) -> list[str]:
         return self._states.names(self.fqn)
 
@@ -151,11 +164,6 @@ class _Born(ParameterStates):
     def is_arriving(self) -> bool:
         return False
 
-    @property
-    def at_rest(self) -> Tensor:
-        start, stop = self._shard.range
-        return self._shard.own[: stop - start]
-
     def names(self) -> list[str]:
         return [PARAMETERS]
 
@@ -170,8 +178,9 @@ class _Born(ParameterStates):
             self._parameter.data.copy_(value)
 
     def local(self, state: str = PARAMETERS) -> list[Range]:
-        own = self.at_rest
-        return [Range(self._shard.range[0], own)] if state == PARAMETERS and own.numel() else []
+        start, stop = self._shard.range
+        own = self._shard.own[: stop - start]
+        return [Range(start, own)] if state == PARAMETERS and own.numel() else []
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
         self._refuse(state)
@@ -191,9 +200,3 @@ class _Born(ParameterStates):
             raise UsageError(
                 f"a parameter that is in no sharded model so far has no {what}: call shard() or initialize() first."
             )
-
-
-def _joined(ranges: Sequence[Range], like: Tensor) -> Tensor:
-    """One tensor: live memory where it is one range."""
-    parts = [part.tensor.view(-1) for part in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like.new_empty(0)

@@ -71,8 +71,8 @@ def shard(
         units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
         group: the data-parallel process group; default: all ranks. Where a launcher started several and torch.distributed is not
             initialised, they are joined.
-        attributes: a class whose properties the parameters show beside their own while the model is sharded, where they are sharded
-            at rest: for code that asks parameters themselves. `parameter_states` says what such properties may tell.
+        attributes: a class whose properties the parameters show beside their own while the model is sharded, under policies
+            that shard parameters: for code that asks parameters themselves. `parameter_states` says what such properties may tell.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
@@ -103,7 +103,7 @@ def shard(
     storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize)
     context = Context(
         policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole,
-        attributes=attributes,
+        attributes=attributes if policy.parameters.sharded else None,
     )  # fmt: skip
     try:
         with collectives.operation("shard()"):

@@ -76,7 +76,8 @@ def sharded_init(
             torch.set_default_dtype(dtype)
         yield
     finally:
-        torch.set_default_dtype(before)
+        if dtype is not None:
+            torch.set_default_dtype(before)
         for handle in handles:
             handle.remove()
         births.close()

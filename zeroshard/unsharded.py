@@ -99,11 +99,54 @@ def unsharded(
         yield
 
 
+def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
+    """Have parameters of other blocks whole while `module` runs its forward (and in its backward, where that needs them).
+
+    For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run the module
+    as often.
+
+    Returns:
+        What ends it: `borrowed.remove()`.
+    """
+    return Borrowed(module, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+
+
+class Borrowed:
+    """See `borrow`."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._open: list[AbstractContextManager[None]] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, *_: object) -> None:
+        whole = _units_whole(
+            [one for one in (ref() for ref in self._parameters) if one is not None], None, changes=False
+        )
+        whole.__enter__()
+        self._open.append(whole)
+
+    def _leave(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """The module runs as ever."""
+        for handle in self._handles:
+            handle.remove()
+
+
 # ---------------------------------------------------------------------- of models that were sharded
 
 
 @contextmanager
-def _units_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool) -> Iterator[None]:
+def _units_whole(
+    wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
+) -> Iterator[None]:
+    """As `unsharded`. Without `changes`, nobody looks for any: they are as those in a forward of the units' own modules."""
     homes = {id(home): home for home in (_home_of.get(parameter) for parameter in wanted) if home is not None}
     ordered = sorted(
         homes.values(), key=lambda home: home.number
@@ -133,7 +176,7 @@ def _units_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: b
         with _operation(units, "the end of unsharded"):
             if undo:
                 _undo(looks, kept, at_rest)
-            else:
+            elif changes:
                 written = _take_changes(looks, modifier_rank)
         is_over = True
     finally:

@@ -32,7 +32,7 @@ class Context:
     """No parameter is cut: the optimizer looks at whole tensors."""
     live: Live = field(default_factory=Live)
     attributes: type | None = None
-    """Properties that parameters show while the model is sharded, where they are sharded at rest."""
+    """Properties that parameters show while the model is sharded."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Appearance:
     ) -> None:
         self._unit, self._named, self._views = unit, unit.named, list(views)
         self._index_of = {id(entry.parameter): index for index, entry in enumerate(self._named)}
-        self._whole_class = whole_class(attributes if unit.sharded_at_rest else None)
+        self._whole_class = whole_class(attributes)
         self._away_class, self._taken_class = classes_of(self, self._whole_class)
         self._ours = (nn.Parameter, self._whole_class, self._away_class, self._taken_class)
         device = self._views[0].device

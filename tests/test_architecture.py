@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 import zeroshard
 
 PACKAGE = Path(zeroshard.__file__).parent
+SHIM = PACKAGE / "shim"
+"""A package of its own, named deepspeed: it imports zeroshard, and nothing here imports it."""
 ORDER = [
-    {"version", "uncaught"},
+    {"version", "uncaught", "shim_path"},
     {"errors"},
+    {"as_deepspeed"},
     {"policy"},
     {"launch"},
     {"config"},
@@ -39,6 +43,7 @@ ORDER = [
     {"data", "shard"},
     {"engine"},
     {"initialize"},
+    {"integrations"},
     {"testing"},
     {"cli"},
     {"__main__"},
@@ -48,10 +53,15 @@ KNOWN: set[tuple[str, str]] = set()
 """Imports that go the other way. It grows by nothing."""
 
 
+def sources() -> list[Path]:
+    """Every file of the package's, without the shim's."""
+    return [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(SHIM)]
+
+
 def modules() -> dict[str, Path]:
     """Module names, as they are imported, without the package's."""
     found = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in sources():
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if name:
@@ -121,16 +131,49 @@ def test_only_collectives_talks_to_other_ranks() -> None:
     """Others may name a group, ask who they are, and open or close torch.distributed as a whole."""
     allowed = {
         "ProcessGroup", "group", "get_rank", "get_world_size", "is_available", "is_initialized", "init_process_group",
-        "destroy_process_group", "get_default_backend_for_device", "GradBucket", "is_backend_available",
+        "destroy_process_group", "get_backend", "get_default_backend_for_device", "GradBucket", "is_backend_available",
     }  # fmt: skip
     seen = 0
-    for path in PACKAGE.rglob("*.py"):
+    for path in sources():
         if path.parent.name in ("collectives", "testing"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
                 seen += 1
                 assert node.attr in allowed, f"{path}:{node.lineno} uses dist.{node.attr}"
+    assert seen > 10
+
+
+def imported(path: Path) -> set[str]:
+    """The full names that a file imports; of `from a import b`, a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_nothing_imports_the_package_named_deepspeed() -> None:
+    """It is on the path only when a user asks; `formats.deepspeed` is a module of ours."""
+    for path in sources():
+        assert not {name for name in imported(path) if name.split(".")[0] == "deepspeed"}, path
+
+
+def test_the_package_named_deepspeed_needs_public_names_alone() -> None:
+    seen = 0
+    for path in SHIM.rglob("*.py"):
+        for name in imported(path):
+            if name.split(".")[0] == "zeroshard":
+                seen += 1
+                assert not any(part.startswith("_") for part in name.split(".") if part != "__version__"), (
+                    f"{path}: {name}"
+                )
+            else:
+                assert name.split(".")[0] in {*sys.stdlib_module_names, "deepspeed", "torch", "packaging"}, (
+                    f"{path}: {name}"
+                )
     assert seen > 10
 
 

@@ -46,10 +46,11 @@ class Births:
         folder: str | os.PathLike[str] | None = None,
         source: int | None = None,
         attributes: type | None = None,
+        detached_stay_cut: bool = False,
     ) -> None:
         self.device = device
         """Where parameters are made that are on the meta device so far."""
-        self.source, self._folder = source, folder
+        self.source, self._folder, self.detached_stay_cut = source, folder, detached_stay_cut
         self.away_class = BornSharded if attributes is None else _born_class(attributes)
         self.whole_class = whole_class(attributes)
         self.open: list[Shard] = []
@@ -238,7 +239,7 @@ class BornSharded(nn.Parameter):
                     _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
             elif func.__name__ == "__get__" and attribute == "data":
                 return args[0]  # what is written to it counts, as it does for `data`
-            elif func.__name__ == "detach":  # as a state dict does with each: nothing is whole while it is held
+            elif func.__name__ == "detach" and shard_of[args[0]].births.detached_stay_cut:
                 return born(shard_of[args[0]], args[0].shape, requires_grad=False)
             if func.__name__ in _CONVERSIONS:
                 return _convert(func, args, kwargs or {})

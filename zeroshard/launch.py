@@ -13,6 +13,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from zeroshard.errors import UsageError
 _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own."""
+_MARK = "ZEROSHARD_RUN_MARK"
+"""A file of `zeroshard run`'s, which tells its user where no process ever made it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,33 @@ def local_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def join_ranks(device: torch.device, required: bool | None = None) -> None:
+def init_distributed(
+    backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, rank: int = -1,
+    world_size: int = -1, required: bool | None = None,
+) -> None:  # fmt: skip
+    """Join the ranks that a launcher started, where nobody has. A process that none started becomes a group of one rank.
+
+    Args:
+        backend: of torch.distributed; default: the accelerator's own, gloo on a CPU.
+        timeout: of collectives; default: torch's.
+        init_method, rank, world_size: where and as whom to join, instead of what the launcher's environment says.
+        required: False: the caller's word that it is done.
+
+    Raises:
+        UsageError: the ranks cannot be joined.
+    """
+    device = local_device()
+    if init_method is None and rank < 0:
+        join_ranks(device, True if required is None else required, backend, timeout)
+    elif not dist.is_initialized():
+        backend = backend or dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+        atexit.register(_leave_in, os.getpid())
+
+
+def join_ranks(
+    device: torch.device, required: bool | None = None, backend: str | None = None, timeout: timedelta | None = None
+) -> None:
     """Join the ranks that the launcher started in torch.distributed, where nobody has; the process leaves them at exit.
 
     Does nothing where torch.distributed is initialised, or the environment names one rank.
@@ -147,6 +177,7 @@ def join_ranks(device: torch.device, required: bool | None = None) -> None:
     Args:
         device: where the model is, or will be: its kind says the backend.
         required: True: also where the environment names one rank. False: the caller's word that it is done.
+        backend, timeout: instead of the device's, and of torch's.
 
     Raises:
         UsageError: the environment names several ranks, and they cannot be joined.
@@ -161,18 +192,25 @@ def join_ranks(device: torch.device, required: bool | None = None) -> None:
             f"{launch.launcher} started {launch.world_size} ranks, torch.distributed is not initialised, and dist_init_required is "
             "False: each rank would train alone. Leave it out, or call torch.distributed.init_process_group first."
         )
-    backend = dist.get_default_backend_for_device("cpu" if device.type == "meta" else device)
+    backend = backend or dist.get_default_backend_for_device("cpu" if device.type == "meta" else device)
     rank, world_size, where = (
         (0, 1, "tcp://127.0.0.1:0") if launch is None else (launch.rank, launch.world_size, _meeting_point(launch))
     )
     try:
-        dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
         place = f"{launch.address}:{launch.port}" if launch else "127.0.0.1"
         raise UsageError(
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0]}"
         ) from error
     atexit.register(_leave_in, os.getpid())
+
+
+def mark_use() -> None:
+    """Let `zeroshard run` know that zeroshard was given something to train."""
+    if _MARK in os.environ:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            Path(os.environ[_MARK]).touch()
 
 
 def _leave_in(process: int) -> None:

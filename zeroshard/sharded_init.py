@@ -37,6 +37,7 @@ def sharded_init(
     dtype: torch.dtype | None = None,
     source: int | None = None,
     attributes: type | None = None,
+    detached_stay_cut: bool = False,
     enabled: bool = True,
 ) -> Iterator[None]:
     """Modules that are built inside keep only this rank's part of their parameters. Every rank must enter it.
@@ -52,12 +53,14 @@ def sharded_init(
         dtype: torch's default dtype inside.
         source: the rank of the group whose values are everybody's. None: random numbers are the same on all ranks.
         attributes: a class whose properties these parameters show beside their own, see `shard`.
+        detached_stay_cut: `parameter.detach()` is cut too, and so is a state dict: what uses one of its tensors, on every rank, brings
+            that one together. Otherwise each is whole on every rank.
         enabled: False: modules are built as ever.
     """
     if not enabled:
         yield
         return
-    births = Births(group, torch.get_default_device(), folder, source, attributes)
+    births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
     holders: list[weakref.ref[nn.Module]] = []  # in the order of their parameters, which is the same on all ranks
 
     def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
@@ -93,18 +96,19 @@ def cut(
     *,
     source: int | None = 0,
     attributes: type | None = None,
+    detached_stay_cut: bool = False,
 ) -> None:
     """Of a model that is whole on every rank, keep this rank's part from now on, as `sharded_init` does. Every rank must call it.
 
     Args:
         module: changed in place. Parameters that are cut already stay as they are.
-        group, folder, attributes: see `sharded_init`.
+        group, folder, attributes, detached_stay_cut: see `sharded_init`.
         source: the rank whose values are everybody's; None: they are the same on all ranks.
 
     Raises:
         UsageError: the model was sharded, or lies on the meta device.
     """
-    births = Births(group, torch.get_default_device(), folder, source, attributes)
+    births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
     for fqn, parameter in module.named_parameters():
         if parameter.is_meta:
             raise UsageError(

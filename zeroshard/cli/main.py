@@ -16,6 +16,7 @@ from zeroshard.cli.compare import compare
 from zeroshard.cli.configs import config_app
 from zeroshard.cli.doctor import doctor
 from zeroshard.cli.estimate import estimate
+from zeroshard.cli.run import PASSED_ON, print_shim_path, run
 from zeroshard.errors import ZeroshardError
 from zeroshard.version import __version__
 
@@ -27,6 +28,8 @@ app.command()(inspect)
 app.command()(consolidate)
 app.command("import-deepspeed")(import_from_deepspeed)
 app.command()(doctor)
+app.command(context_settings=PASSED_ON)(run)
+app.command("shim-path")(print_shim_path)
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,6 +14,7 @@ from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.watch import Watch, notice_seconds_from
+from zeroshard.launch import mark_use
 
 
 def create_collectives(
@@ -35,6 +36,7 @@ def create_collectives(
     Raises:
         CollectiveError: not every rank came; names them.
     """
+    mark_use()
     if not dist.is_available() or not dist.is_initialized():
         return Alone(predivide_factor)
     parent = group if group is not None else dist.group.WORLD

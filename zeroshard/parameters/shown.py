@@ -29,6 +29,9 @@ class Owner(Protocol):
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """The parameter's fqn, where it got a gradient in this step, which is in `parameter.grad` no longer."""
 
+    def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient that this rank has summed over microbatches, where it lies in one piece of the parameter's dtype."""
+
     def replace_gradient(self, parameter: Tensor) -> None:
         """The user set the parameter's `grad`, to None or another."""
 
@@ -77,7 +80,10 @@ def classes_of(owner: Owner, whole: type[nn.Parameter] = nn.Parameter) -> tuple[
         def grad(self) -> Tensor | None:  # type: ignore[override]
             own = grad_of(self)
             fqn = owner.taken_gradient(self) if own is None else None
-            return own if fqn is None else _taken_gradient(self, fqn)
+            if fqn is None:
+                return own
+            local = owner.local_gradient(self)
+            return local if local is not None else _taken_gradient(self, fqn)
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:

@@ -21,7 +21,10 @@ Folder = str | os.PathLike[str]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False  # noqa: ARG001
+    checkpoint_dir: Folder,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
     """The whole model, for `model.load_state_dict`, in fp32 on the CPU (also with `lazy_mode`)."""
     return consolidated.state_dict_of(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)

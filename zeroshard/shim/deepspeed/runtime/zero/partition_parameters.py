@@ -103,12 +103,14 @@ def is_zero_param(parameter: Any) -> bool:
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any = None, target_device: Any = None) -> Any:  # noqa: ARG001
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any = None, target_device: Any = None) -> Any:
     """The constructor itself: nothing of torch's is wrapped."""
     return fn
 
 
 # ---------------------------------------------------------------------- zero.Init
+
+_BORN: Any = {"attributes": DeepSpeedParameter, "detached_stay_cut": True}
 
 
 class Init:
@@ -156,16 +158,14 @@ class Init:
         if module is not None:
             if self.dtype is not None:
                 module.to(self.dtype)
-            zeroshard.cut(module.to(self._device), self.ds_process_group, self._folder, attributes=DeepSpeedParameter)
+            zeroshard.cut(module.to(self._device), self.ds_process_group, self._folder, **_BORN)
 
     def __enter__(self) -> Init:
         stack = ExitStack()
         if self.enabled:
             if self._device.type != "cpu":
                 stack.enter_context(self._device)
-            born = zeroshard.sharded_init(
-                self.ds_process_group, self._folder, dtype=self.dtype, source=0, attributes=DeepSpeedParameter
-            )
+            born = zeroshard.sharded_init(self.ds_process_group, self._folder, dtype=self.dtype, source=0, **_BORN)
             stack.enter_context(born)
         self._open.append(stack)
         return self

@@ -1,0 +1,54 @@
+"""Owns `import zeroshard.as_deepspeed`, the first line of a script that calls for `deepspeed`: from there on, zeroshard is it.
+
+Importing is all: it puts our package of that name first on the path, for this process and those that it starts, and says so.
+
+Raises:
+    UsageError: too late: the real DeepSpeed is loaded, or transformers or accelerate have looked for one and found none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+from zeroshard.errors import UsageError
+from zeroshard.shim_path import is_ours, put_on_path, real_deepspeed
+
+
+def _refuse_late() -> None:
+    real = sys.modules.get("deepspeed")
+    if real is not None and not is_ours(real.__file__):
+        raise UsageError(
+            f"import zeroshard.as_deepspeed comes too late: DeepSpeed is loaded ({real.__file__}). Make it the script's first "
+            "import."
+        )
+    if real is not None:
+        return
+    for name in ("accelerate", "transformers"):
+        if _has_decided(name):
+            raise UsageError(
+                f"import zeroshard.as_deepspeed comes too late: {name} is loaded, and has found no deepspeed. "
+                "Make it the script's first import, or start the script with `zeroshard run`."
+            )
+
+
+def _has_decided(name: str) -> bool:
+    """Whether a library was imported without deepspeed: it decides once which of its classes there are."""
+    if name == "accelerate":
+        utils = sys.modules.get("accelerate.utils")
+        return utils is not None and not hasattr(utils, "DeepSpeedEngineWrapper")
+    integration: ModuleType | None = sys.modules.get("transformers.integrations.deepspeed")
+    return integration is not None and integration.HfDeepSpeedConfig.__bases__ == (object,)
+
+
+def _announce() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        beside = real_deepspeed()
+        instead = f", in place of the one at {beside}" if beside is not None else ""
+        print(f"zeroshard: this process imports it as deepspeed{instead}.", file=sys.stderr)
+
+
+_refuse_late()
+put_on_path()
+_announce()

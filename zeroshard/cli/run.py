@@ -1,0 +1,212 @@
+"""Owns `zeroshard run` and `zeroshard shim-path`: stock training scripts, started so that they find zeroshard. Called by main.
+
+`run` is torchrun with the shim on the path, and with its own last words: torchrun's report of a rank that failed is 40 lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from zeroshard.errors import UsageError
+from zeroshard.shim_path import PYTHONPATH, python_path, real_deepspeed, shim_path
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_MARK = "ZEROSHARD_RUN_MARK"  # as in launch.py, which imports torch
+_CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config")
+_TRUE = ("true", "1", "yes", "y", "on", "t")
+_CPU_ADVICE = 'leave it out. Without an accelerator the CPU is used anyway, and CUDA_VISIBLE_DEVICES="" hides one.'
+_CPU_OPTIONS = ("--use_cpu", "--use-cpu", "--no_cuda", "--no-cuda")
+
+
+def print_shim_path() -> None:
+    """Print the folder of the package named `deepspeed`, for PYTHONPATH."""
+    print(shim_path())
+
+
+def run(context: typer.Context) -> None:
+    """Start a training script on several ranks, with zeroshard in DeepSpeed's place.
+
+    zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...
+
+    zeroshard run [--nproc-per-node 2] -m package.module ARGUMENTS...
+
+    Options before the script are torchrun's (--nnodes, --node-rank, --master-addr, ...; `torchrun --help` lists them). Without
+    --nproc-per-node there is one process for each accelerator of this machine, and one where it has none.
+    """
+    if not context.args:
+        raise UsageError("there is no script to run: zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
+    options = _options(context.args)
+    _check_script(options)
+    _check_arguments(options.training_script_args, has_accelerator=options.accelerators > 0)
+    if options.nproc_per_node == "1" and options.is_one_by_default:
+        _say("one process, for as many accelerators or none; --nproc-per-node 2 starts two.")
+    os.environ[PYTHONPATH] = python_path(os.environ)
+    if int(options.nproc_per_node) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which says so in five lines
+    beside = real_deepspeed()
+    if beside is not None:
+        _say(f"DeepSpeed is installed ({beside}); this run imports zeroshard in its place.")
+    with tempfile.TemporaryDirectory(prefix="zeroshard-run-") as folder:
+        mark = Path(folder, "used")
+        os.environ[_MARK] = str(mark)
+        _launch(options)
+        if not mark.exists():
+            _say(
+                "warning: the script has ended, and it gave zeroshard nothing to train. Does it give its trainer a config "
+                "(deepspeed=...)? Accelerator(cpu=True) turns DeepSpeed off, and is not needed on a CPU."
+            )
+
+
+# ---------------------------------------------------------------------- what is asked for
+
+
+def _options(arguments: Sequence[str]) -> Any:
+    """torchrun's options, with a number of processes."""
+    import torch
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    setattr(parser, "error", _refuse)  # noqa: B010  argparse prints two screens of usage first
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=None)
+    options = parser.parse_args(list(arguments))
+    options.is_one_by_default = options.nproc_per_node is None
+    options.accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    options.nproc_per_node = str(_processes(options.nproc_per_node, options.accelerators))
+    return options
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(f"zeroshard run: {message.replace('training_script', 'the script')} (see zeroshard run --help)")
+
+
+def _processes(given: str | None, count: int) -> int:
+    """How many processes this machine gets, of whose accelerators there are `count`."""
+    if given is None:
+        return max(count, 1)
+    if given in ("auto", "gpu", "cpu", "xpu"):
+        return _by_name(given, count)
+    if not given.isdigit() or int(given) < 1:
+        raise UsageError(f"--nproc-per-node takes a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
+    if count and int(given) > count:
+        raise UsageError(
+            f"--nproc-per-node {given}: this machine has {count} accelerator(s), and each process needs its own."
+        )
+    return int(given)
+
+
+def _by_name(name: str, count: int) -> int:
+    if name in ("gpu", "xpu") and not count:
+        raise UsageError(f"--nproc-per-node {name}: torch sees no accelerator here. Give a number of processes.")
+    return count if count and name != "cpu" else os.cpu_count() or 1
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    script = options.training_script
+    if options.module or options.no_python or options.run_path:
+        return
+    if not Path(script).is_file():
+        what = "a folder" if Path(script).is_dir() else "no file"
+        raise UsageError(f"there is {what} at {script}: zeroshard run takes a script, or -m and a module.")
+
+
+def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
+    """What would be found out only after minutes of imports, or never.
+
+    Raises:
+        UsageError: a config that is not there, or a setting with which trainers go on without zeroshard.
+    """
+    pairs = list(_pairs(arguments))
+    configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
+    for config in configs:
+        if not Path(config).is_file():
+            raise UsageError(f"there is no config at {config}.")
+        _check_json(Path(config))
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
+        raise UsageError("ACCELERATE_USE_CPU is set, which turns DeepSpeed off in accelerate: " + _CPU_ADVICE)
+    for name, value in pairs:
+        if has_accelerator and configs and name in _CPU_OPTIONS and (value or "true").lower() in _TRUE:
+            raise UsageError(
+                f"{name} on a machine with accelerators would keep the data from the model: " + _CPU_ADVICE
+            )
+
+
+def _check_json(path: Path) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        _say(
+            f"{path} is not strict JSON: zeroshard reads comments and trailing commas, transformers and accelerate do not."
+        )
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(--name, value) of each option."""
+    for number, word in enumerate(arguments):
+        if not word.startswith("--"):
+            continue
+        name, is_joined, value = word.partition("=")
+        following = arguments[number + 1] if number + 1 < len(arguments) else "--"
+        yield name, value if is_joined else None if following.startswith("--") else following
+
+
+# ---------------------------------------------------------------------- the ranks
+
+
+def _launch(options: argparse.Namespace) -> None:
+    """Run the ranks until all have ended.
+
+    Raises:
+        UsageError: torchrun refuses its options, or the machines do not meet.
+        typer.Exit: a rank failed, or a signal came; what happened is told.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        raise typer.Exit(_tell_failure(error, int(options.nproc_per_node))) from None
+    except SignalException as error:
+        _say(f"stopped by {error.sigval.name}, and the ranks with it.")
+        raise typer.Exit(128 + error.sigval) from None
+    except (ValueError, AssertionError, RendezvousError) as error:
+        raise UsageError(
+            f"the ranks could not be started: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
+
+
+def _tell_failure(error: ChildFailedError, processes: int) -> int:
+    """Say which rank failed first, and how. Returns the exit status."""
+    rank, failure = error.get_first_failure()
+    others = len(error.failures) - 1
+    after = f"; {others} more failed" if others else "; the others were stopped" if processes > 1 else ""
+    if failure.exitcode >= 0:
+        _say(f"error: rank {rank} ended with exit status {failure.exitcode}{after}. What it said is above.")
+        return failure.exitcode or 1
+    name = signal.Signals(-failure.exitcode).name
+    hint = " (out of memory? the kernel ends processes so)" if name == "SIGKILL" else ""
+    _say(f"error: rank {rank} was ended by {name}{hint}{after}.")
+    return 128 - failure.exitcode
+
+
+def _say(sentence: str) -> None:
+    print(f"zeroshard run: {sentence}", file=sys.stderr, flush=True)

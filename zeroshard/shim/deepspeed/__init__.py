@@ -1,0 +1,121 @@
+"""zeroshard under the name `deepspeed`: on the path only when asked (`zeroshard run`, `import zeroshard.as_deepspeed`).
+
+Everything here is a name; what it does lives in zeroshard.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import checkpoint, checkpointing, comm, launcher, moe, ops, pipe, runtime, utils, zero
+from deepspeed import comm as dist
+from deepspeed._missing import missing, refuse
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init_distributed
+from deepspeed.git_version_info import git_branch, git_hash, version
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import OnDevice, log_dist, logger
+from zeroshard import UsageError
+from zeroshard import __version__ as _zeroshard_version
+from zeroshard import initialize as _initialize
+
+__all__ = [
+    "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "OnDevice", "PipelineModule", "__version__",
+    "add_config_arguments", "checkpoint", "checkpointing", "comm", "dist", "get_accelerator", "init_distributed", "init_inference",
+    "initialize", "launcher", "log_dist", "logger", "moe", "ops", "pipe", "runtime", "tp_model_init", "utils", "version", "zero",
+]  # fmt: skip
+
+__version__ = version
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
+__git_hash__, __git_branch__ = git_hash, git_branch
+__implementation__ = f"zeroshard {_zeroshard_version}"
+HAS_TRITON = False
+
+__getattr__ = missing(
+    __name__,
+    InferenceEngine="Inference is not its subject: transformers, vLLM or SGLang serve what engine.export() writes.",
+    DeepSpeedHybridEngine="Train with initialize(); inside zeroshard.unsharded(model) each rank may generate.",
+    PipelineEngine="It shards over data-parallel ranks: stage 3 splits a model without pipeline stages.",
+)
+init_inference = refuse(
+    "deepspeed.init_inference",
+    "Inference is not its subject: transformers, vLLM or SGLang serve what engine.export() writes.",
+)
+tp_model_init = refuse(
+    "deepspeed.tp_model_init",
+    "There is no tensor parallelism: leave `tensor_parallel` out of the config, and use stage 3.",
+)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """`zeroshard.initialize` with DeepSpeed's arguments: (engine, optimizer, loader or None, scheduler or None).
+
+    A process that no launcher started is a group of one rank, as trainers expect it.
+    """
+    if mesh_param is not None:
+        raise UsageError("initialize(mesh_param=...): zeroshard has no sequence parallelism. Leave it out.")
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    return _initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=_one_config(args, config if config is not None else config_params),
+        group=_data_parallel_group(mpu),
+    )
+
+
+def _one_config(args: Any, config: Any) -> Any:
+    for name in ("deepscale_config", "deepspeed_config"):
+        of_args = getattr(args, name, None)
+        if of_args is not None:
+            if config is not None:
+                raise UsageError(f"initialize was given two configs: args.{name} and config. Leave one of them out.")
+            config = of_args
+    return config
+
+
+def _data_parallel_group(mpu: Any) -> Any:
+    if mpu is None:
+        return None
+    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
+    if size > 1:
+        raise UsageError(
+            f"initialize(mpu=...): {size} model-parallel ranks. zeroshard has data-parallel ranks alone: leave mpu out."
+        )
+    return mpu.get_data_parallel_group()
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config to a parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Read by scripts alone.")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON configuration file.")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser

@@ -53,8 +53,8 @@ def sharded_init(
         dtype: torch's default dtype inside.
         source: the rank of the group whose values are everybody's. None: random numbers are the same on all ranks.
         attributes: a class whose properties these parameters show beside their own, see `shard`.
-        detached_stay_cut: `parameter.detach()` is cut too, and so is a state dict: what uses one of its tensors, on every rank, brings
-            that one together. Otherwise each is whole on every rank.
+        detached_stay_cut: `parameter.detach()` is cut too, and so are state dicts: whoever uses one of their tensors, on every
+            rank, brings it together. Otherwise each is whole on every rank.
         enabled: False: modules are built as ever.
     """
     if not enabled:

@@ -102,8 +102,8 @@ def unsharded(
 def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
     """Have parameters of other blocks whole while `module` runs its forward (and in its backward, where that needs them).
 
-    For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run the module
-    as often.
+    For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run
+    the module as often.
 
     Returns:
         What ends it: `borrowed.remove()`.

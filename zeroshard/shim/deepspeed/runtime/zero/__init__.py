@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
 __all__ = [
-    "DeepSpeedZeRoOffload", "GatheredParameters", "Init", "TiledLinear", "TiledLinearReturnBias", "ZeroParamStatus", "ZeroParamType",
+    "DeepSpeedZeRoOffload",
+    "GatheredParameters", "Init", "TiledLinear", "TiledLinearReturnBias", "ZeroParamStatus", "ZeroParamType",
     "register_external_parameter", "unregister_external_parameter", "unwrap_model_for_generation",
 ]  # fmt: skip
 _TILED = "Cut a large Linear into several: each is a module of its own."

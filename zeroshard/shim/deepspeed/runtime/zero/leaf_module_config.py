@@ -7,7 +7,8 @@ from zeroshard.config.zero_block import LeafModuleBlock as DeepSpeedZeroLeafModu
 from zeroshard.layout.bucketing import MIXTURES
 
 __all__ = [
-    "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES", "DeepSpeedZeroLeafModuleConfig",
+    "DEFAULT_LEAF_MODULE_CLASSES",
+    "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES", "DeepSpeedZeroLeafModuleConfig",
 ]  # fmt: skip
 __getattr__ = missing(__name__)
 DEFAULT_LEAF_MODULE_CLASSES = list(MIXTURES)

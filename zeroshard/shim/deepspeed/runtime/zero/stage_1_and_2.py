@@ -17,7 +17,7 @@ DeepSpeedZeroOptimizer = refused("DeepSpeedZeroOptimizer", "deepspeed.initialize
 
 def model_to_params(model: nn.Module) -> int:
     """The number of parameters."""
-    total, _ = estimates.model_to_params(model)
+    total: int = estimates.model_to_params(model)[0]
     return total
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Policy
-from zeroshard.sharded_init import BornSharded
+from zeroshard.born import BornSharded
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 

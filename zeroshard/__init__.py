@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     from zeroshard.optim.lion import Lion
     from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
     from zeroshard.optim.muon import MuonWithAdamW
+    from zeroshard.parameter_states import ParameterStates, parameter_states
     from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
     from zeroshard.recompute import checkpointing
     from zeroshard.shard import shard
     from zeroshard.sharded import Sharded
-    from zeroshard.sharded_init import sharded_init
-    from zeroshard.unsharded import unsharded
+    from zeroshard.sharded_init import cut, sharded_init
+    from zeroshard.unsharded import Borrowed, borrow, unsharded
     from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
     from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
+    "Borrowed",
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
@@ -48,6 +50,7 @@ __all__ = [
     "LossScaleError",
     "MuonWithAdamW",
     "Offload",
+    "ParameterStates",
     "Place",
     "Policy",
     "PolicyError",
@@ -61,12 +64,15 @@ __all__ = [
     "UsageError",
     "ZeroRedundancyOptimizer",
     "ZeroshardError",
+    "borrow",
     "checkpointing",
+    "cut",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "initialize",
     "load_pretrained",
     "materialise",
+    "parameter_states",
     "shard",
     "sharded_init",
     "unsharded",
@@ -82,12 +88,13 @@ _HOMES = {
     "optim.lion": ("Lion",),
     "optim.loss_scaler": ("DynamicLossScaler", "StaticLossScaler"),
     "optim.muon": ("MuonWithAdamW",),
+    "parameter_states": ("ParameterStates", "parameter_states"),
     "policy": ("Offload", "Place", "Policy", "Precision", "Residency", "Units"),
     "recompute": ("checkpointing",),
     "shard": ("shard",),
     "sharded": ("Sharded",),
-    "sharded_init": ("sharded_init",),
-    "unsharded": ("unsharded",),
+    "sharded_init": ("cut", "sharded_init"),
+    "unsharded": ("Borrowed", "borrow", "unsharded"),
     "zero_redundancy.ddp_hooks": ("hook_with_zero_step", "hook_with_zero_step_interleaved"),
     "zero_redundancy.optimizer": ("ZeroRedundancyOptimizer",),
 }  # fmt: skip
@@ -110,7 +117,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`shard`, `initialize`, `sharded_init` and `unsharded` are functions in modules of the same name.
+    """`shard`, `initialize`, `sharded_init`, `parameter_states` and `unsharded` are functions in modules of the same name.
 
     Importing a submodule makes it an attribute of its package: without this, whoever imports `zeroshard.shard` first would turn
     `zeroshard.shard(...)` into the call of a module.

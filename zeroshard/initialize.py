@@ -38,6 +38,7 @@ def initialize(
     dist_init_required: bool | None = None,
     auto: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    attributes: type | None = None,
 ) -> tuple[Engine, ShardedOptimizer, DataLoader[Any] | None, Any]:
     """Make an engine from a DeepSpeed config. Every rank must call it.
 
@@ -55,6 +56,7 @@ def initialize(
         auto: values for keys that are "auto" in the config and that only you know: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
             A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
         group: the data-parallel process group; default: all ranks.
+        attributes: a class whose properties the parameters show beside their own, see `shard`.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None)
@@ -76,7 +78,8 @@ def initialize(
         refuse_without_batch_size(resolved)
     model.to(device)
     checkpointing = _checkpoint_units(resolved, model)
-    sharded = _shard(resolved, model, _choose_optimizer(resolved, model, optimizer, model_parameters), group)
+    optimizer = _choose_optimizer(resolved, model, optimizer, model_parameters)
+    sharded = _shard(resolved, model, optimizer, group, attributes)
     lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
     engine = Engine(sharded, resolved, lr_scheduler, device, checkpointing)
@@ -89,7 +92,9 @@ def _show(config: Config) -> None:
         Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(config))
 
 
-def _shard(config: Config, model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> Sharded:
+def _shard(
+    config: Config, model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None, attributes: type | None
+) -> Sharded:
     return shard(
         model,
         optimizer,
@@ -99,6 +104,7 @@ def _shard(config: Config, model: nn.Module, optimizer: Any, group: dist.Process
         overlap=config.overlap,
         units=config.units,
         group=group,
+        attributes=attributes,
     )
 
 

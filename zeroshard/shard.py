@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.born import is_shown
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
@@ -52,6 +53,7 @@ def shard(
     elementwise: bool | None = None,
     units: Units | None = None,
     group: dist.ProcessGroup | None = None,
+    attributes: type | None = None,
 ) -> Sharded:
     """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are taken.
 
@@ -69,6 +71,8 @@ def shard(
         units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
         group: the data-parallel process group; default: all ranks. Where a launcher started several and torch.distributed is not
             initialised, they are joined.
+        attributes: a class whose properties the parameters show beside their own while the model is sharded, under policies
+            that shard parameters: for code that asks parameters themselves. `parameter_states` says what such properties may tell.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
@@ -83,6 +87,9 @@ def shard(
         raise UsageError(
             f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned."
         )
+    shown = [name for name, p in model.named_parameters() if is_shown(p)]
+    if shown:
+        raise UsageError(f"shard() inside zeroshard.unsharded(), which holds {shown[0]}. Call it outside.")
     if optimizer is None:
         optimizer, elementwise = NoOptimizer(), True
     elif not isinstance(optimizer, torch.optim.Optimizer):
@@ -95,8 +102,9 @@ def shard(
     collectives = create_collectives(group, device, precision.predivide_factor, what="shard()")
     storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize)
     context = Context(
-        policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole
-    )
+        policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole,
+        attributes=attributes if policy.parameters.sharded else None,
+    )  # fmt: skip
     try:
         with collectives.operation("shard()"):
             return _shard(model, optimizer, context, units, overlap=overlap)
@@ -121,7 +129,7 @@ def _shard(
     )
     schedule.optimized = optimized
     hooks = Hooks(model, schedule)
-    register(schedule.units, hooks)
+    register(schedule.units, hooks, sharded_optimizer)
     checkpoints = Checkpoints(model, schedule, sharded_optimizer, collectives, policy)
     parking = Parking(schedule, sharded_optimizer, storages, context.pool)
     return Sharded(model, sharded_optimizer, policy, checkpoints, schedule, hooks, context, parking)

@@ -265,7 +265,7 @@ class Sharded:
             unit.appearance.expect_present_grads()
         self._hooks.remove()
         self._hooks.attach()
-        register(self._schedule.units, self._hooks)
+        register(self._schedule.units, self._hooks, self.optimizer)
 
     def _split(self, unit: Unit, trains: Sequence[bool]) -> None:
         """Give the parameters of a unit to new ones, by who is trained, with master weights and optimizer state."""

@@ -4,288 +4,115 @@
         model = MyModel()          # the numbers that it would have without, under the same seed
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-A module's parameters are cut when the module becomes part of another, which is when its constructor is done. From then until
-`shard` takes the model, a parameter is of a class that brings itself together for whatever torch operation touches it, and is cut
-again where the operation wrote to it: so models that initialise everything once more at the end work too. Every rank must run the
-same code.
+A module's parameters are cut when the module becomes part of another, which is when its constructor is done; those of the outermost
+when the context ends. What they are from then on: see born. Every rank must run the same code.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook as on_module_registration,
 )
-from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.nn.modules.module import (
+    register_module_parameter_registration_hook as on_parameter_registration,
+)
 
-from zeroshard.collectives.base import Collectives
-from zeroshard.collectives.choose import create_collectives
-from zeroshard.errors import StorageError
-from zeroshard.parameters.metadata import METADATA, VALUES
-
-_METADATA = METADATA | {"__format__", "__repr__"}
-_CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
-"""What `module.to`, `module.half` and their like call: each rank converts its own part."""
-_MAPPED_NBYTES = 1 << 16
-"""Smaller parts stay in memory, where there is a folder for them too."""
-
-shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# As in shard.py: a phone book, so that nothing is hung on the user's parameters.
-
-
-class Births:
-    """What the parameters of one `sharded_init` share."""
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, folder: str | os.PathLike[str] | None = None
-    ) -> None:
-        self.device = device
-        """Where parameters are made that are on the meta device so far."""
-        self._folder = folder
-        self.open: list[Shard] = []
-        """Those that are whole for the sake of views, see `Shard.keep_open`."""
-        self._group = group
-        self._collectives: dict[str, Collectives] = {}
-        self.rank, self.world_size = (self.collectives(device).rank, self.collectives(device).world_size)
-
-    def collectives(self, device: torch.device) -> Collectives:
-        """For tensors on `device`: a model may be moved after its birth."""
-        if device.type not in self._collectives:
-            self._collectives[device.type] = create_collectives(self._group, device, what="sharded_init()")
-        return self._collectives[device.type]
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros for this rank's part of a parameter; where a folder was named, in a file there that has no name."""
-        nbytes = numel * dtype.itemsize
-        if self._folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        try:
-            # A mapping of Python's keeps a descriptor open for each part; torch's does not.
-            descriptor, path = tempfile.mkstemp(dir=self._folder, prefix="zeroshard-")
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)
-                return torch.from_file(path, shared=True, size=numel, dtype=dtype)
-            finally:
-                os.close(descriptor)
-                Path(path).unlink()
-        except OSError as error:
-            raise StorageError(
-                f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder that is "
-                "there, can be written to, and has room."
-            ) from error
-
-    def close(self) -> None:
-        """Cut those again of which nobody holds a view any longer."""
-        self.open = [shard for shard in self.open if not shard.closed()]
-
-
-class Shard:
-    """This rank's part of one parameter."""
-
-    def __init__(self, shape: torch.Size, births: Births) -> None:
-        self.births, self._shape = births, shape
-        self.numel = -(-shape.numel() // births.world_size)
-        self._whole: Tensor | None = None
-        self._own: Tensor
-
-    @property
-    def own(self) -> Tensor:
-        """This rank's elements, 1-D, padded; what was written to views of the whole counts."""
-        if self._whole is not None:
-            self._keep_part(self._whole, self._own)
-        return self._own
-
-    @own.setter
-    def own(self, own: Tensor) -> None:
-        self._own, self._whole = own, None  # as with `parameter.data = ...`: views of what was before have no effect
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """[start, stop): the elements of the flattened parameter that are this rank's."""
-        start = min(self.numel * self.births.rank, self._shape.numel())
-        return start, min(start + self.numel, self._shape.numel())
-
-    def converted(self, own: Tensor) -> Shard:
-        """The same in another dtype, or on another device."""
-        twin = Shard(self._shape, self.births)
-        twin.own = own
-        return twin
-
-    def take(self, whole: Tensor) -> None:
-        """Keep this rank's part of new values."""
-        self._own = self.births.room(self.numel, whole.dtype, whole.device)
-        self._keep_part(whole, self._own)
-
-    def _keep_part(self, whole: Tensor, own: Tensor) -> None:
-        start, stop = self.range
-        own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
-
-    def whole(self) -> Tensor:
-        """All ranks' parts together. Every rank must call it, also where views keep it open: another rank's may be gone."""
-        collectives = self.births.collectives(self.own.device)
-        rows = self.own.new_empty(collectives.world_size, self.numel)
-        rows[collectives.rank].copy_(self.own)
-        if self.numel:
-            collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
-        whole = rows.view(-1)[: self._shape.numel()].view(self._shape).data  # no view of `rows`, see `is_seen`
-        return whole if self._whole is None else self._whole.copy_(whole)
-
-    def keep_open(self, whole: Tensor) -> None:
-        """Stay whole while there are views of it: what is written to them counts."""
-        if self._whole is not whole:
-            self._whole = whole
-            self.births.open.append(self)
-
-    def closed(self) -> bool:
-        """Cut again, unless somebody holds a view of the whole; returns whether it is in parts."""
-        if self._whole is not None and is_seen(self._whole):
-            return False
-        self.own = self.own
-        return True
-
-
-def _users(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
-
-
-_UNSEEN = _users(torch.empty(1))
-
-
-def is_seen(tensor: Tensor) -> bool:
-    """Whether another tensor, or an array, looks at the same memory."""
-    return _users(tensor) > _UNSEEN
-
-
-class BornSharded(nn.Parameter):
-    """What a parameter is between its cut and `shard`. See the module's docstring."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if func.__name__ == "__set__" and attribute == "data":
-                if args[1] is args[0]:
-                    return None  # `module.to` where there is nothing to move
-                if type(args[1]) is BornSharded:  # `module.to`, as it was converted below
-                    shard_of[args[0]] = shard_of[args[1]]
-                    args = (args[0], _placeholder(shard_of[args[0]].own, args[0].shape))
-                else:
-                    _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
-            elif func.__name__ == "__get__" and attribute == "data":
-                return args[0]  # what is written to it counts, as it does for `data`
-            if func.__name__ in _CONVERSIONS:
-                return _convert(func, args, kwargs or {})
-            if func.__name__ in _METADATA and attribute not in VALUES - {"data"}:
-                return func(*args, **(kwargs or {}))
-            return _on_whole(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        whole = nn.Parameter(copy.deepcopy(shard_of[self].whole()), self.requires_grad)
-        memo[id(self)] = whole
-        return whole
-
-
-def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    parameter, shard = args[0], shard_of[args[0]]
-    kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-    own = func(shard.own, *args[1:], **kwargs)
-    if own is shard.own:
-        return cast("Tensor", parameter)
-    return born(shard.converted(own), parameter.shape, parameter.requires_grad)
-
-
-def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
-    """A parameter of which this rank holds the part `shard`."""
-    parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
-    shard_of[parameter] = shard
-    parameter.__class__ = BornSharded
-    return cast("BornSharded", parameter)
-
-
-def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
-    return own.new_full((), float("nan")).expand(shape)
-
-
-def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on whole parameters.
-
-    Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole while the view
-    is there. (The memory would be held by the view in any case.)
-    """
-    wholes: dict[int, tuple[BornSharded, Tensor]] = {}
-
-    def swap(value: Any) -> Any:
-        if not isinstance(value, BornSharded):
-            return value
-        if id(value) not in wholes:
-            shard = shard_of[value]
-            shard.births.close()
-            wholes[id(value)] = (value, shard.whole())
-        return wholes[id(value)][1]
-
-    args, kwargs = tree_map(swap, (args, kwargs))
-    versions = {key: whole._version for key, (_, whole) in wholes.items()}
-    result = func(*args, **kwargs)
-    for key, (parameter, whole) in wholes.items():
-        if whole._version != versions[key]:
-            shard_of[parameter].take(whole)
-        if result is whole:  # an operation in place returns what it wrote to
-            result = parameter
-        elif is_seen(whole):
-            shard_of[parameter].keep_open(whole)
-    return result
-
-
-def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
-    """Keep this rank's part of a parameter that is whole."""
-    if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
-        return
-    shard_of[parameter] = shard = Shard(parameter.shape, births)
-    shard.take(parameter.data)
-    parameter.data = _placeholder(shard.own, parameter.shape)
-    parameter.__class__ = BornSharded
-
-
-def _release(parameter: nn.Parameter) -> None:
-    shard_of.pop(parameter, None)
-    parameter.__class__ = nn.Parameter
+from zeroshard.born import Births, cut_parameter
+from zeroshard.errors import UsageError
 
 
 @contextmanager
 def sharded_init(
-    group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None
+    group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    source: int | None = None,
+    attributes: type | None = None,
+    detached_stay_cut: bool = False,
+    enabled: bool = True,
 ) -> Iterator[None]:
     """Modules that are built inside keep only this rank's part of their parameters. Every rank must enter it.
 
     The most that is whole at any time is the parameters of one module that is being built (not of its children), and one
-    parameter for an operation. `shard` and `initialize` take such a model as any other, one unit at a time.
+    parameter for an operation. What the outermost modules hold themselves is cut on leaving. `shard` and `initialize` take such
+    a model as any other, one unit at a time.
 
     Args:
-        group: the data-parallel process group; default: all ranks. Random numbers must be the same on all of them.
+        group: the data-parallel process group; default: all ranks.
         folder: parts on the CPU lie in files there, that have no names, until `shard` takes them: for a model of which this
             rank's part is larger than its memory.
+        dtype: torch's default dtype inside.
+        source: the rank of the group whose values are everybody's. None: random numbers are the same on all ranks.
+        attributes: a class whose properties these parameters show beside their own, see `shard`.
+        detached_stay_cut: `parameter.detach()` is cut too, and so are state dicts: whoever uses one of their tensors, on every
+            rank, brings it together. Otherwise each is whole on every rank.
+        enabled: False: modules are built as ever.
     """
-    births = Births(group, torch.get_default_device(), folder)
+    if not enabled:
+        yield
+        return
+    births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
+    holders: list[weakref.ref[nn.Module]] = []  # in the order of their parameters, which is the same on all ranks
 
     def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         births.close()
         for parameter in child.parameters() if child is not None else ():
             cut_parameter(parameter, births)
 
-    handle = on_module_registration(cut)
+    def note(module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        if not holders or holders[-1]() is not module:
+            holders.append(weakref.ref(module))
+
+    handles = [on_module_registration(cut), on_parameter_registration(note)]
+    before = torch.get_default_dtype()
     try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
         yield
     finally:
-        handle.remove()
+        if dtype is not None:
+            torch.set_default_dtype(before)
+        for handle in handles:
+            handle.remove()
         births.close()
+    for module in (ref() for ref in holders):
+        for parameter in module.parameters(recurse=False) if module is not None else ():
+            cut_parameter(parameter, births)
+
+
+def cut(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    source: int | None = 0,
+    attributes: type | None = None,
+    detached_stay_cut: bool = False,
+) -> None:
+    """Of a model that is whole on every rank, keep this rank's part from now on, as `sharded_init` does. Every rank must call it.
+
+    Args:
+        module: changed in place. Parameters that are cut already stay as they are.
+        group, folder, attributes, detached_stay_cut: see `sharded_init`.
+        source: the rank whose values are everybody's; None: they are the same on all ranks.
+
+    Raises:
+        UsageError: the model was sharded, or lies on the meta device.
+    """
+    births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
+    for fqn, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"{fqn} is on the meta device and has no values: call materialise or load_pretrained instead."
+            )
+    for parameter in module.parameters():
+        cut_parameter(parameter, births)

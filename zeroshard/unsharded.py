@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeroshard.born import BornSharded, Shard, is_shown, shard_of
 from zeroshard.errors import UsageError
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.states import State
 from zeroshard.schedule.unit import Unit
+from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter is to be found.
+
+    Attributes:
+        number: in the order in which parameters were sharded, the same on every rank.
+        index: in its unit.
+    """
+
+    number: int
+    index: int
+    unit: weakref.ref[Unit]
+    hooks: weakref.ref[Hooks]
+    optimizer: weakref.ref[ShardedOptimizer]
+
+
+_numbers = itertools.count()
 _home_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # A phone book, not state: it lets `unsharded` find a parameter's unit without an attribute hung on the parameter.
 
 
-def register(units: Iterable[Unit], hooks: Hooks) -> None:
+def register(units: Iterable[Unit], hooks: Hooks, optimizer: ShardedOptimizer) -> None:
     """Note where the parameters of these units are to be found."""
     for unit in units:
-        home = (weakref.ref(unit), weakref.ref(hooks))
-        for entry in unit.named:
-            _home_of[entry.parameter] = home
+        refs = (weakref.ref(unit), weakref.ref(hooks), weakref.ref(optimizer))
+        for index, entry in enumerate(unit.named):
+            before = _home_of.get(entry.parameter)
+            number = next(_numbers) if before is None else before.number
+            _home_of[entry.parameter] = Home(number, index, *refs)
 
 
 def unregister(units: Iterable[Unit]) -> None:
@@ -38,33 +62,102 @@ def is_taken(parameter: Tensor) -> bool:
     return parameter in _home_of
 
 
+def home_of(parameter: Tensor) -> Home | None:
+    """Where it is to be found, if some model that was sharded holds it."""
+    home: Home | None = _home_of.get(parameter)
+    return home
+
+
 @contextmanager
-def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
-    """Inside, the parameters of a module, or those given, are whole and current, under every policy.
+def unsharded(
+    target: nn.Module | Tensor | Iterable[Tensor | None], modifier_rank: int | None = None, *, undo: bool = False
+) -> Iterator[None]:
+    """Inside, the parameters of a module, or those given, are whole and current, under every policy; also those born sharded.
 
     They stay so while the model runs: inside, ranks may run it as often as each likes (to generate, say). Where parameters
-    are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it.
+    are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it. It nests. Where an exception
+    leaves it, changes of what is sharded at rest are gone.
 
     Args:
-        target: a module, a parameter or parameters. What shares a unit with them is whole too.
+        target: a module, a parameter or parameters. What shares a unit with them is whole too. Tensors that no model holds, and
+            None, stay as they are.
         modifier_rank: rank of the data-parallel group whose in-place changes count: they become every rank's parameters and
             master weights on leaving. None is for reading.
+        undo: without a modifier rank: changes are undone on leaving, where they are an error otherwise. What is unsharded at
+            rest is copied for it.
 
     Raises:
         UsageError: parameters were changed without a modifier rank. Under sharded parameters the change is gone.
     """
     if isinstance(target, nn.Module):
-        wanted: Iterable[Tensor] = target.parameters()
+        wanted: list[Tensor] = list(target.parameters())
     else:
-        wanted = [target] if isinstance(target, Tensor) else target
-    homes = [home for home in (_home_of.get(parameter) for parameter in wanted) if home is not None]
-    units = list(dict.fromkeys(unit for unit, _ in ((ref(), hooks) for ref, hooks in homes) if unit is not None))
-    hooks = list(dict.fromkeys(hooks for hooks in (ref() for _, ref in homes) if hooks is not None))
+        given = [target] if isinstance(target, Tensor) else target
+        wanted = [one for one in given if isinstance(one, Tensor)]
+    undo = undo and modifier_rank is None
+    with _born_whole(wanted, modifier_rank, undo=undo), _units_whole(wanted, modifier_rank, undo=undo):
+        yield
+
+
+def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
+    """Have parameters of other blocks whole while `module` runs its forward (and in its backward, where that needs them).
+
+    For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run
+    the module as often.
+
+    Returns:
+        What ends it: `borrowed.remove()`.
+    """
+    return Borrowed(module, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+
+
+class Borrowed:
+    """See `borrow`."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._open: list[AbstractContextManager[None]] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, *_: object) -> None:
+        whole = _units_whole(
+            [one for one in (ref() for ref in self._parameters) if one is not None], None, changes=False
+        )
+        whole.__enter__()
+        self._open.append(whole)
+
+    def _leave(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """The module runs as ever."""
+        for handle in self._handles:
+            handle.remove()
+
+
+# ---------------------------------------------------------------------- of models that were sharded
+
+
+@contextmanager
+def _units_whole(
+    wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
+) -> Iterator[None]:
+    """As `unsharded`. Without `changes`, nobody looks for any: they are as those in a forward of the units' own modules."""
+    homes = {id(home): home for home in (_home_of.get(parameter) for parameter in wanted) if home is not None}
+    ordered = sorted(
+        homes.values(), key=lambda home: home.number
+    )  # callers' order, of a set say, may differ between ranks
+    units = list(dict.fromkeys(unit for unit in (home.unit() for home in ordered) if unit is not None))
+    hooks = list(dict.fromkeys(one for one in (home.hooks() for home in ordered) if one is not None))
     for unit in units if modifier_rank is not None else ():
         unit.refuse_parked("a change of")
     at_rest = [unit for unit in units if unit.state is State.SHARDED]
     offloaded = [unit for unit in units if unit.state is State.OFFLOADED]
-    written, pinned = list[str](), list[Unit]()
+    written, pinned, looks, is_over = list[str](), list[Unit](), list[tuple[Unit, list[int]]](), False
     try:
         with _operation(units, "unsharded"):
             for unit in at_rest:
@@ -74,18 +167,25 @@ def unsharded(target: nn.Module | Tensor | Iterable[Tensor], modifier_rank: int 
                 unit.pin()
                 pinned.append(unit)
                 unit.write_back()  # what was written before is no change inside
-        before = [unit.appearance.versions() for unit in units]
+                looks.append((unit, unit.appearance.begin_look()))
+        kept = {unit: unit.flat.tensor.clone() for unit in units if undo and not unit.sharded_at_rest}
         with ExitStack() as stack:
             for one in hooks:
                 stack.enter_context(one.whole(units))
             yield
         with _operation(units, "the end of unsharded"):
-            written = _take_changes(units, before, modifier_rank)
+            if undo:
+                _undo(looks, kept, at_rest)
+            elif changes:
+                written = _take_changes(looks, modifier_rank)
+        is_over = True
     finally:
+        for unit, look in looks:
+            unit.appearance.end_look(look)
         for unit in pinned:
             unit.unpin()
         for unit in at_rest:
-            unit.reshard()
+            _give_back(unit, forget_writes=not is_over)
         for unit in offloaded:
             unit.offload()
     if written:
@@ -100,12 +200,93 @@ def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]
     return units[0].collectives.operation(name) if units else nullcontext()
 
 
-def _take_changes(units: Sequence[Unit], before: Sequence[Sequence[int]], modifier_rank: int | None) -> list[str]:
+def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> list[str]:
     """The modifier rank's values become everybody's. Without one: the fqns of what was changed all the same."""
     written = list[str]()
-    for unit, versions in zip(units, before, strict=True):
+    for unit, versions in looks:
         if modifier_rank is not None:
             unit.take_parameters(modifier_rank)
         else:
             written += unit.written_since(versions)
+        unit.appearance.settle()
     return written
+
+
+def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], at_rest: Sequence[Unit]) -> None:
+    """The parameters are what they were on entering, if they do not leave now.
+
+    Args:
+        kept: copies of what is unsharded at rest.
+        at_rest: units that were sharded on entering.
+    """
+    for unit, versions in looks:
+        if unit in kept:
+            unit.appearance.take_new_data()
+            unit.flat.tensor.copy_(kept[unit])
+        elif unit.pins > 1 or unit not in at_rest:
+            unit.written_since(versions)  # which undoes it
+        unit.appearance.take_written()
+        unit.appearance.settle()
+
+
+def _give_back(unit: Unit, *, forget_writes: bool) -> None:
+    """What was written before an exception is not to rest."""
+    if forget_writes and unit.state is State.UNSHARDED and not unit.is_pinned:
+        unit.appearance.take_written()
+    unit.reshard()
+
+
+# ---------------------------------------------------------------------- of models that were born sharded
+
+
+@contextmanager
+def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool) -> Iterator[None]:
+    found = {id(one): one for one in wanted if isinstance(one, BornSharded) or is_shown(one)}
+    born: list[tuple[nn.Parameter, Shard]] = sorted(
+        ((one, shard_of[one]) for one in found.values() if isinstance(one, nn.Parameter)),
+        key=lambda pair: pair[1].number,
+    )
+    shown = list[tuple[nn.Parameter, Shard]]()
+    written = list[str]()
+    try:
+        for parameter, shard in born:
+            shard.show(parameter)
+            shown.append((parameter, shard))
+        yield
+        if born and not undo:
+            written = _keep_changes(born, modifier_rank)
+        for parameter, shard in born:
+            if shard.shows > 1 and (undo or written):
+                shard.undo(parameter)
+    finally:
+        for parameter, shard in shown:
+            shard.hide(parameter)
+    if written:
+        raise UsageError(
+            f"parameters that were born sharded were changed inside unsharded() without a modifier rank: {', '.join(written)}. The "
+            "change is gone: pass modifier_rank=0 to keep rank 0's."
+        )
+
+
+def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
+    """As `_take_changes`. Says of a parameter its place among those given, and its shape: it has no name yet."""
+    collectives = born[0][1].births.collectives(born[0][0].device)
+    own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]
+    with collectives.operation("the end of unsharded"):
+        everyone = collectives.exchange_json(own, "what was changed")
+        if modifier_rank is None:
+            changed = [any(rank[number][2] for rank in everyone) for number in range(len(born))]
+            return [f"number {n} of shape {tuple(born[n][0].shape)}" for n, one in enumerate(changed) if one]
+        different = next(
+            (n for n in range(len(born)) if any(rank[n][:2] != everyone[0][n][:2] for rank in everyone)), None
+        )
+        if different is not None:
+            raise UsageError(
+                f"parameter number {different} has another shape or dtype on rank {modifier_rank} than on others: give a parameter "
+                "other data on every rank, inside unsharded(modifier_rank=...)."
+            )
+        for parameter, shard in born:
+            parameter.data = parameter.data.contiguous()
+            shard.births.collectives(parameter.device).broadcast(parameter.data, modifier_rank)
+            shard.keep(parameter)
+    return []

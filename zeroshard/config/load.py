@@ -202,7 +202,7 @@ def load_config(
     Raises:
         ConfigError: names the key path, what was expected and what came.
     """
-    written = _in_full(_read(config))
+    written = _in_full(read(config))
     raw, paths = resolve_auto(_with_batch_size(written, auto or {}), Facts.of(model, auto), KEYS)
     try:
         schema = Schema.model_validate(raw)
@@ -234,7 +234,7 @@ def refuse_without_batch_size(config: Config) -> None:
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
     """Read the block `activation_checkpointing` of a DeepSpeed config alone."""
-    block = _read(config).get("activation_checkpointing", {})
+    block = read(config).get("activation_checkpointing", {})
     try:
         return ActivationCheckpointingBlock.model_validate(block)
     except ValidationError as error:
@@ -304,7 +304,8 @@ def _refuse_conflicts(schema: Schema) -> None:
         raise ConfigError(f"{' and '.join(on)} are both enabled: a model trains in one precision. Enable one of them.")
 
 
-def _read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping that a file holds, or a copy of one, with nothing resolved."""
     if isinstance(config, Mapping):
         return _plain(config)
     if not isinstance(config, str | os.PathLike):

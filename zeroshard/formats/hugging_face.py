@@ -43,7 +43,7 @@ from zeroshard.storage.raw_memory import memory_of
 
 
 def export(
-    reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
 ) -> list[Path]:  # fmt: skip
     """Write the model of a checkpoint as transformers does. Holds at most 64 MiB, whatever the model's size.
 
@@ -78,7 +78,7 @@ def export(
 
 
 def _contents(
-    description: Description, sources: Sequence[Source], max_shard_nbytes: int
+    description: Description, sources: Sequence[Source], max_shard_nbytes: float
 ) -> tuple[list[FilePlan], dict[str, Any]]:
     """The files of weights, and the contents of JSON files beside. Of a PEFT model, those of its adapters alone."""
     if description.problem is not None:

@@ -6,7 +6,7 @@
     zeroshard.load_pretrained(model, "folder with model.safetensors.index.json")
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-Parameters come out born sharded, see sharded_init: the whole of the model exists on no rank.
+Parameters come out born sharded, see born: the whole of the model exists on no rank.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeroshard.born import Births, BornSharded, Shard, born, cut_parameter, shard_of
 from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.model_files import INDEX, SINGLE
-from zeroshard.sharded_init import Births, BornSharded, Shard, born, cut_parameter, shard_of
 
 
 def load_pretrained(
@@ -136,7 +136,7 @@ def _read(
         raise CheckpointError(
             f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} {tuple(tensor.shape)}."
         )
-    if not tensor.is_meta and type(tensor) is not BornSharded:
+    if not tensor.is_meta and not isinstance(tensor, BornSharded):
         with torch.no_grad():
             target = (
                 tensor.detach()
@@ -151,7 +151,7 @@ def _read(
         reader.read_into(name, 0, whole)
         _replace(model, fqns, nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole)
         return
-    if type(tensor) is BornSharded:
+    if isinstance(tensor, BornSharded):
         shard, own = shard_of[tensor], shard_of[tensor].own
     else:
         shard = Shard(tensor.shape, births)
@@ -159,7 +159,7 @@ def _read(
     start, stop = shard.range
     reader.read_into(name, start, own[: stop - start])
     shard.own = own
-    if type(tensor) is not BornSharded:
+    if not isinstance(tensor, BornSharded):
         _replace(model, fqns, born(shard, tensor.shape, tensor.requires_grad))
 
 

@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from zeroshard.errors import UsageError
 from zeroshard.policy import Units
 
+MIXTURES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+"""Mixtures of experts that are leaf modules in any case, as they are to DeepSpeed."""
+
 
 @dataclass(frozen=True)
 class NamedParameter:
@@ -77,7 +84,10 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
             problem = f"{containers[0]} is a container, which is never called itself" if containers else "none is so"
             raise UsageError(f"a leaf module of {what} was declared, and {problem} in this {type(model).__name__}.")
         found |= {module for _, module in matching}
-    return found
+    usual = [
+        module for fqn, module in model.named_modules() if fqn and any(_is_of_class(fqn, module, m) for m in MIXTURES)
+    ]
+    return found.union(usual)
 
 
 def _is_of_class(_: str, module: nn.Module, name: str) -> bool:

@@ -31,6 +31,8 @@ class Context:
     whole_parameters: bool = False
     """No parameter is cut: the optimizer looks at whole tensors."""
     live: Live = field(default_factory=Live)
+    attributes: type | None = None
+    """Properties that parameters show while the model is sharded."""
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,28 @@ def forget_grad(parameter: Tensor) -> None:
         _GRAD.__set__(parameter, None)
 
 
-def classes_of(owner: Owner) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+def whole_class(attributes: type | None) -> type[nn.Parameter]:
+    """The class of parameters whose values are here: the ordinary one, unless they show `attributes`. Copies are ordinary."""
+    if attributes is None:
+        return nn.Parameter
+
+    class Whole(attributes, nn.Parameter):  # type: ignore[misc, valid-type]
+        """As `nn.Parameter`, with more attributes. Operations on it cost nothing more."""
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            return copied
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    return Whole
+
+
+def classes_of(owner: Owner, whole: type[nn.Parameter] = nn.Parameter) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
     """(the class of parameters whose values are away or arriving, the class of those whose gradient was taken)"""
 
-    class Taken(nn.Parameter):
+    class Taken(whole):  # type: ignore[misc, valid-type]
         """As `nn.Parameter`, but `grad` says where the gradient is. Operations on it cost nothing more."""
 
         @property

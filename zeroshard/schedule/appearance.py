@@ -18,7 +18,7 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import NamedParameter
-from zeroshard.parameters.shown import classes_of
+from zeroshard.parameters.shown import classes_of, whole_class
 from zeroshard.schedule.states import State
 
 
@@ -47,11 +47,14 @@ class Appearance:
         dtype: of the parameters.
     """
 
-    def __init__(self, unit: _Unit, views: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, unit: _Unit, views: Sequence[Tensor], dtype: torch.dtype, attributes: type | None = None
+    ) -> None:
         self._unit, self._named, self._views = unit, unit.named, list(views)
         self._index_of = {id(entry.parameter): index for index, entry in enumerate(self._named)}
-        self._away_class, self._taken_class = classes_of(self)
-        self._ours = (nn.Parameter, self._away_class, self._taken_class)
+        self._whole_class = whole_class(attributes)
+        self._away_class, self._taken_class = classes_of(self, self._whole_class)
+        self._ours = (nn.Parameter, self._whole_class, self._away_class, self._taken_class)
         device = self._views[0].device
         self._placeholders = (
             torch.full((max(len(self._named), 1),), float("nan"), dtype=dtype, device=device)
@@ -59,6 +62,7 @@ class Appearance:
             else None
         )
         self._versions: list[int] = []
+        self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
         self._own_writes = [0] * len(self._named)
         """Of the counts, those that are no write of the user's."""
@@ -80,7 +84,7 @@ class Appearance:
         """The values are here."""
         if self._is_hidden:
             self._refuse_written_placeholders()
-        self._become(nn.Parameter)
+        self._become(self._whole_class)
         if self._is_hidden:
             self._is_hidden = False
             for entry, view in zip(self._named, self._views, strict=True):
@@ -93,7 +97,7 @@ class Appearance:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
             )
-        self._become(nn.Parameter)
+        self._become(self._whole_class)
         for index, entry in enumerate(self._named):
             entry.parameter.data = self._placeholders[index].expand(entry.shape)
         self._is_hidden = True
@@ -119,7 +123,7 @@ class Appearance:
         self._shown_taken = set(self._unit.used)
         for index in self._shown_taken:
             parameter = self._named[index].parameter
-            if type(parameter) is nn.Parameter:
+            if type(parameter) is self._whole_class:
                 parameter.__class__ = self._taken_class
 
     def show_ordinary(self) -> None:
@@ -127,7 +131,7 @@ class Appearance:
         self._shown_taken = set()
         for entry in self._named:
             if type(entry.parameter) is self._taken_class:
-                entry.parameter.__class__ = nn.Parameter
+                entry.parameter.__class__ = self._whole_class
 
     def release(self) -> None:
         """Ordinary parameters, each in a storage of its own."""
@@ -139,7 +143,7 @@ class Appearance:
     def _become(self, cls: type[nn.Parameter]) -> None:
         for index, entry in enumerate(self._named):
             if type(entry.parameter) in self._ours:
-                is_taken = cls is nn.Parameter and index in self._shown_taken
+                is_taken = cls is self._whole_class and index in self._shown_taken
                 entry.parameter.__class__ = self._taken_class if is_taken else cls
 
     @property
@@ -210,6 +214,20 @@ class Appearance:
     def versions(self) -> list[int]:
         """Counts of in-place writes of the user's, by parameter."""
         return [entry.parameter._version - own for entry, own in zip(self._named, self._own_writes, strict=True)]
+
+    def begin_look(self) -> list[int]:
+        """From now on until `end_look`, writes are counted: the counts as they are now, or as `settle` last left them."""
+        self._looks.append(self.versions())
+        return self._looks[-1]
+
+    def end_look(self, look: list[int]) -> None:
+        """The end of a `begin_look`."""
+        self._looks = [other for other in self._looks if other is not look]
+
+    def settle(self) -> None:
+        """What was written so far is everybody's now: to nobody who looks it is a change any longer."""
+        for look in self._looks:
+            look[:] = self.versions()
 
     def outdate_graphs(self, indices: Iterable[int] | None = None) -> None:
         """These (default: all) were updated: a graph that saved them before must not be differentiated with other values.

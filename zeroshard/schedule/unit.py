@@ -81,7 +81,7 @@ class Unit:
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self.replaced_gradients: set[int] = set()  # of these, whose `grad` the user has set since
         self._written: set[int] = set()
-        self._pins = 0
+        self.pins = 0
         self.is_held = False
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
         self.is_parked = False
@@ -90,7 +90,7 @@ class Unit:
         self._state_before = State.UNSHARDED
         self.state = State.UNSHARDED
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
-        self.appearance = Appearance(self, views, dtypes.param)
+        self.appearance = Appearance(self, views, dtypes.param, context.attributes)
         self.appearance.show_views()
         self.reshard()
         self.offload()
@@ -145,7 +145,7 @@ class Unit:
         if self.state is State.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back
             self.flat.free()
             self._outdate_saved()
-        if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self._pins or self.is_held:
+        if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self.pins or self.is_held:
             return
         assert self._away is not None
         for bucket in self.buckets:
@@ -174,7 +174,7 @@ class Unit:
     @property
     def _may_leave(self) -> bool:
         """Readers of a class of the user's own could not be made to bring the values back."""
-        return isinstance(self._away, InCpuMemory) and not self._pins and self.appearance.tells_readers
+        return isinstance(self._away, InCpuMemory) and not self.pins and self.appearance.tells_readers
 
     def _leave(self, *, changed: bool) -> None:
         assert isinstance(self._away, InCpuMemory)
@@ -184,20 +184,20 @@ class Unit:
 
     def pin(self) -> None:
         """Stay unsharded, whoever gives the unit back, until `unpin`."""
-        self._pins += 1
+        self.pins += 1
 
     @property
     def is_pinned(self) -> bool:
         """Somebody holds it unsharded."""
-        return self._pins > 0
+        return self.pins > 0
 
     def unpin(self) -> None:
         """The end of one `pin`."""
-        self._pins -= 1
+        self.pins -= 1
 
     def refuse_step(self) -> None:
         """Raise where the unit is pinned: it would go on showing what it was before the step. Or where a parameter was replaced."""
-        if self._pins and self.sharded_at_rest:
+        if self.pins and self.sharded_at_rest:
             raise UsageError(
                 f"optimizer.step() inside zeroshard.unsharded(), which holds {self.label} as it is. Step outside."
             )
@@ -210,7 +210,7 @@ class Unit:
 
     def park(self, *, parameters: bool) -> None:
         """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
-        if self._pins:
+        if self.pins:
             raise UsageError(
                 f"offload_states() inside zeroshard.unsharded(), which holds {self.label}. Call it outside."
             )

@@ -22,7 +22,10 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedParameter
 from deepspeed.utils import OnDevice, log_dist, logger
+from deepspeed.utils.z3_leaf_module import with_leaf_modules
 from zeroshard import UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
@@ -77,7 +80,10 @@ def initialize(
     if mesh_param is not None:
         raise UsageError("initialize(mesh_param=...): zeroshard has no sequence parallelism. Leave it out.")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    return _initialize(
+    given = _one_config(args, config if config is not None else config_params)
+    if given is not None and isinstance(model, nn.Module):
+        given = with_leaf_modules(model, given)
+    made = _initialize(
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -85,9 +91,12 @@ def initialize(
         lr_scheduler=lr_scheduler,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=_one_config(args, config if config is not None else config_params),
+        config=given,
         group=_data_parallel_group(mpu),
+        attributes=DeepSpeedParameter,
     )
+    made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
+    return made
 
 
 def _one_config(args: Any, config: Any) -> Any:

@@ -1,0 +1,228 @@
+"""Models that are born sharded, parameters that are whole for a while, and what parameters say of themselves."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+import zeroshard
+from deepspeed._missing import missing
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init_distributed
+from zeroshard import UsageError
+from zeroshard.config.birth import Birth, load_birth
+
+__all__ = [
+    "GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "get_accelerator", "is_zero_param",
+    "register_external_parameter", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor",
+]  # fmt: skip
+__getattr__ = missing(
+    __name__,
+    shutdown_init_context="Leave the `with zero.Init()` block before you build what is not to be sharded.",
+    restore_init_context="Leave the `with zero.Init()` block before you build what is not to be sharded.",
+)
+
+_orig_torch_arange, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones, _orig_torch_full = (
+    torch.arange, torch.empty, torch.zeros, torch.ones, torch.full,
+)  # fmt: skip
+
+
+class ZeroParamType(enum.Enum):
+    """What kind of parameter it is."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether its values are here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class DeepSpeedParameter:
+    """The `ds_` attributes of parameters, for as long as their model is sharded at stage 3."""
+
+    @property
+    def ds_id(self) -> int:
+        return _states(self).number
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self.shape  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        states = _states(self)
+        if states.is_arriving:
+            return ZeroParamStatus.INFLIGHT
+        return ZeroParamStatus.AVAILABLE if states.is_here else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """This rank's part, a copy."""
+        part = _states(self).flat()
+        return torch.empty(0) if part is None else part
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        return set()
+
+    @property
+    def ds_persist(self) -> bool:
+        return not _states(self).is_sharded
+
+    @property
+    def ds_param_type(self) -> ZeroParamType:
+        return ZeroParamType.PARTITIONED
+
+
+def _states(parameter: Any) -> zeroshard.ParameterStates:
+    try:
+        return zeroshard.parameter_states(parameter)
+    except UsageError as error:
+        raise AttributeError(str(error)) from None
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether it belongs to a model of stage 3."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any = None, target_device: Any = None) -> Any:
+    """The constructor itself: nothing of torch's is wrapped."""
+    return fn
+
+
+# ---------------------------------------------------------------------- zero.Init
+
+_BORN: Any = {"attributes": DeepSpeedParameter, "detached_stay_cut": True}
+
+
+class Init:
+    """`zeroshard.sharded_init` with rank 0's values; with `module`, `zeroshard.cut` of what is there."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        for name, asked in (
+            ("zero_quantized_weights", zero_quantized_weights),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+            ("zero_param_parallel_group", zero_param_parallel_group is not None),
+        ):
+            if asked:
+                raise UsageError(f"zero.Init({name}=...): zeroshard has no hpZ and no quantised weights. Leave it out.")
+        self.enabled = enabled
+        said = config_dict_or_path if config_dict_or_path is not None else config
+        birth = load_birth(said) if said is not None else Birth()
+        self.dtype = dtype if dtype is not None else birth.dtype
+        self._folder = birth.folder
+        where = remote_device if remote_device not in (None, "none") else birth.place.value
+        self._device = torch.device("cpu" if where in ("cpu", "nvme") else get_accelerator().current_device_name())
+        group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
+        self.ds_process_group = group if group is not None or mpu is None else mpu.get_data_parallel_group()
+        self._open: list[ExitStack] = []
+        if not enabled:
+            return
+        init_distributed()
+        if module is not None:
+            if self.dtype is not None:
+                module.to(self.dtype)
+            zeroshard.cut(module.to(self._device), self.ds_process_group, self._folder, **_BORN)
+
+    def __enter__(self) -> Init:
+        stack = ExitStack()
+        if self.enabled:
+            if self._device.type != "cpu":
+                stack.enter_context(self._device)
+            born = zeroshard.sharded_init(self.ds_process_group, self._folder, dtype=self.dtype, source=0, **_BORN)
+            stack.enter_context(born)
+        self._open.append(stack)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+# ---------------------------------------------------------------------- zero.GatheredParameters
+
+
+class GatheredParameters:
+    """`zeroshard.unsharded`. Without a modifier rank changes are undone; with one they count under every stage."""
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Any],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled, self._rank = enabled, modifier_rank
+        given = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else []
+        self.params = [
+            one for one in given if is_zero_param(one) or (modifier_rank is not None and isinstance(one, Tensor))
+        ]
+        self._open: list[AbstractContextManager[None]] = []
+        if fwd_module is not None and enabled:
+            for one in self.params:
+                register_external_parameter(fwd_module, one)  # type: ignore[arg-type]
+
+    def __enter__(self) -> None:
+        whole = zeroshard.unsharded(self.params if self.enabled else [], self._rank, undo=self._rank is None)
+        whole.__enter__()
+        self._open.append(whole)
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+_external: WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = WeakKeyDictionary()
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """From now on, the parameter is whole while the module's forward runs, and where its backward needs it."""
+    if not isinstance(module, nn.Module):
+        raise RuntimeError(f"register_external_parameter takes a module first, not {type(module).__name__}.")
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"register_external_parameter takes a parameter second, not {type(parameter).__name__}.")
+    known = _external.setdefault(module, WeakIdKeyDictionary())
+    if parameter not in known:
+        known[parameter] = zeroshard.borrow(module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The end of `register_external_parameter`."""
+    borrowed = _external.get(module, WeakIdKeyDictionary()).pop(parameter, None)
+    if borrowed is None:
+        raise RuntimeError(f"this parameter was not registered with {type(module).__name__}.")
+    borrowed.remove()

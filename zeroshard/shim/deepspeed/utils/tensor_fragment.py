@@ -1,0 +1,114 @@
+"""Model states by parameter: `zeroshard.parameter_states` under DeepSpeed's names. They work under every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+import zeroshard
+from deepspeed._missing import missing
+from zeroshard import UsageError
+
+__all__ = [
+    "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",
+    "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
+    "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad", "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]  # fmt: skip
+__getattr__ = missing(__name__)
+
+_PARAMETERS, _GRADIENTS = "parameters", "gradients"
+
+
+def _trained(param: Tensor) -> zeroshard.ParameterStates | None:
+    """None of what no engine trains."""
+    try:
+        states = zeroshard.parameter_states(param)
+    except UsageError:
+        return None
+    return states if states.is_trained else None
+
+
+def _full(param: Tensor, state: str) -> Tensor | None:
+    states = _trained(param)
+    value = states.get(state) if states is not None else None
+    return value.float() if value is not None and value.is_floating_point() else value
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The whole of a parameter's master weights, on every rank."""
+    return _full(param, _PARAMETERS)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The whole of a state of the optimizer, on every rank."""
+    return _full(param, optim_state_key)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole of a parameter's mean gradient, on every rank; outside of an engine, its `grad`."""
+    return _full(param, _GRADIENTS) if _trained(param) is not None else param.grad
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Give every rank its part of new master weights."""
+    zeroshard.parameter_states(param).set(value, _PARAMETERS)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Give every rank its part of a state of the optimizer."""
+    zeroshard.parameter_states(param).set(value, optim_state_key)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Give every rank its part of a gradient."""
+    zeroshard.parameter_states(param).set(value, _GRADIENTS)
+
+
+def _local(param: nn.Parameter, state: str) -> Tensor | None:
+    states = _trained(param)
+    value = states.flat(state) if states is not None else None
+    return value.float() if value is not None else None
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's elements of a parameter's master weights, 1-D, a copy."""
+    return _local(param, _PARAMETERS)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's elements of a parameter's gradient, 1-D, a copy. Every rank must call it."""
+    zeroshard.parameter_states(param).get(_GRADIENTS)  # what is on its way arrives
+    return _local(param, _GRADIENTS)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's elements of a state of the optimizer, 1-D, a copy."""
+    return _local(param, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite this rank's elements of a parameter's master weights."""
+    zeroshard.parameter_states(param).set_flat(value, _PARAMETERS)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite this rank's elements of a parameter's gradient."""
+    zeroshard.parameter_states(param).set_flat(value, _GRADIENTS)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Overwrite this rank's elements of a state of the optimizer."""
+    zeroshard.parameter_states(param).set_flat(value, optim_state_key)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
+) -> None:
+    """Replace each parameter's gradient by what the function makes of it."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))

@@ -87,6 +87,71 @@ def test_a_module_on_one_process_and_a_warning_where_nothing_was_trained(script:
     assert len(ours(done)) == 1 and "gave zeroshard nothing to train" in ours(done)[0]
 
 
+TRAINER = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(0)
+ids = dict(bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32, resid_pdrop=0, attn_pdrop=0,
+                                   embd_pdrop=0, **ids))
+tokens = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
+data = [{"input_ids": one, "labels": one} for one in tokens]
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.save_model()
+if trainer.is_world_process_zero():
+    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    print("TOLD", args.world_size, trainer.accelerator.distributed_type.value, losses)
+print("EVALUATED", trainer.evaluate()["eval_loss"])
+"""
+
+
+@pytest.mark.full
+def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) -> None:
+    """Its script is unchanged; only the launcher and the config say what it runs on."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(TRAINER)
+    block = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {"zero_optimization": {"stage": 2}, "optimizer": block, **dict.fromkeys(sizes, "auto")}
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    options = "--report_to none --disable_tqdm True --logging_steps 1 --max_steps 4 --save_steps 2 --per_device_train_batch_size 2"
+    options += " --gradient_accumulation_steps 2 --learning_rate 1e-2"
+    start = ("--nproc-per-node", "2", "train.py", *options.split())
+
+    def trained(*more: str) -> tuple[dict[int, float], list[str]]:
+        done = run(tmp_path, *start, "--deepspeed", "zero.json", *more)
+        assert done.returncode == 0, done.stderr
+        assert ours(done) == []
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("TOLD 2 DEEPSPEED")]
+        return eval(line.partition("DEEPSPEED")[2]), sorted(x for x in done.stdout.splitlines() if x.startswith("EVAL"))
+
+    losses, evaluated = trained("--output_dir", "whole")
+    assert len(losses) == 4 and len(evaluated) == 2 and evaluated[0] == evaluated[1]
+    resumed, evaluated_after = trained("--output_dir", "again", "--resume_from_checkpoint", "whole/checkpoint-2")
+    assert resumed == losses and evaluated_after == evaluated
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "again")
+    assert all(one.equal(other) for one, other in zip(saved.parameters(), again.parameters(), strict=True))
+
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *start,
+        "--use_cpu",
+        "--output_dir",
+        "ddp",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ddp = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    (line,) = [line for line in ddp.stdout.splitlines() if line.startswith("TOLD 2 MULTI_CPU")]
+    assert eval(line.partition("MULTI_CPU")[2]) == pytest.approx(losses, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("how", "status", "sentence"),
     [

@@ -38,7 +38,7 @@ ORDER = [
     {"engine"},
     {"initialize"},
     {"testing"},
-    {"cli"},
+    {"cli", "integrations"},
     {"__main__"},
 ]
 """Rooms (folders, and modules beside them); each imports itself and those above it in this list."""

@@ -28,7 +28,7 @@ from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.ranks import RankError, free_port
 
-SMALL = GPTConfig(vocabulary=32, layers=2, width=16, heads=2, context=8)
+SMALL = GPTConfig(vocabulary=32, layers=2, width=16, heads=2, context=9)
 
 
 class Tokens(Dataset[Tensor]):
@@ -119,12 +119,12 @@ def fitted(folder: Path, stage: int | None, by: str = "inner", **more: Any) -> t
     return module.losses, [p.detach().clone() for p in module.parameters()]
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
     for (losses, parameters), (expected, expected_parameters) in zip(ours, theirs, strict=True):
         assert len(losses) == len(expected) > 0
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=atol)
         for one, other in zip(parameters, expected_parameters, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+            torch.testing.assert_close(one, other, rtol=0, atol=10 * atol)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -138,3 +138,316 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_ddp(case: str, stage: int, tmp_path: Path) -> None:
     assert_same(*(ranks(lambda s: fitted(tmp_path, s, **CASES[case]), s) for s in (stage, None)))
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def saves(
+    folder: Path, stage: int | None, steps: int, resume: str | None, **more: Any
+) -> tuple[list[float], list[Tensor]]:
+    module = Module()
+    # The batch of all ranks together stays the same.
+    batches = DataLoader(Tokens(), 4 // int(os.environ["WORLD_SIZE"]))
+    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
+    one = trainer(
+        folder,
+        strategy_of(stage),
+        max_epochs=-1,
+        max_steps=steps,
+        enable_checkpointing=True,
+        callbacks=[keeper],
+        **more,
+    )
+    one.fit(module, batches, ckpt_path=None if resume is None else str(folder / resume))
+    assert one.global_step == steps
+    return module.losses, [p.detach().clone() for p in module.parameters()]
+
+
+def world_losses(results: list[Any]) -> Tensor:
+    return torch.tensor([result[0] for result in results]).mean(0)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 1), (1, 2), (0, 1)])
+def test_a_run_resumes_at_any_world_size_and_stage(stage: int, world_size: int, tmp_path: Path) -> None:
+    through = ranks(lambda: saves(tmp_path / "through", 3 if stage == 2 else 2, 12, None))
+    ranks(lambda: saves(tmp_path, 3 if stage == 2 else 2, 6, None))
+    assert (tmp_path / "step=6.ckpt").is_dir()
+    resumed = ranks(lambda: saves(tmp_path, stage, 12, "step=6.ckpt"), world_size=world_size)
+    torch.testing.assert_close(world_losses(resumed), world_losses(through)[6:], rtol=0, atol=1e-6)
+    for one, other in zip(resumed[0][1], through[0][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_checkpoints_are_kept_removed_and_read_by_lightning_alone(tmp_path: Path) -> None:
+    def body() -> Any:
+        module = Module()
+        best = ModelCheckpoint(tmp_path / "best", "{epoch}", monitor="val", save_top_k=1, save_last=True)
+        weights = ModelCheckpoint(tmp_path / "weights", "{epoch}", save_weights_only=True)
+        stop = EarlyStopping("val", patience=5)
+        one = trainer(
+            tmp_path, ZeroStrategy(3), max_epochs=3, enable_checkpointing=True, callbacks=[best, weights, stop]
+        )
+        one.fit(module, loader(), loader())
+        trained = one.validate(module, loader(), verbose=False)
+        again = one.validate(Module(), loader(), ckpt_path="best", verbose=False)
+        predicted = one.predict(module, loader())
+        assert one.test(module, loader(), verbose=False) == [{"val": trained[0]["val"]}]
+        one.save_checkpoint(tmp_path / "after.ckpt")
+        return trained[0]["val"], again[0]["val"], torch.cat(predicted), best.best_model_path, best.best_model_score
+
+    (value, again, predicted, path, score), (other, *_) = ranks(body)
+    assert value == other == again == float(score)
+    assert sorted(p.name for p in (tmp_path / "best").iterdir()) == sorted([Path(path).name, "last.ckpt"])
+    write_single_file(path, tmp_path / "single.ckpt")
+    for file in (tmp_path / "single.ckpt", tmp_path / "weights" / "epoch=2.ckpt", tmp_path / "after.ckpt"):
+        alone = Module.load_from_checkpoint(file, map_location="cpu").eval()
+        with torch.no_grad():
+            first = torch.stack([alone(Tokens()[i][None])[0, -1] for i in range(0, 24, 2)])
+        torch.testing.assert_close(first, predicted, rtol=0, atol=1e-5)
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert "optimizer_states" not in saved
+
+
+def test_weights_of_another_strategy_load_and_its_optimizer_does_not(tmp_path: Path) -> None:
+    def body() -> Any:
+        module = Module()
+        one = trainer(tmp_path, strategy_of(None))
+        one.fit(module, loader(), loader())
+        one.save_checkpoint(tmp_path / "ddp.ckpt")
+        value = one.validate(module, loader(), verbose=False)[0]["val"]
+        for stage in (2, 3):
+            ours = trainer(tmp_path, ZeroStrategy(stage), max_epochs=2)
+            assert ours.validate(Module(), loader(), ckpt_path=tmp_path / "ddp.ckpt", verbose=False)[0]["val"] == value
+            with pytest.raises(UsageError, match="another strategy saved whole"):
+                ours.fit(Module(), loader(), ckpt_path=tmp_path / "ddp.ckpt")
+        return value
+
+    ranks(body)
+
+
+# ---------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_precision(precision: str, stage: int, tmp_path: Path) -> None:
+    def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
+        # On a CPU Lightning turns "16-mixed" into bf16, but takes the plugin. A scale that overflows at first.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+        how: Any = (
+            {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+            if precision == "16-mixed"
+            else {"precision": precision}
+        )
+        losses, parameters = fitted(tmp_path, stage, gradient_clip_val=0.5, max_epochs=3, **how)
+        if precision == "16-mixed":
+            assert 2.0**10 < scaler.get_scale() < 2.0**40
+            parameters.append(torch.tensor(scaler.get_scale()))
+        return losses, parameters
+
+    ours, ddp = ranks(body, stage), ranks(body, None)
+    if precision != "bf16-true":
+        assert_same(ours, ddp, 1e-3)
+    else:  # DDP updates bf16 parameters; here their masters are in fp32
+        assert ours[0][1][0].dtype == torch.bfloat16
+        torch.testing.assert_close(torch.tensor(ours[0][0]), torch.tensor(ddp[0][0]), rtol=0, atol=0.1)
+        assert ours[0][0][-1] < ours[0][0][0]
+
+
+# ---------------------------------------------------------------------- ways to write modules and loops
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__("own")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        last = index % 2 == 1
+        with optimizer.toggle_model(sync_grad=last):
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss / 2)
+        if last:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_manual_optimization(stage: int, tmp_path: Path) -> None:
+    def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
+        module = Manual()
+        trainer(tmp_path, strategy_of(stage), max_epochs=2).fit(module, loader())
+        return module.losses, [p.detach().clone() for p in module.parameters()]
+
+    assert_same(ranks(body, stage), ranks(body, None))
+
+
+class Born(Module):
+    """Built in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = GPT(SMALL)
+            self.kinds = {type(p).__name__ for p in self.model.blocks.parameters()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_models_are_born_sharded(stage: int, tmp_path: Path) -> None:
+    def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
+        module = Born()
+        one = trainer(tmp_path, strategy_of(stage))
+        one.fit(module, loader())
+        assert module.kinds == {"BornSharded" if stage == 3 else "Parameter"}
+        return module.losses, [p.detach().clone() for p in module.parameters()]
+
+    assert_same(ranks(body, stage), ranks(body, None))
+
+
+class Looks(Callback):
+    """What callbacks look at before a step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.problem = ""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if isinstance(trainer.strategy, ZeroStrategy):
+            self.norms.append(optimizer.grad_norm())
+            try:
+                _ = [p.grad.norm() for p in module.parameters()]
+            except UsageError as error:
+                self.problem = str(error)
+        else:
+            self.norms.append(float(torch.cat([p.grad.flatten() for p in module.parameters()]).norm()))
+        module.log("lr", optimizer.param_groups[0]["lr"])
+
+
+def test_callbacks_see_the_norm_and_no_gradients(tmp_path: Path) -> None:
+    def body(stage: int | None) -> Any:
+        looks = Looks()
+        trainer(tmp_path, strategy_of(stage), callbacks=[looks], gradient_clip_val=0.1).fit(Module(), loader())
+        return looks.norms, looks.problem
+
+    ours, ddp = ranks(body, 3)[0], ranks(body, None)[0]
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(ddp[0]), rtol=1e-5, atol=0)
+    assert "grad" in ours[1]
+
+
+def test_a_config_takes_the_place_of_the_stage(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "activation_checkpointing": {"checkpoint_units": "auto"},
+    }  # fmt: skip
+
+    class Configured(Module):
+        def configure_optimizers(self) -> None:
+            return None
+
+    class Constant(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def body(ours: bool) -> tuple[list[float], list[Tensor]]:
+        module = Configured() if ours else Constant()
+        strategy = ZeroStrategy(config=config) if ours else strategy_of(None)
+        trainer(tmp_path, strategy, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(module, loader())
+        return module.losses, [p.detach().clone() for p in module.parameters()]
+
+    assert_same(ranks(body, True), ranks(body, False))
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+class Several(Module):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [torch.optim.SGD([p], lr=0.1) for p in (self.model.head.weight, self.model.norm.weight)]
+
+
+class Clips(Module):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "several optimizers": (lambda p: trainer(p, ZeroStrategy()).fit(Several(), loader()), UsageError, "one optimizer for one model, not 2"),
+    "by value": (
+        lambda p: trainer(p, ZeroStrategy(), gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(Module(), loader()),
+        UsageError, "clip by norm"),
+    "clips by hand": (lambda p: trainer(p, ZeroStrategy(2)).fit(Clips(), loader()), UsageError, "clip_grad_norm_"),
+    "stage 4": (lambda p: ZeroStrategy(4), PolicyError, "0, 1, 2 or 3"),
+    "config as stage": (lambda p: ZeroStrategy("zero.json"), UsageError, "config=..."),  # type: ignore[arg-type]
+    "both": (lambda p: ZeroStrategy(2, {}), UsageError, "leave the others out"),
+    "DDP's": (lambda p: ZeroStrategy(find_unused_parameters=True), UsageError, "no argument 'find_unused_parameters'"),
+    "clipping": (
+        lambda p: trainer(p, ZeroStrategy(config={"gradient_clipping": 1.0})).fit(Module(), loader()), ConfigError, "gradient_clip_val is 0.0"),
+    "accumulation": (
+        lambda p: trainer(p, ZeroStrategy(config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4})).fit(
+            Module(), loader()), ConfigError, "accumulate_grad_batches is 1"),
+    "fp16": (lambda p: trainer(p, ZeroStrategy(config={"fp16": {"enabled": True}})).fit(Module(), loader()), ConfigError, "16-mixed"),
+    "bf16": (lambda p: trainer(p, ZeroStrategy(config={"bf16": {"enabled": True}})).fit(Module(), loader()), ConfigError, "bf16-true"),
+    "no checkpoint": (
+        lambda p: trainer(p, ZeroStrategy()).fit(Module(), loader(), ckpt_path=p / "none.ckpt"), zeroshard.CheckpointError, "no checkpoint at"),
+    "a folder": (lambda p: trainer(p, ZeroStrategy()).fit(Module(), loader(), ckpt_path=p), zeroshard.CheckpointError, "no sharded checkpoint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_have_a_sentence(name: str, tmp_path: Path) -> None:
+    make, kind, words = MISTAKES[name]
+
+    def body() -> None:
+        with pytest.raises(kind, match=re.escape(words)):
+            make(tmp_path)
+
+    ranks(body, world_size=1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_exception_on_one_rank_ends_the_others(stage: int, tmp_path: Path) -> None:
+    class Fails(Module):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            if index == 2 and self.global_rank == 1:
+                raise ValueError("a bad batch")
+            return super().training_step(batch, index)
+
+    with pytest.raises(RankError) as caught:
+        ranks(lambda: trainer(tmp_path, ZeroStrategy(stage)).fit(Fails(), loader()))
+    assert "a bad batch" in str(caught.value)
+    assert "hung" not in str(caught.value)
+
+
+def test_after_an_exception_on_all_the_module_trains_again(tmp_path: Path) -> None:
+    class Fails(Module):
+        fails = True
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = super().training_step(batch, index)
+            if index == 2 and self.fails:
+                raise ValueError("a bad batch")
+            return loss
+
+    def body() -> tuple[list[float], list[Tensor]]:
+        module = Fails()
+        start = {name: value.clone() for name, value in module.state_dict().items()}
+        with pytest.raises(ValueError, match="a bad batch"):
+            trainer(tmp_path, ZeroStrategy(2)).fit(module, loader())
+        module.load_state_dict(start)
+        module.fails, module.losses = False, []
+        trainer(tmp_path, ZeroStrategy(2)).fit(module, loader())
+        return module.losses, [p.detach().clone() for p in module.parameters()]
+
+    assert_same(ranks(body), ranks(lambda: fitted(tmp_path, None)))

@@ -185,17 +185,24 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """The module is the user's again, whole; after an exception, as whole as it is without the other ranks."""
         sharded, self.sharded = self.sharded, None
+        module = self._lightning_module
         if sharded is not None:
-            self._gave_states_up = bool(self.optimizers)
-            self._give_back(sharded)
-        super().teardown()
+            self._gave_states_up |= bool(self.optimizers)
+            if not self._give_back(sharded):
+                self._lightning_module = self.model = None  # what has no values cannot be moved to the CPU
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
-    def _give_back(self, sharded: Sharded) -> None:
+    def _give_back(self, sharded: Sharded) -> bool:
+        """Returns whether the parameters are whole."""
         self._sharding.unwrap()
-        needs_others = sharded.policy.parameters.sharded and self.world_size > 1
+        whole = True
         if not self._broke_off:
             sharded.remove()
-        elif needs_others:
+        elif sharded.policy.parameters.sharded and self.world_size > 1:
+            whole = False
             sharded.abandon()
         else:
             with suppress(ZeroshardError):  # the exception that led here is told
@@ -204,6 +211,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             group["params"].clear()  # schedulers keep the optimizer; its memory goes
         sharded.optimizer.state.clear()
         self.optimizers = []
+        return whole
 
     # ------------------------------------------------------------------ steps
 

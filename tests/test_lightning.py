@@ -451,3 +451,168 @@ def test_after_an_exception_on_all_the_module_trains_again(tmp_path: Path) -> No
         return module.losses, [p.detach().clone() for p in module.parameters()]
 
     assert_same(ranks(body), ranks(lambda: fitted(tmp_path, None)))
+
+
+# ---------------------------------------------------------------------- Fabric
+
+
+def fabric(strategy: Any, **more: Any) -> Any:
+    made = lightning.Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **more)
+    made.launch()
+    return made
+
+
+def of_fabric(stage: int | None) -> Any:
+    from lightning.fabric.strategies import DDPStrategy as FabricDDP
+
+    return FabricDDP(process_group_backend="gloo") if stage is None else FabricZeroStrategy(stage)
+
+
+def loop(
+    made: Any, folder: Path, steps: int, save: bool = False, resume: bool = False
+) -> tuple[list[float], list[Tensor]]:
+    """Steps of two microbatches of all ranks together."""
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer = made.setup(model, optimizer)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    if resume:
+        assert made.load(folder / "state.ckpt", state) == {"note": "kept"}
+    losses = []
+    data = [Tokens()[index] for index in range(24)]
+    for step in range(state["step"], steps):
+        for half in range(2):
+            rows = torch.stack(data[(4 * (2 * step + half)) % 24 :][:4])[made.global_rank :: made.world_size]
+            with made.no_backward_sync(model, enabled=half == 0):
+                loss = model(rows[:, :-1], rows[:, 1:])
+                made.backward(loss / 2)
+            losses.append(loss.item())
+        made.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        state["step"] += 1
+    if save:
+        made.save(folder / "state.ckpt", {**state, "note": "kept"})
+    return losses, [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fabric_as_ddp(stage: int, tmp_path: Path) -> None:
+    assert_same(*(ranks(lambda s: loop(fabric(of_fabric(s)), tmp_path, 4), s) for s in (stage, None)))
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 1), (1, 2)])
+def test_fabric_resumes_at_any_world_size_and_stage(stage: int, world_size: int, tmp_path: Path) -> None:
+    first = 3 if stage == 2 else 2
+    through = ranks(lambda: loop(fabric(of_fabric(first)), tmp_path, 6))
+    ranks(lambda: loop(fabric(of_fabric(first)), tmp_path, 3, save=True))
+    resumed = ranks(lambda: loop(fabric(of_fabric(stage)), tmp_path, 6, resume=True), world_size=world_size)
+    torch.testing.assert_close(world_losses(resumed), world_losses(through)[6:], rtol=0, atol=1e-6)
+    for one, other in zip(resumed[0][1], through[0][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    write_single_file(tmp_path / "state.ckpt", tmp_path / "single.ckpt")
+    alone = GPT(SMALL)
+    alone.load_state_dict(torch.load(tmp_path / "single.ckpt")["state_dict"])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_fabric_precision(precision: str, tmp_path: Path) -> None:
+    from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
+
+    def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+        how: Any = (
+            {"plugins": FabricMixed("16-mixed", "cpu", scaler)} if precision == "16-mixed" else {"precision": precision}
+        )
+        losses, parameters = loop(fabric(of_fabric(stage), **how), tmp_path, 12)
+        return losses, [*parameters, torch.tensor(scaler.get_scale())]
+
+    ours, ddp = ranks(body, 3), ranks(body, None)
+    assert_same(ours, ddp, 1e-3)
+    assert (ours[0][1][-1] < 2.0**40) == (precision == "16-mixed")
+
+
+def test_fabric_builds_sharded_evaluates_and_refuses(tmp_path: Path) -> None:
+    def body() -> None:
+        made = fabric("zeroshard_stage_3")
+        with made.init_module():
+            born = GPT(SMALL)
+        assert {type(p).__name__ for p in born.blocks.parameters()} == {"BornSharded"}
+        model = made.setup(born)
+        rows = torch.stack([Tokens()[0]])
+        with torch.no_grad():
+            assert torch.isfinite(model(rows)).all()
+        with pytest.raises(UsageError, match="together with its optimizer"):
+            made.setup_optimizers(torch.optim.SGD(born.parameters(), lr=0.1))
+        made.strategy.sharded(model).remove()
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in born.parameters()]
+        with pytest.raises(UsageError, match="one optimizer for one model"):
+            made.setup(born, *optimizers)
+        model, optimizer = made.setup(born, torch.optim.SGD(born.parameters(), lr=0.1))
+        model(rows).mean().backward()
+        with pytest.raises(UsageError, match="clip by norm"):
+            made.clip_gradients(model, optimizer, clip_val=1.0)
+        with pytest.raises(UsageError, match="L2 norm"):
+            made.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="without its model"):
+            made.save(tmp_path / "x.ckpt", {"optimizer": optimizer})
+        with pytest.raises(zeroshard.CheckpointError, match="no checkpoint at"):
+            made.load(tmp_path / "x.ckpt", {"model": model})
+
+    ranks(body, world_size=2)
+
+
+# ---------------------------------------------------------------------- packages and processes
+
+
+def script(folder: Path, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": str(Path(zeroshard.__file__).parent.parent), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env, cwd=folder, timeout=120)
+
+
+def test_zeroshard_imports_no_lightning_and_says_when_it_is_missing(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        """
+        import sys, zeroshard
+        zeroshard.shard, zeroshard.initialize
+        assert not any(name.startswith(("lightning", "pytorch_lightning")) for name in sys.modules)
+        sys.modules.update(dict.fromkeys(["lightning", "pytorch_lightning"]))
+        import zeroshard.integrations.lightning
+        """,
+    )
+    assert "pip install lightning" in done.stderr.splitlines()[-1]
+
+
+def test_the_other_package_is_taken_where_the_script_imports_it(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    done = script(
+        tmp_path,
+        """
+        import pytorch_lightning
+        from zeroshard.integrations.lightning import ZeroStrategy
+        one = pytorch_lightning.Trainer(accelerator="cpu", strategy="zeroshard_stage_3", logger=False, enable_checkpointing=False)
+        assert type(one.strategy) is ZeroStrategy
+        assert issubclass(ZeroStrategy, pytorch_lightning.strategies.DDPStrategy)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_lightning_starts_the_processes(tmp_path: Path) -> None:
+    example = Path(__file__).parent.parent / "examples" / "lightning_gpt.py"
+    done = script(
+        tmp_path,
+        f"import runpy, sys; sys.argv = ['x', '--steps', '4']; runpy.run_path({str(example)!r}, run_name='__main__')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lost nothing" in done.stdout

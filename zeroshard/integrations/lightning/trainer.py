@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -205,8 +205,10 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             whole = False
             sharded.abandon()
         else:
-            with suppress(ZeroshardError):  # the exception that led here is told
+            try:
                 sharded.remove()
+            except ZeroshardError:  # the exception that led here is told
+                sharded.abandon()
         for group in sharded.optimizer.param_groups:
             group["params"].clear()  # schedulers keep the optimizer; its memory goes
         sharded.optimizer.state.clear()

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 import zeroshard
 from zeroshard.errors import ConfigError, PolicyError, UsageError
 from zeroshard.integrations.lightning import FabricZeroStrategy, ZeroStrategy, write_single_file
+from zeroshard.optim.lr_schedules import WarmupDecayLR
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.ranks import RankError, free_port
@@ -91,10 +92,10 @@ def environment(rank: int, world_size: int, port: int) -> None:
 
 
 def trainer(folder: Path, strategy: Any, **more: Any) -> Any:
-    settings: dict[str, Any] = dict(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, default_root_dir=str(folder),
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "max_epochs": 1, "logger": False,
+        "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False, "default_root_dir": str(folder),
+    }  # fmt: skip
     return lightning.Trainer(strategy=strategy, **settings | more)
 
 
@@ -348,21 +349,24 @@ def test_a_config_takes_the_place_of_the_stage(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
         "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": 1e-2}},
         "activation_checkpointing": {"checkpoint_units": "auto"},
     }  # fmt: skip
 
-    class Configured(Module):
-        def configure_optimizers(self) -> None:
-            return None
-
-    class Constant(Module):
+    class Warms(Module):
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [{"scheduler": WarmupDecayLR(optimizer, 6, warmup_num_steps=2), "interval": "step"}]
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:  # one that Lightning does not know
+            scheduler.step()
 
     def body(ours: bool) -> tuple[list[float], list[Tensor]]:
-        module = Configured() if ours else Constant()
+        module = Without() if ours else Warms()
         strategy = ZeroStrategy(config=config) if ours else strategy_of(None)
-        trainer(tmp_path, strategy, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(module, loader())
+        trainer(tmp_path, strategy, accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=2).fit(
+            module, loader()
+        )
         return module.losses, [p.detach().clone() for p in module.parameters()]
 
     assert_same(ranks(body, True), ranks(body, False))
@@ -377,31 +381,39 @@ class Several(Module):
         return [torch.optim.SGD([p], lr=0.1) for p in (self.model.head.weight, self.model.norm.weight)]
 
 
+class Without(Module):
+    def configure_optimizers(self) -> None:
+        return None
+
+
 class Clips(Module):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
+def fit(folder: Path, strategy: Any, module: Any = None, ckpt_path: Any = None, **more: Any) -> None:
+    trainer(folder, strategy, **more).fit(module or Module(), loader(), ckpt_path=ckpt_path)
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "several optimizers": (lambda p: trainer(p, ZeroStrategy()).fit(Several(), loader()), UsageError, "one optimizer for one model, not 2"),
+    "several optimizers": (lambda p: fit(p, ZeroStrategy(), Several()), UsageError, "one optimizer for one model, not 2"),
     "by value": (
-        lambda p: trainer(p, ZeroStrategy(), gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(Module(), loader()),
-        UsageError, "clip by norm"),
-    "clips by hand": (lambda p: trainer(p, ZeroStrategy(2)).fit(Clips(), loader()), UsageError, "clip_grad_norm_"),
+        lambda p: fit(p, ZeroStrategy(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), UsageError, "clip by norm"),
+    "clips by hand": (lambda p: fit(p, ZeroStrategy(2), Clips()), UsageError, "clip_grad_norm_"),
     "stage 4": (lambda p: ZeroStrategy(4), PolicyError, "0, 1, 2 or 3"),
     "config as stage": (lambda p: ZeroStrategy("zero.json"), UsageError, "config=..."),  # type: ignore[arg-type]
     "both": (lambda p: ZeroStrategy(2, {}), UsageError, "leave the others out"),
     "DDP's": (lambda p: ZeroStrategy(find_unused_parameters=True), UsageError, "no argument 'find_unused_parameters'"),
-    "clipping": (
-        lambda p: trainer(p, ZeroStrategy(config={"gradient_clipping": 1.0})).fit(Module(), loader()), ConfigError, "gradient_clip_val is 0.0"),
+    "clipping": (lambda p: fit(p, ZeroStrategy(config={"gradient_clipping": 1.0})), ConfigError, "gradient_clip_val is 0.0"),
     "accumulation": (
-        lambda p: trainer(p, ZeroStrategy(config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4})).fit(
-            Module(), loader()), ConfigError, "accumulate_grad_batches is 1"),
-    "fp16": (lambda p: trainer(p, ZeroStrategy(config={"fp16": {"enabled": True}})).fit(Module(), loader()), ConfigError, "16-mixed"),
-    "bf16": (lambda p: trainer(p, ZeroStrategy(config={"bf16": {"enabled": True}})).fit(Module(), loader()), ConfigError, "bf16-true"),
+        lambda p: fit(p, ZeroStrategy(config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4})),
+        ConfigError, "accumulate_grad_batches is 1"),
+    "fp16": (lambda p: fit(p, ZeroStrategy(config={"fp16": {"enabled": True}})), ConfigError, "16-mixed"),
+    "bf16": (lambda p: fit(p, ZeroStrategy(config={"bf16": {"enabled": True}})), ConfigError, "bf16-true"),
     "no checkpoint": (
-        lambda p: trainer(p, ZeroStrategy()).fit(Module(), loader(), ckpt_path=p / "none.ckpt"), zeroshard.CheckpointError, "no checkpoint at"),
-    "a folder": (lambda p: trainer(p, ZeroStrategy()).fit(Module(), loader(), ckpt_path=p), zeroshard.CheckpointError, "no sharded checkpoint"),
+        lambda p: fit(p, ZeroStrategy(), ckpt_path=p / "none.ckpt"), zeroshard.CheckpointError, "no checkpoint at"),
+    "a folder": (lambda p: fit(p, ZeroStrategy(), ckpt_path=p), zeroshard.CheckpointError, "no sharded checkpoint"),
+    "no optimizer": (lambda p: fit(p, ZeroStrategy(), Without()), UsageError, "name one in the config"),
 }  # fmt: skip
 
 
@@ -575,7 +587,9 @@ def script(folder: Path, text: str, **environment: str) -> subprocess.CompletedP
     path.write_text(textwrap.dedent(text))
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(Path(zeroshard.__file__).parent.parent), "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env, cwd=folder, timeout=120)
+    return subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, env=env, cwd=folder, timeout=120, check=False
+    )
 
 
 def test_zeroshard_imports_no_lightning_and_says_when_it_is_missing(tmp_path: Path) -> None:

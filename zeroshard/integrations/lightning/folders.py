@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -61,8 +63,19 @@ def _rest(values: dict[str, Any], path: str | os.PathLike[str], weights_only: bo
     if _KEY not in values:
         raise CheckpointError(f"{path} was not saved by Lightning: load it with zeroshard's own `load`.")
     buffer = io.BytesIO(values[_KEY].numpy().tobytes())
-    rest: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=weights_only)
+    try:
+        rest: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not make: {_global_of(error)}. "
+            "Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+        ) from None
     return rest
+
+
+def _global_of(error: Exception) -> str:
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else str(error).splitlines()[0]
 
 
 def refuse_what_is_none(path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Owns where Lightning's classes come from: `lightning`, or `pytorch_lightning` and `lightning_fabric`. Called by the strategies."""
+"""Owns where Lightning's classes come from: `lightning`, or `pytorch_lightning` and `lightning_fabric`. Called by strategies."""
 
 from __future__ import annotations
 

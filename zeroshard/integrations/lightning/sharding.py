@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from zeroshard.config.fields import Kind, is_off
 from zeroshard.config.load import Config, load_config
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.optim.from_config import create_optimizer
+from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.policy import Policy, Units
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 from zeroshard.shard import DEFAULT_BUCKET_NUMEL, shard
@@ -23,8 +25,8 @@ from zeroshard.sharded import Sharded
 
 _HONOURED = {
     "zero_optimization", "aio", "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "bf16",
-    "activation_checkpointing", "optimizer", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "gradient_clipping", "ignored_keys",
+    "activation_checkpointing", "optimizer", "scheduler", "min_lr", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps", "gradient_clipping", "ignored_keys",
 }  # fmt: skip
 """Blocks and keys of a config that take effect here. (What the Trainer decides too must agree with it.)"""
 
@@ -36,11 +38,13 @@ class Facts:
     Attributes:
         precision: as it is called there: "32-true", "bf16-mixed".
         accumulation, clipping: microbatches a step, the largest norm of the gradients (0: none). None: the user's loop decides.
+        steps: of the optimizer in the whole run, for schedulers of the config; infinite where nobody knows.
     """
 
     precision: str
     accumulation: int | None = None
     clipping: float | None = None
+    steps: float = math.inf
 
 
 class Sharding:
@@ -71,6 +75,7 @@ class Sharding:
         self._policy = policy or Policy.stage(2 if stage is None else stage)
         self._config, self._units, self._auto = config, units, dict(auto or {})
         self._checkpointer: Checkpointer | None = None
+        self.has_config = config is not None
 
     def policy(self, facts: Facts) -> Policy:
         """Where model states rest."""
@@ -106,11 +111,18 @@ class Sharding:
         if self._config is None:
             return None
         block = self._resolve(model, None, facts).schema.optimizer
-        return (
-            None
-            if block is None
-            else create_optimizer(block, [p for p in model.parameters() if p.requires_grad], model)
-        )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return None if block is None else create_optimizer(block, trained, model)
+
+    def scheduler_of_config(self, sharded: Sharded, facts: Facts) -> Any:
+        """What the config's `scheduler` block names, where it has one; it steps with the optimizer."""
+        if self._config is None:
+            return None
+        schema = self._resolve(None, sharded.optimizer, facts).schema
+        if schema.scheduler is None:
+            return None
+        scheduler = create_scheduler(schema.scheduler, sharded.optimizer)
+        return Floor(scheduler, sharded.optimizer, schema.min_lr) if schema.min_lr else scheduler
 
     def _resolve(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, facts: Facts) -> Config:
         assert self._config is not None
@@ -122,6 +134,8 @@ class Sharding:
             "bf16": facts.precision == "bf16-true",
             "fp16": False,
         }
+        if math.isfinite(facts.steps):
+            known["total_num_steps"] = int(facts.steps)
         if optimizer is not None:
             known |= {
                 key: optimizer.defaults[key]

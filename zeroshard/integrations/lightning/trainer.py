@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ _Precision: Any = trainer_class("plugins.precision", "Precision")
 _Half: Any = trainer_class("plugins.precision", "HalfPrecision")
 _Double: Any = trainer_class("plugins.precision", "DoublePrecision")
 _Mixed: Any = trainer_class("plugins.precision", "MixedPrecision")
+_LRSchedulerConfig: Any = trainer_class("utilities.types", "LRSchedulerConfig")
 
 
 class _Clips:
@@ -111,6 +113,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     strategy_name = "zeroshard"
     model: Any
+    lr_scheduler_configs: Any
+    _lightning_module: Any
     optimizers: Any
 
     def __init__(
@@ -141,11 +145,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def _facts(self) -> Facts:
         trainer = self.lightning_module.trainer
-        return Facts(
-            str(self.precision_plugin.precision),
-            int(trainer.accumulate_grad_batches),
-            float(trainer.gradient_clip_val or 0.0),
-        )
+        accumulation, clipping = int(trainer.accumulate_grad_batches), float(trainer.gradient_clip_val or 0.0)
+        return Facts(str(self.precision_plugin.precision), accumulation, clipping)
 
     # ------------------------------------------------------------------ set up, and given back
 
@@ -170,6 +171,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         """The module's one optimizer, or the config's, over shards."""
         super().setup_optimizers(trainer)
         optimizer, facts = the_one(self.optimizers, "ZeroStrategy"), self._facts()
+        if self._sharding.has_config:
+            facts = replace(facts, steps=trainer.estimated_stepping_batches)
         if type(optimizer).__name__ == "_MockOptimizer":  # what Lightning makes of None
             chosen = self._sharding.optimizer_of_config(self.model, facts)
             if chosen is None:
@@ -177,6 +180,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             optimizer = chosen
         self.sharded = self._sharding.shard(self.model, optimizer, facts)
         self.optimizers = [self.sharded.optimizer]
+        scheduler = self._sharding.scheduler_of_config(self.sharded, facts) if not self.lr_scheduler_configs else None
+        if scheduler is not None:
+            self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:
         """Other ranks may be elsewhere: nothing that waits for them may follow."""

@@ -356,7 +356,9 @@ def test_a_config_takes_the_place_of_the_stage(tmp_path: Path) -> None:
     class Warms(Module):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return [optimizer], [{"scheduler": WarmupDecayLR(optimizer, 6, warmup_num_steps=2), "interval": "step"}]
+            return [optimizer], [
+                {"scheduler": WarmupDecayLR(optimizer, 6, warmup_max_lr=1e-2, warmup_num_steps=2), "interval": "step"}
+            ]
 
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:  # one that Lightning does not know
             scheduler.step()

@@ -67,8 +67,8 @@ def _rest(values: dict[str, Any], path: str | os.PathLike[str], weights_only: bo
         rest: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not make: {_global_of(error)}. "
-            "Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+            f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not make: "
+            f"{_global_of(error)}. Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         ) from None
     return rest
 

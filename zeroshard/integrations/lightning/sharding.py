@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import warnings
@@ -144,6 +145,13 @@ class Sharding:
             }
             known |= {"optimizer.type": type(optimizer).__name__}
         config = load_config(self._config, world_size, model, known | self._auto)
+        told = config.schema.gradient_accumulation_steps, config.schema.train_batch_size
+        if told == (None, None):  # the Trainer's; of a loop, that there may be several
+            config = dataclasses.replace(
+                config, batch=dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)
+            )
+        else:
+            _refuse_accumulation(config, facts)
         _refuse_disagreement(config, facts)
         if model is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             unused = [*_unused(config), *(["optimizer"] if optimizer is not None and config.schema.optimizer else [])]
@@ -166,18 +174,24 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
         raise ConfigError(
             f'bf16.enabled is true, and Lightning\'s precision is "{facts.precision}": give it "bf16-true", or leave bf16 out.'
         )
-    accumulation, clipping = facts.accumulation or 1, facts.clipping or 0.0
-    of_trainer = facts.accumulation is not None
-    if config.names_batch_size and config.batch.accumulation != accumulation:
+    clipping = facts.clipping or 0.0
+    if "gradient_clipping" in schema.model_fields_set and schema.gradient_clipping != clipping:
         where = (
-            f"accumulate_grad_batches is {accumulation}" if of_trainer else "the loop is yours, with no_backward_sync"
+            "the loop is yours: call fabric.clip_gradients"
+            if facts.clipping is None
+            else f"gradient_clip_val is {clipping}"
         )
+        raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, and {where}: let them agree.")
+
+
+def _refuse_accumulation(config: Config, facts: Facts) -> None:
+    if config.batch.accumulation != (facts.accumulation or 1):
+        where = "the loop is yours, with no_backward_sync"
+        if facts.accumulation is not None:
+            where = f"accumulate_grad_batches is {facts.accumulation}"
         raise ConfigError(
             f"gradient_accumulation_steps comes to {config.batch.accumulation}, and {where}: let them agree."
         )
-    if schema.gradient_clipping and schema.gradient_clipping != clipping:
-        where = f"gradient_clip_val is {clipping}" if of_trainer else "the loop is yours: call fabric.clip_gradients"
-        raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, and {where}: let them agree.")
 
 
 def _unused(config: Config) -> Iterator[str]:

@@ -597,6 +597,7 @@ def test_fabric_builds_sharded_evaluates_and_refuses(tmp_path: Path) -> None:
             made.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
         optimizer.step()
         optimizer.zero_grad()
+        made.save(tmp_path / "y.ckpt", {"model": model, "optimizer": optimizer})
         with pytest.raises(UsageError, match="without its model"):
             made.save(tmp_path / "x.ckpt", {"optimizer": optimizer})
         with pytest.raises(zeroshard.CheckpointError, match="no checkpoint at"):

@@ -129,8 +129,12 @@ class FabricZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ set up
 
     def _shard(self, module: nn.Module, optimizer: Any) -> Sharded:
-        self._models.append(self._sharding.shard(module, optimizer, Facts(str(self.precision.precision))))
-        return self._models[-1]
+        one = self._sharding.shard(module, optimizer, Facts(str(self.precision.precision)))
+        self._models = [
+            *(other for other in self._models if other.model is not module),
+            one,
+        ]  # it may have been removed before
+        return one
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """For evaluation: a model that is trained is set up with its optimizer."""

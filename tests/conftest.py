@@ -16,6 +16,7 @@ HEAVY = (
     "test_export",
     "test_families",
     "test_from_pretrained",
+    "test_lightning",
     "test_pretrained",
     "test_sharded_init",
     "test_trainers",

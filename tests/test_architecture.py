@@ -37,6 +37,7 @@ ORDER = [
     {"data", "shard"},
     {"engine"},
     {"initialize"},
+    {"integrations"},
     {"testing"},
     {"cli"},
     {"__main__"},

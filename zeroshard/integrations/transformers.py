@@ -24,6 +24,7 @@ from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.shard import shard
 from zeroshard.sharded import Sharded
+from zeroshard.step.elementwise import looks_at_whole_parameters
 from zeroshard.unsharded import unsharded
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
@@ -114,8 +115,9 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.args.torch_compile:
             model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         self.sharded = shard(
-            model, self.optimizer, settings.policy, precision=settings.precision, **settings.shard_arguments
-        )
+            model, self.optimizer, settings.policy, precision=settings.precision,
+            elementwise=looks_at_whole_parameters(type(self.optimizer)) is False, **settings.shard_arguments,
+        )  # fmt: skip
         scaler = settings.create_loss_scaler()
         self.accelerator.scaler = LossScale(scaler) if settings.scales_loss else None
         self.optimizer = OuterOptimizer(self.sharded, scaler)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from zeroshard.errors import UsageError
 from zeroshard.parameters.metadata import METADATA, VALUES
@@ -58,7 +59,8 @@ def classes_of(owner: Owner) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
             own = grad_of(self)
-            fqn = owner.taken_gradient(self) if own is None else None
+            looks = own is None and TracingContext.try_get() is None  # torch.compile describes parameters, and reads none
+            fqn = owner.taken_gradient(self) if looks else None
             return own if fqn is None else _taken_gradient(self, fqn)
 
         @grad.setter

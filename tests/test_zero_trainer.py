@@ -31,11 +31,11 @@ transformers.logging.set_verbosity_error()
 Losses = dict[str, dict[str, float]]
 
 
-def llama(tied: bool = True) -> Any:
+def llama() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=32, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=32, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -234,3 +234,263 @@ def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
             fit(rank, world, port, tmp_path, 2, {**SAVES, "resume": str(tmp_path / "checkpoint-2")})
 
     run(body, 1)
+
+
+# ---------------------------------------------------------------------- precision and configs
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_sixteen_bits(tmp_path: Path, kind: str) -> None:
+    """Parameters in 16 bits, fp32 masters; the stages agree, and a resumed training goes on with the same numbers."""
+    kwargs: dict[str, Any] = {kind: True, "learning_rate": 1e-3, **SAVES, **EVALUATES}
+    plain = run(train, 2, tmp_path, "stock", {"learning_rate": 1e-3, **EVALUATES})[0]
+
+    def look(trainer: Any) -> Any:
+        with zeroshard.unsharded(trainer.model):
+            dtypes = {str(p.dtype) for p in trainer.model.parameters()}
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        return sorted(dtypes), scaler.state_dict()["scale"] if scaler is not None else None, str(trainer.model.dtype)
+
+    dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[kind]
+    seen = []
+    for zero in (1, 3):
+        out = tmp_path / f"{zero}"
+        losses, (dtypes, scale, _) = run(fit, 2, out, zero, kwargs, look)[0]
+        assert dtypes == [dtype]
+        assert (scale is not None) == (kind == "fp16")
+        assert_close(losses, plain, tolerance=5e-2)
+        seen.append(losses)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-4")
+        assert str(loaded.dtype) == dtype
+        again, (_, scale_again, _) = run(fit, 2, out, zero, {**kwargs, "resume": str(out / "checkpoint-2")}, look)[0]
+        assert scale_again == scale
+        assert_close(again, losses)
+    assert_close(*seen, tolerance=1e-3)
+
+
+def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
+    """The rate stays, and the scale halves, until gradients are finite."""
+    config = {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": "auto", "initial_scale_power": 32, "hysteresis": 1},
+    }
+
+    def look(trainer: Any) -> Any:
+        before = weights(trainer)
+        return before, trainer.accelerator.scaler.state_dict()["scale"]
+
+    losses, (after, scale) = run(fit, 2, tmp_path, config, {"fp16": True, "lr_scheduler_type": "constant_with_warmup",
+                                                             "warmup_steps": 10}, look)[0]  # fmt: skip
+    norms = [one["grad_norm"] for one in losses.values() if "grad_norm" in one]
+    skipped = sum(not math.isfinite(norm) for norm in norms)
+    assert skipped >= 2
+    assert scale == 2.0 ** (32 - skipped)
+
+
+FULL: dict[str, Any] = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+}  # fmt: skip
+
+
+def test_a_deepspeed_config_with_autos(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(FULL))
+
+    def look(trainer: Any) -> Any:
+        return type(trainer.lr_scheduler).__name__, trainer.sharded.policy.parameters.sharded
+
+    kwargs = {"warmup_steps": 2, "weight_decay": 0.1, **SAVES}
+    losses, (scheduler, sharded) = run(fit, 2, tmp_path, str(path), kwargs, look)[0]
+    assert (scheduler, sharded) == ("WarmupDecayLR", True)
+    rates = [one["learning_rate"] for one in losses.values() if "learning_rate" in one]
+    assert rates == [0.0, 0.0, 1e-2, 1e-2], "DeepSpeed's: two steps at the smallest"
+    dictionary = {**FULL, "zero_optimization": {"stage": 1}}
+    assert_close(run(fit, 2, tmp_path / "other", dictionary, kwargs)[0][0], losses)
+    resumed = run(fit, 2, tmp_path, str(path), {**kwargs, "resume": str(tmp_path / "checkpoint-2")}, look)[0][0]
+    assert_close(resumed, losses)
+
+
+def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
+    def body(rank: int, world: int, port: int) -> None:
+        def make(zero: Any = 2, optimizers: Any = (None, None), **kwargs: Any) -> Any:
+            args = arguments(tmp_path, rank, world, port, **kwargs)
+            return ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=zero, optimizers=optimizers)
+
+        for change, words in (
+            (
+                {"gradient_accumulation_steps": 3, "train_batch_size": 6},
+                "gradient_accumulation_steps = 3, and gradient_accumulation_steps=4",
+            ),
+            ({"gradient_clipping": 2.0}, "gradient_clipping = 2.0, and max_grad_norm=0.5"),
+            ({"bf16": {"enabled": True}}, "bf16.enabled = True, and bf16=False"),
+            (
+                {"train_micro_batch_size_per_gpu": 7, "train_batch_size": 28, "gradient_accumulation_steps": 4},
+                "per_device_train_batch_size=2",
+            ),
+            (
+                {"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}},
+                "optimizer.params.lr = 3.0, and learning_rate=0.01",
+            ),
+        ):
+            with pytest.raises(ConfigError, match="contradict") as caught:
+                make({**FULL, **change})
+            assert words in str(caught.value)
+        for kwargs, words in (
+            ({"bf16_full_eval": True}, "bf16_full_eval"),
+            ({"optim": "adalomo"}, "lomo"),
+            ({"zero": True}, "zero=True"),
+            ({"zero": 4}, "0, 1, 2 or 3"),
+        ):
+            with pytest.raises(zeroshard.ZeroshardError, match=words):
+                make(**kwargs)
+        model = nn.Linear(2, 2)
+        for optimizer, words in ((ScheduleFree(model.parameters(), lr=0.1), "schedule-free"),):
+            with pytest.raises(UsageError, match=words):
+                make(optimizers=(optimizer, None)).train()
+
+    run(body, 1)
+
+
+class ScheduleFree(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+# ---------------------------------------------------------------------- loops
+
+
+def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
+    """Under sharded parameters, each rank's answers are those of the whole model."""
+
+    def t5() -> Any:
+        torch.manual_seed(3)  # with which some sequences end early
+        config = transformers.T5Config(
+            vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0,
+            initializer_factor=3.0,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config)
+
+    def body(rank: int, world: int, port: int, zero: Any) -> Any:
+        args = arguments(tmp_path, rank, world, port, learning_rate=1e-5)
+        args = transformers.Seq2SeqTrainingArguments(**{
+            **{k: v for k, v in args.to_dict().items() if k in ("output_dir", "use_cpu", "per_device_train_batch_size",
+               "report_to", "disable_tqdm", "ddp_backend", "learning_rate", "save_strategy")},
+            "num_train_epochs": 1, "predict_with_generate": True, "generation_max_length": 12, "per_device_eval_batch_size": 1,
+        })  # fmt: skip
+        both = dict(model=t5(), args=args, train_dataset=Tokens(), eval_dataset=Tokens())
+        trainer = transformers.Seq2SeqTrainer(**both) if zero == "stock" else ZeroSeq2SeqTrainer(**both, zero=zero)
+        trainer.train()
+        found = trainer.predict(Tokens(), num_beams=1)
+        lengths = {int((row != 0).sum()) for row in torch.as_tensor(found.predictions)}
+        return torch.as_tensor(found.predictions), sorted(lengths), found.metrics["test_loss"]
+
+    stock = run(body, 2, "stock")[0]
+    for zero in (2, 3):
+        mine = run(body, 2, zero)[0]
+        assert len(mine[1]) > 1, "ranks stop at different lengths"
+        assert torch.equal(mine[0], stock[0])
+        assert math.isclose(mine[2], stock[2], abs_tol=1e-6)
+
+
+def test_training_again_in_one_process(tmp_path: Path) -> None:
+    """As a hyperparameter search does, and as one who calls train() twice; and after an exception in the middle."""
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[misc]
+        armed = True
+
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            if self.armed:
+                raise RuntimeError("in the middle")
+
+    def body(rank: int, world: int, port: int) -> None:
+        for zero in (1, 3):
+            args = arguments(tmp_path, rank, world, port)
+            stops = Stops()
+            trainer = ZeroTrainer(args=args, model_init=llama, train_dataset=Tokens(), zero=zero, callbacks=[stops])
+            with pytest.raises(RuntimeError, match="in the middle"):
+                trainer.train()
+            stops.armed = False
+            logs = []
+            for _ in range(2):
+                trainer.train()
+                logs.append(history(trainer))
+                first = trainer.model
+            assert logs[0].keys() == logs[1].keys()
+            assert_close(logs[0], logs[1], 0.0)
+            with pytest.raises(UsageError, match="sharded by another"):
+                ZeroTrainer(first, args, train_dataset=Tokens(), zero=zero)
+            trainer = ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=zero, callbacks=[Stops()])
+            with pytest.raises(RuntimeError, match="in the middle"):
+                trainer.train()
+            trainer.callback_handler.callbacks[-2].armed = trainer.callback_handler.callbacks[-1].armed = False
+            trainer.remove_callback(Stops)
+            trainer.train()
+            assert_close(history(trainer), logs[0], 1e-6)
+            trainer.train()  # goes on from there
+            assert history(trainer)["0"]["loss"] < logs[0]["0"]["loss"]
+            assert sum(isinstance(module, OuterModel) for module in trainer.model_wrapped.modules()) == 1
+
+    run(body, 2)
+
+
+def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
+    class TooLarge(ZeroTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if len(inputs["input_ids"]) > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def body(rank: int, world: int, port: int) -> Any:
+        args = arguments(
+            tmp_path, rank, world, port, per_device_train_batch_size=4, auto_find_batch_size=True, max_steps=3
+        )
+        trainer = TooLarge(llama(), args, train_dataset=Tokens(), zero=3)
+        trainer.train()
+        return trainer.state.global_step, trainer.state.train_batch_size
+
+    assert run(body, 1)[0] == (3, 2)
+
+
+def test_evaluation_without_training(tmp_path: Path) -> None:
+    def body(rank: int, world: int, port: int, kind: str, evaluates: bool) -> Any:
+        args = arguments(tmp_path, rank, world, port)
+        both = dict(model=llama(), args=args, train_dataset=Tokens(), eval_dataset=Tokens())
+        trainer = transformers.Trainer(**both) if kind == "stock" else ZeroTrainer(**both, zero=3)
+        before = trainer.evaluate()["eval_loss"] if evaluates else None
+        trainer.train()
+        return before, trainer.evaluate()["eval_loss"]
+
+    before, after = run(body, 2, "ours", True)[0]
+    assert before == pytest.approx(run(body, 2, "stock", True)[0][0], abs=1e-6)
+    # After an evaluation, the stock Trainer trains without DDP: each rank its own model.
+    assert after == pytest.approx(run(body, 2, "stock", False)[0][1], abs=1e-6)
+
+
+def test_batches_without_a_gradient_are_skipped(tmp_path: Path) -> None:
+    """A gradient that is not finite leaves the model, the optimizer and the rate as they are."""
+
+    class Poisons(ZeroTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            poisoned = self.state.global_step == 1 and self.args.process_index == 1
+            return loss * float("nan") if poisoned and isinstance(loss, Tensor) else loss
+
+    def body(rank: int, world: int, port: int) -> None:
+        args = arguments(tmp_path, rank, world, port)
+        trainer = Poisons(llama(), args, train_dataset=Tokens(), zero=2)
+        trainer.train()
+        assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+        rates = [one["learning_rate"] for one in history(trainer).values() if "learning_rate" in one]
+        assert len(set(rates)) == len(rates) - 1
+
+    run(body, 2)

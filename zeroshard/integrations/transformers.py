@@ -25,7 +25,7 @@ from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.shard import shard
 from zeroshard.sharded import Sharded
 from zeroshard.step.elementwise import looks_at_whole_parameters
-from zeroshard.unsharded import unsharded
+from zeroshard.unsharded import is_taken, unsharded
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
 _SCHEDULER = "scheduler.pt"
@@ -63,6 +63,10 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot be had together, before anything is moved or made."""
         refuse_arguments(self.args)
+        if self.sharded is None and self.model is not None and any(is_taken(p) for p in self.model.parameters()):
+            raise UsageError(
+                "the model is sharded by another trainer: call its `trainer.sharded.remove()` first, on every rank."
+            )
         self._settings = read_settings(self._zero, self.args, self.model)
         super().create_accelerator_and_postprocess()
         if not hasattr(super(), "_clip_grad_norm"):  # transformers 4

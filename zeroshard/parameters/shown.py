@@ -59,7 +59,9 @@ def classes_of(owner: Owner) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
             own = grad_of(self)
-            looks = own is None and TracingContext.try_get() is None  # torch.compile describes parameters, and reads none
+            looks = (
+                own is None and TracingContext.try_get() is None
+            )  # torch.compile describes parameters, and reads none
             fqn = owner.taken_gradient(self) if looks else None
             return own if fqn is None else _taken_gradient(self, fqn)
 

@@ -167,13 +167,17 @@ def test_call_order_of_the_plain_road() -> None:
 def test_call_order_of_the_engine() -> None:
     model = Stack()
     engine, *_ = zeroshard.initialize(model=model, config=SGD)
-    assert "call engine.backward(loss) first" in refusal(engine.step)
     assert "scalar loss" in refusal(lambda: engine.backward(torch.zeros(3)))
     with torch.no_grad():
         loss = engine(*tokens(0, 0))
     assert "no_grad" in refusal(lambda: engine.backward(loss))
-    engine.backward(engine(*tokens(0, 0)))
-    assert "twice for one microbatch" in refusal(lambda: engine.backward(engine(*tokens(0, 1))))
+    with engine.no_sync():
+        assert "inside engine.no_sync()" in refusal(engine.step)
+    assert "multiple of" in refusal(lambda: engine.set_train_batch_size(0))
+    with pytest.raises(
+        AttributeError, match="neither the engine nor the model has an attribute 'tensor_parallel_size'"
+    ):
+        _ = engine.tensor_parallel_size
 
 
 @pytest.mark.parametrize(

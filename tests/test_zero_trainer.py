@@ -15,11 +15,10 @@ from test_trainers import Tokens, as_torchrun, gpt2
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Policy, ZeroRedundancyOptimizer
+from zeroshard import Policy
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.integrations.trainer_parts import OuterModel
 from zeroshard.integrations.transformers import (
-    ZeroConsolidateCallback,
     ZeroSeq2SeqTrainer,
     ZeroTrainer,
 )
@@ -46,10 +45,10 @@ def arguments(out: Path, rank: int, world: int, port: int, **kwargs: Any) -> Any
     else:  # plain python
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
-    given = dict(
-        use_cpu=True, per_device_train_batch_size=2, num_train_epochs=2, save_strategy="no", report_to=[], disable_tqdm=True,
-        gradient_accumulation_steps=4, seed=0, logging_steps=1, learning_rate=1e-2, max_grad_norm=0.5,
-    )  # fmt: skip
+    given = {
+        "use_cpu": True, "per_device_train_batch_size": 2, "num_train_epochs": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "gradient_accumulation_steps": 4, "seed": 0, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 0.5,
+    }  # fmt: skip
     given.update({"ddp_backend": "gloo"} if world > 1 else {})
     return transformers.TrainingArguments(str(out), **(given | kwargs))
 
@@ -80,7 +79,7 @@ def train(rank: int, world: int, port: int, out: Path, zero: Any, kwargs: dict[s
     model = given.pop("model", llama)()
     resume = given.pop("resume", None)
     args = arguments(out, rank, world, port, **given)
-    both = dict(model=model, args=args, train_dataset=Tokens(), eval_dataset=Tokens())
+    both = {"model": model, "args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
     trainer = transformers.Trainer(**both) if zero == "stock" else ZeroTrainer(**both, zero=zero)
     trainer.train(resume_from_checkpoint=resume)
     return history(trainer)
@@ -221,7 +220,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
             assert torch.equal(parameter, found[name]), name
         best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
         more = {**kwargs, **EVALUATES, **best, "resume": str(out / "checkpoint-2")}
-        resumed, after = run(fit, 2, out, zero, more, weights)[0]
+        resumed, _after = run(fit, 2, out, zero, more, weights)[0]
         last, again = ([one["loss"] for one in log.values() if "loss" in one] for log in (losses, resumed))
         assert torch.allclose(torch.tensor(last), torch.tensor(again), atol=1e-6)
 
@@ -279,7 +278,7 @@ def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
         before = weights(trainer)
         return before, trainer.accelerator.scaler.state_dict()["scale"]
 
-    losses, (after, scale) = run(fit, 2, tmp_path, config, {"fp16": True, "lr_scheduler_type": "constant_with_warmup",
+    losses, (_after, scale) = run(fit, 2, tmp_path, config, {"fp16": True, "lr_scheduler_type": "constant_with_warmup",
                                                              "warmup_steps": 10}, look)[0]  # fmt: skip
     norms = [one["grad_norm"] for one in losses.values() if "grad_norm" in one]
     skipped = sum(not math.isfinite(norm) for norm in norms)
@@ -387,7 +386,7 @@ def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
                "report_to", "disable_tqdm", "ddp_backend", "learning_rate", "save_strategy")},
             "num_train_epochs": 1, "predict_with_generate": True, "generation_max_length": 12, "per_device_eval_batch_size": 1,
         })  # fmt: skip
-        both = dict(model=t5(), args=args, train_dataset=Tokens(), eval_dataset=Tokens())
+        both = {"model": t5(), "args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
         trainer = transformers.Seq2SeqTrainer(**both) if zero == "stock" else ZeroSeq2SeqTrainer(**both, zero=zero)
         trainer.train()
         found = trainer.predict(Tokens(), num_beams=1)
@@ -464,7 +463,7 @@ def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
 def test_evaluation_without_training(tmp_path: Path) -> None:
     def body(rank: int, world: int, port: int, kind: str, evaluates: bool) -> Any:
         args = arguments(tmp_path, rank, world, port)
-        both = dict(model=llama(), args=args, train_dataset=Tokens(), eval_dataset=Tokens())
+        both = {"model": llama(), "args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
         trainer = transformers.Trainer(**both) if kind == "stock" else ZeroTrainer(**both, zero=3)
         before = trainer.evaluate()["eval_loss"] if evaluates else None
         trainer.train()

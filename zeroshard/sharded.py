@@ -19,8 +19,9 @@ from zeroshard.formats.hugging_face import export_live
 from zeroshard.layout.bucketing import Group
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
-from zeroshard.policy import Offload, Place, Policy
+from zeroshard.policy import DTypes, Offload, Place, Policy
 from zeroshard.schedule.hooks import Hooks
+from zeroshard.schedule.kept_in_memory import KeptInMemory
 from zeroshard.schedule.make_units import frozen_names, make_units
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
@@ -76,6 +77,25 @@ class Sharded:
         finally:
             self._schedule.reductions.is_last_microbatch = before
 
+    @property
+    def backwards_ended(self) -> int:
+        """How many backwards of steps have ended on this rank, since the model was sharded."""
+        return self._schedule.backwards_ended
+
+    def expect_last_microbatch(self, is_last: bool) -> None:
+        """Say of the backwards to come whether they are the last microbatch of their step, until this is called again."""
+        self._schedule.reductions.is_last_microbatch = is_last
+
+    def end_backward(self) -> None:
+        """As `finish_backward`, for who knows that torch said nothing: see `backwards_ended`."""
+        self._schedule.end_backward()
+
+    def end_accumulation(self) -> None:
+        """Reduce what was summed on this rank alone, where no backward was known to be the last. Every rank must call it."""
+        if not self.policy.gradients.sharded:
+            self.expect_last_microbatch(True)
+            self._schedule.end_backward()
+
     @contextmanager
     def probe(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
         """Backwards inside belong to no step: `take(fqn, gradient)` gets this rank's gradients, and nothing is reduced.
@@ -91,6 +111,20 @@ class Sharded:
         messages = self._context.collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
         parts = [torch.frombuffer(bytearray(message), dtype=own.dtype) for message in messages]
         return torch.stack(parts).sum(0).view(values.shape)
+
+    def exchange_json(self, value: Any, what: str) -> list[Any]:
+        """A small value of each rank, by rank. Every rank must call it; `what` names it where a rank does not come."""
+        return self._context.collectives.exchange_json(value, what)
+
+    def consolidated_state_dict(self, to: int = 0) -> dict[str, Tensor] | None:
+        """`model.state_dict()` in CPU memory of rank `to`, one unit at a time; None on the others. Every rank must call it."""
+        state = KeptInMemory(self.rank == to)
+        self.model.state_dict(destination=state)
+        first: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in state and first.setdefault(id(parameter), name) in state:
+                dict.__setitem__(state, name, state[first[id(parameter)]])  # tied parameters are one tensor
+        return dict(state) if self.rank == to else None
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
         """Put every wait for other ranks inside `measure("reduce" | "gather" | "exchange")`."""
@@ -149,8 +183,12 @@ class Sharded:
     def memory_formula(self, states: int = 2) -> dict[str, float]:
         """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
-        dtypes = self._context.precision.resolve(next(self.model.parameters()).dtype)
-        return formula(self.policy, dtypes, numel, self._context.collectives.world_size, states)
+        return formula(self.policy, self.dtypes, numel, self._context.collectives.world_size, states)
+
+    @property
+    def dtypes(self) -> DTypes:
+        """Of the model states, where the model's parameters have one dtype."""
+        return self._context.precision.resolve(next(self.model.parameters()).dtype)
 
     def comm_report(self) -> dict[str, int]:
         """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
@@ -254,7 +292,7 @@ class Sharded:
 
     def save(
         self, folder: str | os.PathLike[str], tag: str, values: Mapping[str, Any] | None = None, *, save_latest: bool = True,
-        exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None,
+        exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None, within_step: bool = False,
     ) -> None:  # fmt: skip
         """Save a checkpoint: model states, buffers, every rank's random state, `values`. Every rank must call it, after a step.
 
@@ -269,10 +307,13 @@ class Sharded:
             asynchronous: copy to CPU memory and write behind the training. The next save, `checkpoints.wait()` and `remove`
                 wait for it, and raise what went wrong.
             keep_last: remove all but so many of the newest.
+            within_step: also between a backward and its step: the gradients are not saved, and a load begins the step anew.
 
         Raises:
             CheckpointError: on every rank, where any could not write; names the file and the cause.
         """
+        if self._schedule.awaits_step and not within_step:
+            raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         where = Where(Path(folder), tag, save_latest, keep_last)
         with self._context.collectives.operation(f'save "{tag}"'):
             self.checkpoints.save(where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous)

@@ -102,8 +102,6 @@ class Checkpoints:
                 "disk, where there is room for them: save without asynchronous=True."
             )
         self.wait_together()
-        if self.live.schedule.awaits_step:
-            raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         snapshot = self._agree_on_snapshot(values, exclude_frozen, asynchronous)
         if not asynchronous:
             write_checkpoint(snapshot, where, self.control)

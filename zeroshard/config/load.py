@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
 from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect
 from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
-from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock
+from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError
 from zeroshard.policy import Offload, Place, Policy, Precision, Units, largest_shard_numel
 
@@ -47,6 +47,8 @@ class Config:
     batch: BatchSize
     auto: frozenset[str] = frozenset()
     """Paths of the keys that were "auto"."""
+    document: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON as it was read, with values in the place of "auto"."""
 
     @property
     def names_batch_size(self) -> bool:
@@ -200,7 +202,8 @@ def load_config(
     Raises:
         ConfigError: names the key path, what was expected and what came.
     """
-    raw, paths = resolve_auto(_with_batch_size(_read(config), auto or {}), Facts.of(model, auto), KEYS)
+    written = _in_full(_read(config))
+    raw, paths = resolve_auto(_with_batch_size(written, auto or {}), Facts.of(model, auto), KEYS)
     try:
         schema = Schema.model_validate(raw)
     except ValidationError as error:
@@ -210,7 +213,8 @@ def load_config(
         if effect.refuses(value):
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
     _refuse_conflicts(schema)
-    resolved = Config(schema, resolve_batch_size(schema, world_size), frozenset(_canonical(path) for path in paths))
+    batch = resolve_batch_size(schema, world_size)
+    resolved = Config(schema, batch, frozenset(_canonical(path) for path in paths), raw)
     _ = resolved.policy  # now is the time to refuse what has no meaning
     return resolved
 
@@ -261,6 +265,25 @@ def _with_batch_size(raw: dict[str, Any], auto: Mapping[str, Any]) -> dict[str, 
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
     if all(raw.get(key) is None for key in keys):
         return {**raw, **{key: AUTO for key in keys if key in auto}}
+    return raw
+
+
+def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
+    """Keys as the schema has them, of those that are written shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
+
+    `prefetch_bucket_size` for `stage3_prefetch_bucket_size`; `zero_optimization.reduce_bucket_size` at the top level, which counts
+    where the block does not say it.
+    """
+    paths = [path for path in raw if path.count(".") == 1 and path in KEYS]
+    zero = raw.get("zero_optimization")
+    known = ZeroBlock.model_fields
+    if isinstance(zero, dict):
+        short = {key for key in zero if key not in known and f"stage3_{key}" in known and f"stage3_{key}" not in zero}
+        raw = {**raw, "zero_optimization": {f"stage3_{key}" if key in short else key: zero[key] for key in zero}}
+    for path in paths:
+        raw = {**raw}
+        value, (block, _, key) = raw.pop(path), path.partition(".")
+        raw[block] = {key: int(value) if isinstance(value, float) else value, **raw.get(block, {})}
     return raw
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from zeroshard.config.fields import (
     Block,
@@ -200,7 +200,13 @@ class ActivationCheckpointingBlock(Block):
 class CheckpointBlock(Block):
     """`checkpoint`: how DeepSpeed writes and reads checkpoints; here there is one way, see docs/checkpoint_format.md."""
 
-    tag_validation: Annotated[Any, no_meaning("ranks always agree on what is saved and read.")] = "Warn"
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"],
+        BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
+        works(
+            "where ranks name different tags, Fail raises on all of them; Warn takes rank 0's and says so; Ignore takes it."
+        ),
+    ] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[
         bool, refused("rank 0 writes the manifest for all: the folder is one that all ranks see.")
@@ -230,7 +236,8 @@ class Schema(BaseModel):
     ] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[
-        Literal[True], works("the engine counts microbatches; for your own count use zeroshard.shard and `accumulate`.")
+        bool,
+        works("the engine counts microbatches. false: every engine.step() ends a step, however many backwards it had."),
     ] = True
     gradient_clipping: Annotated[
         NonNegative,
@@ -258,9 +265,9 @@ class Schema(BaseModel):
     prescale_gradients: Annotated[
         bool, works("gradients are divided by the number of ranks before they are summed, not after.")
     ] = False
-    gradient_allreduce_op: Annotated[
-        Literal["mean"], works("gradients are averaged over ranks; a sum is not offered.")
-    ] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], works("gradients are averaged over ranks, or summed.")] = (
+        "mean"
+    )
     fp32_allreduce: Annotated[bool, refused('"communication_data_type": "fp32" is its new name.')] = False
     graph_harvesting: Annotated[bool, no_meaning("no graphs are captured here.")] = False
     sparse_gradients: Annotated[bool, refused("gradients are dense.")] = False

@@ -152,11 +152,14 @@ class ZeroBlock(Block):
         Count, works("a block of fewer elements is no unit of its own: it comes with what contains it.")
     ] = 0
     stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool, no_meaning("engine.save_16bit_model writes each rank's own part; nothing is gathered.")
-    ] = False
+        bool | None,
+        works(
+            "a Trainer that saves may bring the weights together in rank 0's CPU memory. Left out: yes. engine.export needs no such thing."
+        ),
+    ] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[
-        bool, no_meaning("the old name of stage3_gather_16bit_weights_on_model_save.")
-    ] = False
+        bool | None, works("the old name of stage3_gather_16bit_weights_on_model_save.")
+    ] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
     stage3_allgather_sequential: Annotated[bool, no_meaning("a choice of schedule in DeepSpeed.")] = False
     leaf_module: Annotated[LeafModuleBlock | None, works("modules that are unsharded whole, whatever they run.")] = None

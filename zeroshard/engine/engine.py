@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.config.load import Config
-from zeroshard.engine.checkpoint_values import COUNTERS, Resumable
 from zeroshard.engine.loss_scaling import cast_inputs, create_loss_scaler
+from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.parking_names import destination, states_of
 from zeroshard.engine.progress import Progress
 from zeroshard.engine.readers import Readers
+from zeroshard.engine.saving import Saving
 from zeroshard.engine.step_report import StepReport, why_not_finite
 from zeroshard.engine.underflow import count_underflow
 from zeroshard.errors import UsageError
@@ -30,12 +32,17 @@ from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharded import Sharded
 
 
-class Engine(Readers):
+class Engine(Saving, Readers, nn.Module):
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
+
+    It is a module that holds the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()` and `eval()` are as
+    of any wrapper, and an attribute that it lacks is the model's.
 
     Attributes:
         module: the user's own model.
-        optimizer, lr_scheduler: what the config or the caller named.
+        optimizer, lr_scheduler: what the config or the caller named. `optimizer.step()` is a step without the scheduler's.
+        config: the JSON as it was read, with values in the place of "auto".
+        resolved: the same with every question answered.
         checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
         training_dataloader: what has a `state_dict` of its position; rank 0's is saved in checkpoints, and loaded on all. Set your
             own, or the loader that `initialize` made is it.
@@ -47,7 +54,11 @@ class Engine(Readers):
         self, sharded: Sharded, config: Config, lr_scheduler: Any, device: torch.device,
         checkpointing: Checkpointer | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(sharded, config)
+        super().__init__()
+        self.module = sharded.model
+        self.optimizer = sharded.optimizer
+        self.config = dict(config.document)
+        self.resolved = config
         self.lr_scheduler = lr_scheduler
         self.device = device
         self.checkpointing = checkpointing
@@ -55,61 +66,82 @@ class Engine(Readers):
         self.local_rank = local_rank()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.training_dataloader: Any = None
-        self._backward_done = False
+        self._sharded = sharded
+        self._last = StepReport(applied=False)
+        self._was_applied = False
+        self._microbatches = Microbatches(sharded)
         self._last_call: tuple[Any, Any] | None = None
         self._progress = Progress(sharded, config, device)
+        self.optimizer.driver = self._step_of_optimizer
+        self.optimizer.loss_scale = self.loss_scaler.scale
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine lacks, the user's model may have."""
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
+        if "module" in modules and hasattr(modules["module"], name):
+            return getattr(modules["module"], name)
+        raise AttributeError(f"neither the engine nor the model has an attribute {name!r}.")
 
     # ------------------------------------------------------------------ one microbatch
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        args, kwargs = cast_inputs(self.config, (args, kwargs))
-        if self.config.scales_loss and torch.is_grad_enabled():
-            self._last_call = (args, kwargs)  # for underflow_report
+        args, kwargs = cast_inputs(self.resolved, (args, kwargs))
+        if torch.is_grad_enabled():
+            self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
+            if self.resolved.scales_loss:
+                self._last_call = (args, kwargs)  # for underflow_report
         with self._progress.measure("forward"), self._autocast():
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self.config.autocast_dtype
+        dtype = self.resolved.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute this microbatch's gradients. Returns the loss divided by the accumulation steps.
 
+        A microbatch may have several. `loss.backward()` does as well: what it lacks of scaling, the step makes up for; under fp16
+        it takes `engine.scale(loss).backward()`.
+
         Args:
             loss: a scalar that depends on the model; under fp16 it is multiplied by the loss scale here.
             scale_wrt_gas: divide by gradient_accumulation_steps, so that a step takes the mean over microbatches.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"engine.backward takes a scalar loss tensor, not {what}.")
-        if not self._sharded.trains:
-            raise UsageError(
-                "this engine is for evaluation alone: give initialize an optimizer, or the config an `optimizer` block."
-            )
-        if self._backward_done:
-            raise UsageError(
-                "engine.backward was called twice for one microbatch: call engine.step() after each backward."
-            )
+        self._refuse_untrained("backward")
+        _refuse_not_scalar(loss, "backward")
         mean = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         # In fp32: a loss in half precision times 65536 is infinite.
-        scaled = mean.float() * self.loss_scaler.scale if self.config.scales_loss else mean
-        with self._progress.measure("backward"), self._sharded.accumulate(not self.is_gradient_accumulation_boundary()):
+        scaled = mean.float() * self.loss_scaler.scale if self.resolved.scales_loss else mean
+        self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
+        with self._progress.measure("backward"), self._microbatches.own_backward():
             if scaled.requires_grad:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             elif torch.is_grad_enabled() and self.optimizer.views:
                 raise UsageError(
                     "the loss does not require a gradient: was it computed under torch.no_grad(), or detached?"
                 )
-            self._sharded.finish_backward()
-        self._backward_done = True
         self._progress.add_loss(loss.detach())
         return mean.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as `engine.scale(loss).backward()` wants it: multiplied by the loss scale, under fp16."""
+        self._refuse_untrained("scale")
+        _refuse_not_scalar(loss, "scale")
+        if loss.grad_fn is None:
+            raise UsageError(
+                "engine.scale takes a loss with a graph: it was computed under torch.no_grad(), or detached."
+            )
+        self._microbatches.was_scaled = True
+        return loss.float() * self.loss_scaler.scale if self.resolved.scales_loss else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
         """End the microbatch; at the last one of a step, clip, update the parameters and move the schedule.
 
-        A step whose gradients are not finite is not applied: parameters, optimizer and schedule stay as they are.
+        A step whose gradients are not finite is not applied: parameters, optimizer and schedule stay as they are. Parameters that
+        got no gradient on any rank are left alone.
 
         Args:
             lr_kwargs: arguments of the scheduler's step, such as a metric.
@@ -117,147 +149,104 @@ class Engine(Readers):
         Raises:
             LossScaleError: fp16 gradients overflow at the smallest loss scale.
         """
-        if not self._backward_done:
-            raise UsageError("engine.step() was called without a backward: call engine.backward(loss) first.")
-        self._backward_done = False
-        ends_step = self.is_gradient_accumulation_boundary()
+        return self._step(lambda: self.lr_scheduler.step(**(lr_kwargs or {})))
+
+    def _step_of_optimizer(self) -> StepReport:
+        """`optimizer.step()`: its caller moves the scheduler."""
+        if not self._ends_step:
+            raise UsageError(
+                f"optimizer.step() in microbatch {self._microbatches.count + 1} of {self.gradient_accumulation_steps()}: call "
+                "engine.step() after each microbatch, or set gradient_accumulation_steps to 1 and accumulate in engine.no_sync()."
+            )
+        return self._step(lambda: None)
+
+    @property
+    def _ends_step(self) -> bool:
+        """Whether a step now is one that updates: each is, where the caller counts microbatches."""
+        return not self.resolved.schema.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
+
+    def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
+        self._refuse_untrained("step")
+        self._microbatches.refuse_inside_no_sync()
+        ends_step = self._ends_step
         self.micro_steps += 1
+        self._microbatches.end(ends_step=ends_step)
         if not ends_step:
+            self._was_applied = False
             count = self.gradient_accumulation_steps()
-            return StepReport(False, f"microbatch {self.micro_steps % count} of {count}: gradients are accumulated")
+            return StepReport(False, f"microbatch {self._microbatches.count} of {count}: gradients are accumulated")
         with self._progress.measure("step"):
-            self._last = self._take_step(lr_kwargs or {})
+            self._last = self._take_step(move_schedule)
+        self._was_applied = self._last.applied
         self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
         self.loss_scaler.update(not math.isfinite(self._last.grad_norm or 0.0))
+        self.optimizer.loss_scale = self.loss_scaler.scale
         self._sharded.checkpoints.raise_if_failed()
         return self._last
 
-    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> StepReport:
-        scale = self.loss_scaler.scale if self.config.scales_loss else 1.0
+    def _take_step(self, move_schedule: Callable[[], Any]) -> StepReport:
+        scale = self.loss_scaler.scale if self.resolved.scales_loss else 1.0
         not_finite: tuple[str, ...] = ()
         reason = None
-        norm = self._sharded.clip_grad_norm_(self.config.schema.gradient_clipping or None, scale)
+        multiple = self._microbatches.multiple(self.gradient_accumulation_steps(), self.resolved)
+        norm = self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple)
         if not math.isfinite(norm):
             not_finite = self.optimizer.not_finite()
             reason = why_not_finite(norm, not_finite)
-        applied = reason is None or not self.config.skips_steps_that_are_not_finite
+        applied = reason is None or not self.resolved.skips_steps_that_are_not_finite
         if applied:
-            self.optimizer.step()
+            with self.optimizer.driven():
+                self.optimizer.step()
         self.optimizer.zero_grad()
         if applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+            move_schedule()
+        self._microbatches.start_step()
         self.skipped_steps += not applied
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         return StepReport(applied, None if applied else reason, not_finite, norm, scale)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step's microbatches so far, after an exception, say: the next is the step's first."""
         self.optimizer.zero_grad()
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        self._backward_done = False
+        self.micro_steps -= self._microbatches.count
+        self._microbatches.start_step()
         self._progress.forget_losses()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present microbatch is the last of its step."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        if self._microbatches.boundary is not None:
+            return self._microbatches.boundary
+        if not self.resolved.schema.managed_gradient_accumulation:
+            return False  # nobody knows before `step`
+        return self._microbatches.count + 1 >= self.gradient_accumulation_steps()
 
-    # ------------------------------------------------------------------ checkpoints
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the present microbatch is the last of its step, from now on in the place of the engine's own count.
 
-    def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
-        keep_last: int | None = None,
-    ) -> bool:  # fmt: skip
-        """Save everything that training needs: it loads at any world size, stage and precision, whole or not at all.
-
-        Every rank must call it, after a step. Saved are parameters, master weights, optimizer states, buffers, the scheduler, the
-        loss scaler, counters, every rank's random state, the position of `training_dataloader`, and `client_state`.
-
-        Args:
-            save_dir: the folder of all checkpoints.
-            tag: default: `global_step` and the number of steps.
-            client_state: JSON and tensors; rank 0's is saved.
-            save_latest: `load_checkpoint` without a tag loads this one.
-            exclude_frozen_parameters: leave out what is not trained.
-            asynchronous: copy to CPU memory, and write behind the training. The next save waits for it; what went wrong with
-                it is raised by the next `step` or save.
-            keep_last: remove all but so many of the newest.
-
-        Raises:
-            CheckpointError: on every rank, where any could not write. What was saved before is as it was.
+        It may be called between forward and backward, too.
         """
-        counters = {name: getattr(self, name) for name in COUNTERS}
-        self._sharded.save(
-            save_dir,
-            tag or f"global_step{self.global_steps}",
-            self._resumable.values(counters, client_state),
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-            asynchronous=asynchronous,
-            keep_last=keep_last,
-        )
-        return True
+        if not self.resolved.schema.managed_gradient_accumulation:
+            raise UsageError(
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation false: every engine.step() ends a step."
+            )
+        self._microbatches.boundary = bool(is_boundary)
+        self._microbatches.expect_backward(bool(is_boundary))
 
-    def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
-        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
-        fall_back: bool = False,
-    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-        """Go on where a checkpoint was saved, at whatever world size, stage and precision. Every rank must call it.
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are summed on this rank, where gradients are not sharded; `parameter.grad` shows the sum.
 
-        Args:
-            load_dir: the folder of all checkpoints.
-            tag: default: what its file `latest` names.
-            load_module_strict: parameters that the checkpoint or the model lacks are errors.
-            load_optimizer_states: load the optimizer's states, and the loss scaler.
-            load_lr_scheduler_states: load the scheduler.
-            load_module_only: load parameters and buffers, nothing else.
-            fall_back: where a checkpoint is damaged, load the newest whole one in its place.
-
-        Returns:
-            (the checkpoint's folder, client_state)
-
-        Raises:
-            CheckpointError: on every rank; names the file and the cause.
+        Where they are, they are reduced as ever: no rank has room for the whole.
         """
-        states = load_optimizer_states and not load_module_only
-        loaded = self._sharded.load(
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer_states=states,
-            random=not load_module_only,
-            fall_back=fall_back,
-        )
-        values = loaded.values
-        self._backward_done = False
-        if not load_module_only:
-            for name in COUNTERS:
-                setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
-            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
-            self._resumable.load(values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
-            self._progress.start_at(self.global_samples)
-        return str(loaded.path), values.get("client_state", {})
+        with self._microbatches.no_sync():
+            yield
 
-    @property
-    def _resumable(self) -> Resumable:
-        return Resumable(self.lr_scheduler, self.loss_scaler, self.training_dataloader)
-
-    def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write the model as transformers does (safetensors, ties once), each rank its own part. Every rank must call it.
-
-        Args:
-            out: the folder, for `from_pretrained` or `load_pretrained`.
-            dtype: of the floating-point tensors; default: fp32, from the master weights.
-        """
-        self._sharded.export(out, dtype)
-
-    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
-        """As `export`, in the dtype that the model trains in; bf16 where that is fp32. Every rank must call it."""
-        dtype = self.config.precision.param_dtype
-        self.export(save_dir, dtype if dtype is not None and dtype.itemsize == 2 else torch.bfloat16)
-        return True
+    def _refuse_untrained(self, what: str) -> None:
+        if not self._sharded.trains:
+            raise UsageError(
+                f"engine.{what} on an engine for evaluation alone: give initialize an optimizer, or the config an `optimizer`."
+            )
 
     # ------------------------------------------------------------------ looks and changes between steps
 
@@ -274,7 +263,7 @@ class Engine(Readers):
                 then return the loss.
             scales: loss scales to compare with the present one.
         """
-        if not self.config.scales_loss:
+        if not self.resolved.scales_loss:
             raise UsageError("underflow_report looks at fp16 gradients: enable fp16 in the config.")
         return count_underflow(self._sharded, compute_loss or self._replay, self.loss_scaler.scale, scales)
 
@@ -318,21 +307,36 @@ class Engine(Readers):
         Returns:
             The bytes that were given back.
         """
-        place, offload = destination(device, nvme_path, self.config.policy, pin_memory)
+        place, offload = destination(device, nvme_path, self.resolved.policy, pin_memory)
         return self._sharded.offload_states(states_of(include), place, offload)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` parked."""
         self._sharded.reload_states()
 
-    def train(self, mode: bool = True) -> Engine:
-        """As `module.train`."""
-        self.module.train(mode)
-        return self
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Between steps: another number of microbatches, so that a step has so many samples over all ranks.
 
-    def eval(self) -> Engine:
-        """As `module.eval`."""
-        return self.train(False)
+        Raises:
+            UsageError: a step has begun, or the ranks' microbatches do not make up this number.
+        """
+        batch = self.resolved.batch
+        step = batch.micro * batch.world_size
+        if train_batch_size < 1 or train_batch_size % step:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of {step}: {batch.micro} samples on each of "
+                f"{batch.world_size} ranks."
+            )
+        if self._microbatches.count:
+            raise UsageError("set_train_batch_size() within a step: call it after the step's last microbatch.")
+        changed = replace(batch, train=train_batch_size, accumulation=train_batch_size // step)
+        self.resolved = replace(self.resolved, batch=changed)
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:  # type: ignore[override]
+        """Compile the model in place, as `module.compile` does; the graph breaks at the borders of units."""
+        self.module.compile(backend=backend, **{**(compile_kwargs or {}), **kwargs})
 
     def destroy(self) -> None:
         """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
@@ -340,3 +344,9 @@ class Engine(Readers):
         if self.checkpointing is not None:
             self.checkpointing.remove()
         self._sharded.remove()
+
+
+def _refuse_not_scalar(loss: Any, what: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"engine.{what} takes a scalar loss tensor, not {kind}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager
 
@@ -49,7 +50,9 @@ class Progress:
         losses, self._losses = self._losses, []
         if not self._log.wants(step):
             return
-        mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
+        # Who differentiates the loss himself keeps it to himself.
+        known = [loss.double().cpu().reshape(()) for loss in losses]
+        mine = torch.stack(known).mean().reshape(1) if known else torch.full((1,), math.nan, dtype=torch.float64)
         (then, samples_then), now = self._told_at, time.perf_counter()
         steps = max(1, (samples - samples_then) // self._config.batch.train)
         figures = StepFigures(
@@ -60,6 +63,7 @@ class Progress:
             loss_scale=report.loss_scale,
             grad_norm=report.grad_norm or 0.0,
             applied=report.applied,
+            has_loss=bool(known),
             samples_per_second=(samples - samples_then) / (now - then),
             seconds={part: seconds / steps for part, seconds in self._timers.take().items()},
             sent=self._sharded.comm_report() if self._config.schema.comms_logger.enabled else {},

@@ -153,6 +153,14 @@ class GradientBucket:
         target.copy_(part) if first else target.add_(part)
         self._microbatch.missing -= {piece.index}
 
+    def local_sum(self, index: int) -> Tensor | None:
+        """This rank's sum so far of one parameter's gradient, 1-D, where all of it is here and nothing was reduced yet."""
+        piece = next((piece for piece in self.layout.pieces if piece.index == index), None)
+        if piece is None or self.holds is not Holds.LOCAL_SUM or index not in self._summed:
+            return None
+        assert self._rows is not None
+        return self._rows.view(-1)[piece.start : piece.start + piece.numel]
+
     def _room_for(self, piece: Piece, part: Tensor) -> Tensor | None:
         """Scratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there."""
         now = self._microbatch

@@ -19,6 +19,7 @@ class StepFigures:
     """What is known after a step. `seconds`, `sent` and `memory` are this rank's; `loss` is the mean over ranks.
 
     Attributes:
+        has_loss: the backwards were the engine's, which saw the loss.
         samples: since the start.
         samples_per_second: since the last line.
         seconds: by part of the step, for one step.
@@ -33,6 +34,7 @@ class StepFigures:
     loss_scale: float
     grad_norm: float
     applied: bool
+    has_loss: bool
     samples_per_second: float
     seconds: Mapping[str, float] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class Log:
     def tell(self, figures: StepFigures) -> None:
         """Print the line, where this step has one, and hand the figures to the monitors."""
         events = {
-            "Train/Samples/train_loss": figures.loss,
+            **({"Train/Samples/train_loss": figures.loss} if figures.has_loss else {}),
             "Train/Samples/lr": figures.lr,
             "Train/Samples/loss_scale": figures.loss_scale,
             "Train/Samples/grad_norm": figures.grad_norm,
@@ -77,7 +79,7 @@ class Log:
     def _line(self, figures: StepFigures) -> str:
         parts = [
             f"step {figures.step}",
-            f"loss {figures.loss:.4f}",
+            f"loss {figures.loss:.4f}" if figures.has_loss else "loss unknown",
             f"lr {figures.lr:.3e}",
             f"loss scale {figures.loss_scale:g}",
             f"|g| {figures.grad_norm:.4g}" + ("" if figures.applied else " (skipped)"),

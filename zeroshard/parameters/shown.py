@@ -30,6 +30,9 @@ class Owner(Protocol):
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """The parameter's fqn, where it got a gradient in this step, which is in `parameter.grad` no longer."""
 
+    def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient that this rank has summed over microbatches, where it lies in one piece of the parameter's dtype."""
+
     def replace_gradient(self, parameter: Tensor) -> None:
         """The user set the parameter's `grad`, to None or another."""
 
@@ -59,11 +62,15 @@ def classes_of(owner: Owner) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
             own = grad_of(self)
-            looks = (
-                own is None and TracingContext.try_get() is None
-            )  # torch.compile describes parameters, and reads none
-            fqn = owner.taken_gradient(self) if looks else None
-            return own if fqn is None else _taken_gradient(self, fqn)
+            if (
+                own is not None or TracingContext.try_get() is not None
+            ):  # torch.compile describes parameters, and reads none
+                return own
+            fqn = owner.taken_gradient(self)
+            if fqn is None:
+                return None
+            local = owner.local_gradient(self)
+            return local if local is not None else _taken_gradient(self, fqn)
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:

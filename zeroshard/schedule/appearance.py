@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
+from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.parameters.shown import classes_of
 from zeroshard.schedule.states import State
@@ -31,6 +32,7 @@ class _Unit(Protocol):
     used: set[int]
     collectives: Collectives
     replaced_gradients: set[int]
+    gradients: list[GradientBucket]
 
     def unshard(self) -> None: ...
 
@@ -168,6 +170,15 @@ class Appearance:
             if index is None or index not in self._unit.used - self._unit.replaced_gradients
             else self._named[index].fqn
         )
+
+    def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        """This rank's sum over the microbatches so far, which nothing has reduced yet: what is written to it counts."""
+        index = self._index_of.get(id(parameter))
+        if not parameter.numel():
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        sums = [bucket.local_sum(index) for bucket in self._unit.gradients] if index is not None else []
+        whole = next((one for one in sums if one is not None and one.numel() == parameter.numel()), None)
+        return None if whole is None or whole.dtype != parameter.dtype else whole.view(parameter.shape)
 
     def replace_gradient(self, parameter: Tensor) -> None:
         """Note that the user wants another gradient, or none, where one was taken in this step."""

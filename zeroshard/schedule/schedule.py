@@ -90,6 +90,8 @@ class Schedule:
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self._backward_ended = False
+        self.backwards_ended = 0
+        """Since the model was sharded."""
         self._last, self._present = _Order(), _Order()
 
     def _gradient_buckets(self) -> list[GradientBucket]:
@@ -236,6 +238,7 @@ class Schedule:
         self.reductions.end_microbatch()
         self._move(Move.END_BACKWARD)
         self._backward_ended = True
+        self.backwards_ended += 1
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph
         self.give_back()

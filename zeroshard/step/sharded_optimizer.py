@@ -29,6 +29,7 @@ from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
+from zeroshard.step.driven import Driven
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.resident import Resident, placeholder
@@ -40,7 +41,7 @@ from zeroshard.storage.base import Storage
 from zeroshard.storage.storages import Storages
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Driven, torch.optim.Optimizer):
     """A torch optimizer over this rank's shards; schedulers, `param_groups` and `state_dict` as ever.
 
     Args:
@@ -150,6 +151,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "ShardedOptimizer.step takes no closure: the gradients of a repeated backward would have to be reduced "
                 "within the step. Call backward yourself, then step()."
             )
+        if self.driver is not None and not self._is_driven:
+            return self.driver()
         self._agree_on_used()
         self._schedule.begin_step()
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
@@ -227,6 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loss_scale: what the loss was multiplied by before the backward; the gradients are divided by it first.
         """
         norm = self.grad_norm() / loss_scale
+        self.overflow = not math.isfinite(norm)
         if math.isfinite(norm):
             clip = 1.0 if max_norm is None else clip_coefficient(norm, max_norm)
             self.gradients.scale((resident.shard for resident in self._residents), clip / loss_scale)

@@ -1,0 +1,370 @@
+"""What DeepSpeed's users and trainers call on an engine, besides forward, backward and step: under every stage, the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import CheckpointError, Engine, UsageError
+from zeroshard.testing import run_ranks
+
+STEPS = 3
+
+
+def config(stage: int, accumulation: int = 2, **blocks: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        **blocks,
+    }
+
+
+def make(stage: int, accumulation: int = 2, **blocks: Any) -> Engine:
+    torch.manual_seed(0)
+    return zeroshard.initialize(model=Stack(), config=config(stage, accumulation, **blocks))[0]
+
+
+def values(engine: Engine) -> list[Tensor]:
+    with zeroshard.unsharded(engine.module):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def run(engine: Engine, rank: int, loop: Callable[[Engine, list[Any]], None]) -> list[Tensor]:
+    """STEPS steps of two microbatches each."""
+    for step in range(STEPS):
+        loop(engine, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
+    assert engine.global_steps == STEPS
+    return values(engine)
+
+
+def as_documented(engine: Engine, microbatches: list[Any]) -> None:
+    for one in microbatches:
+        engine.backward(engine(*one))
+        engine.step()
+
+
+def directly(engine: Engine, microbatches: list[Any]) -> None:
+    for one in microbatches:
+        engine(*one).backward()
+        engine.step()
+
+
+def scaled(engine: Engine, microbatches: list[Any]) -> None:
+    for one in microbatches:
+        engine.scale(engine(*one)).backward()
+        engine.step()
+
+
+def as_accelerate(engine: Engine, microbatches: list[Any]) -> None:
+    for number, one in enumerate(microbatches):
+        loss = engine(*one)
+        last = number + 1 == len(microbatches)
+        engine.set_gradient_accumulation_boundary(is_boundary=last)
+        engine.backward(loss / len(microbatches), scale_wrt_gas=False)
+        if last:
+            engine.step()
+
+
+def without_sync(engine: Engine, microbatches: list[Any]) -> None:
+    *first, last = microbatches
+    with engine.no_sync():
+        for one in first:
+            engine.backward(engine(*one) / len(microbatches))
+    engine.backward(engine(*last) / len(microbatches))
+    engine.step()
+
+
+def in_one_microbatch(engine: Engine, microbatches: list[Any]) -> None:
+    for one in microbatches:
+        engine.backward(engine(*one) / len(microbatches))
+    engine.step()
+
+
+def by_the_optimizer(engine: Engine, microbatches: list[Any]) -> None:
+    in_one = sum(
+        (engine(*one) / len(microbatches) for one in microbatches[1:]), engine(*microbatches[0]) / len(microbatches)
+    )
+    engine.backward(in_one)
+    before = engine.get_lr()
+    engine.optimizer.step()
+    assert engine.get_lr() == before, "the scheduler is the caller's"
+    engine.lr_scheduler.step()
+    engine.optimizer.zero_grad()
+
+
+def assert_all_equal(ones: list[Tensor], others: list[Tensor], what: str) -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert torch.equal(one, other), what
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
+    def body(rank: int) -> None:
+        wanted = run(make(stage), rank, as_documented)
+        assert_all_equal(wanted, run(make(stage), rank, directly), "loss.backward()")
+        assert_all_equal(wanted, run(make(stage), rank, scaled), "engine.scale(loss).backward()")
+        assert_all_equal(wanted, run(make(stage), rank, as_accelerate), "the boundary set by hand")
+        assert_all_equal(wanted, run(make(stage, 1), rank, as_accelerate), "a window longer than the config's")
+        assert_all_equal(wanted, run(make(stage, 1), rank, without_sync), "no_sync")
+        unmanaged = make(stage, 1, managed_gradient_accumulation=False)
+        assert_all_equal(wanted, run(unmanaged, rank, in_one_microbatch), "managed_gradient_accumulation: false")
+        sums = make(stage, gradient_allreduce_op="sum", gradient_clipping=0.0)
+        means = make(stage, gradient_clipping=0.0)
+        for engine in (sums, means):
+            engine.backward(engine(*tokens(rank, 0)))
+            engine.step()
+            engine.backward(engine(*tokens(rank, 1)))
+        assert sums.step().grad_norm == 2 * means.step().grad_norm
+
+    run_ranks(body, 2, timeout=120)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_several_backwards_of_a_microbatch_are_summed(stage: int) -> None:
+    def body(rank: int) -> None:
+        plain = make(0, 1)
+        several = make(stage, 1)
+        for step in range(STEPS):
+            losses = [plain(*tokens(rank, 2 * step)), plain(*tokens(rank, 2 * step + 1))]
+            plain.backward(losses[0] + losses[1])
+            plain.step()
+            in_one_microbatch_sum = [several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))]
+            several.backward(in_one_microbatch_sum[0])
+            several.backward(in_one_microbatch_sum[1])
+            several.step()
+        for one, other in zip(values(plain), values(several), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert_all_equal(
+            run(make(stage, 1), rank, by_the_optimizer), run(make(0, 1), rank, by_the_optimizer), "optimizer.step()"
+        )
+
+    run_ranks(body, 2, timeout=120)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fp16_asks_for_the_loss_scale(stage: int) -> None:
+    def body(rank: int) -> None:
+        half = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+        assert_all_equal(
+            run(make(stage, **half), rank, as_documented),
+            run(make(stage, **half), rank, scaled),
+            "engine.scale(loss).backward()",
+        )
+        engine = make(stage, 1, **half)
+        assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == engine.loss_scaler.scale == 256
+        engine(*tokens(rank, 0)).backward()
+        with pytest.raises(UsageError, match=r"engine.scale\(loss\)"):
+            engine.step()
+        engine.zero_grad()
+        engine.backward(engine(*tokens(rank, 0)) * float("inf"))
+        assert not engine.step().applied
+        assert engine.optimizer.overflow and engine.skipped_steps == 1 and not engine.was_step_applied()
+        engine.backward(engine(*tokens(rank, 0)))
+        assert engine.step().applied and not engine.optimizer.overflow
+
+    run_ranks(body, 2, timeout=120)
+
+
+def test_mixed_backwards_are_refused() -> None:
+    engine = make(2)
+    engine.backward(engine(*tokens(0, 0)))
+    engine.step()
+    engine(*tokens(0, 1)).backward()
+    with pytest.raises(UsageError, match="use one of them throughout a step"):
+        engine.step()
+    engine.zero_grad()
+    assert engine.micro_steps == 0
+    assert_all_equal(run(engine, 0, directly), run(make(0), 0, directly), "after zero_grad")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_between_microbatches(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = Stack()
+        plain(*tokens(rank, 0)).backward()
+        engine = make(stage, 1, gradient_clipping=0.0)
+        with engine.no_sync():
+            engine.backward(engine(*tokens(rank, 0)))
+            for one, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                if stage < 2:
+                    assert one.grad is not None and torch.equal(
+                        one.grad, other.grad if other.grad is not None else one.grad
+                    )
+                    one.grad.mul_(2.0)  # what is written counts
+                elif one.numel():
+                    with pytest.raises(UsageError, match="not in its `grad`"):
+                        one.grad.clone()  # type: ignore[union-attr]
+        engine.backward(engine(*tokens(rank, 1)) * 0.0)
+        norm = engine.step().grad_norm
+        if stage < 2:
+            other = make(stage, 1, gradient_clipping=0.0)
+            other.backward(other(*tokens(rank, 0)) * 2.0)
+            assert norm == pytest.approx(other.step().grad_norm, rel=1e-6)
+
+    run_ranks(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
+    def body(rank: int) -> None:
+        engine = make(stage, 1)
+        before = values(engine)
+        engine.step()
+        assert_all_equal(before, values(engine), "no gradient, no update")
+        for step in range(2):  # the schedule begins with a rate of 0
+            engine.backward(engine(*tokens(rank, step)))
+            engine.step()
+        assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
+
+    run_ranks(body, 2, timeout=60)
+
+
+def test_it_is_a_module() -> None:
+    engine = make(3, 2)
+    assert isinstance(engine, nn.Module)
+    assert engine.blocks is engine.module.blocks, "what it lacks is the model's"
+    assert [name for name, _ in engine.named_parameters()] == [
+        "module." + name for name, _ in engine.module.named_parameters()
+    ]
+    state = engine.state_dict()
+    assert all(torch.equal(state["module." + name], value) for name, value in engine.module_state_dict().items())
+    for value in state.values():
+        value.mul_(2.0)
+    engine.load_state_dict(state)
+    assert all(torch.equal(state["module." + name], value) for name, value in engine.module_state_dict().items())
+    assert engine.eval() is engine and not engine.module.training and engine.train().module.training
+    assert engine.config["zero_optimization"]["stage"] == 3 and engine.config.get("nothing") is None
+    assert engine.zero_optimization_partition_weights() and engine.zero_optimization() and not engine.fp16_enabled()
+    assert engine.optimizer_name() == "AdamW" and engine.scheduler_params() == {
+        "warmup_max_lr": 1e-2,
+        "warmup_num_steps": 4,
+    }
+    assert (engine.world_size, engine.global_rank, engine.dp_world_size) == (1, 0, 1)
+    engine.backward(engine(*tokens(0, 0)))
+    assert not engine.step().applied and not engine.was_step_applied()
+    engine.backward(engine(*tokens(0, 1)))
+    assert engine.step().applied and engine.was_step_applied()
+    engine.set_train_batch_size(3)
+    assert engine.gradient_accumulation_steps() == 3
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        engine = make(stage)
+        whole = engine.module_state_dict()
+        gathered = engine.consolidated_state_dict()
+        assert (gathered is None) == (rank != 0)
+        for name, value in (gathered or {}).items():
+            assert torch.equal(value, whole[name])
+        assert gathered is None or gathered.keys() == whole.keys()
+        tied = {
+            name for name, p in engine.module.named_parameters(remove_duplicate=False) if p is engine.module.head.weight
+        }
+        assert len(tied) == 2
+        for state in (engine.module.state_dict(), gathered or {}):
+            assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
+        engine.save_16bit_model(tmp_path, "weights.bin")
+        read = torch.load(tmp_path / "weights.bin")
+        assert all(torch.equal(value, whole[name].bfloat16()) for name, value in read.items())
+
+    run_ranks(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_within_a_step_begins_the_step_anew(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        engine = make(stage)
+        as_documented(engine, [tokens(rank, 0), tokens(rank, 1)])
+        engine.backward(engine(*tokens(rank, 2)))
+        engine.save_checkpoint(tmp_path)
+        engine.step()
+        engine.backward(engine(*tokens(rank, 3)))
+        engine.step()
+        wanted = values(engine)
+        other = make(stage)
+        other.load_checkpoint(tmp_path)
+        as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
+        assert_all_equal(wanted, values(other), "as if it had not been interrupted")
+
+    run_ranks(body, 2, timeout=60)
+
+
+def test_folders_and_tags(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        engine = make(2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
+            assert "no checkpoint was loaded" in str(caught[-1].message)
+            engine.save_checkpoint(tmp_path, tag=f"mine{rank}")
+            assert rank != 0 or "the ranks name different tags" in str(caught[-1].message)
+        assert engine.load_checkpoint(tmp_path, "mine0")[0] is not None
+        with pytest.raises(CheckpointError, match="plain name of a folder"):
+            engine.save_checkpoint(tmp_path, tag="")
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(tmp_path, tag="")
+        strict = make(2, checkpoint={"tag_validation": "FAIL"})
+        with pytest.raises(CheckpointError, match='rank 0 "mine0", rank 1 "mine1"'):
+            strict.save_checkpoint(tmp_path, tag=f"mine{rank}")
+        make(2, checkpoint={"tag_validation": "ignore"}).save_checkpoint(tmp_path, tag=f"yours{rank}")
+        assert (tmp_path / "yours0").is_dir() and not (tmp_path / "yours1").exists()
+
+    run_ranks(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_one_after_another_and_at_once(stage: int) -> None:
+    def body(rank: int) -> None:
+        wanted = run(make(stage), rank, as_documented)
+        first = make(stage)
+        first.backward(first(*tokens(rank, 5)))
+        first.destroy()
+        assert type(next(first.module.parameters())) is nn.Parameter
+        torch.manual_seed(0)
+        first.module.load_state_dict(Stack().state_dict())
+        again = zeroshard.initialize(model=first.module, config=config(stage))[0]
+        beside = make(stage)
+        for step in range(STEPS):
+            as_documented(again, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
+            as_documented(beside, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
+        assert_all_equal(wanted, values(again), "on a model that another engine had")
+        assert_all_equal(wanted, values(beside), "beside another engine")
+
+    run_ranks(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
+    def run_with(lr: Any, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        engine = zeroshard.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule,
+            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}},
+        )[0]  # fmt: skip
+        for step in range(STEPS):
+            engine.backward(engine(*tokens(rank, step)))
+            engine.step()
+        assert float(engine.get_lr()[0]) == pytest.approx(1e-2 * 0.5**STEPS)
+        return values(engine)
+
+    def body(rank: int) -> None:
+        for one, other in zip(run_with(torch.tensor(1e-2), rank), run_with(1e-2, rank), strict=True):
+            torch.testing.assert_close(one, other)
+
+    run_ranks(body, 2, timeout=60)

@@ -1,0 +1,107 @@
+"""Owns which microbatch of a step is the present one, whose backwards it had, and what their gradients lack. Called by engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zeroshard.config.load import Config
+from zeroshard.errors import UsageError
+from zeroshard.sharded import Sharded
+
+
+class Microbatches:
+    """The microbatches of one engine's present step.
+
+    Whose backward it was is decided by calls that every rank makes, and not by which gradients arrived: a rank's loss may touch no
+    parameter.
+
+    Attributes:
+        count: those that have ended.
+        boundary: the caller's word on whether the present one is the last; None: the count says it.
+        was_scaled: `engine.scale` was called in this step.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self.boundary: bool | None = None
+        self._no_sync = 0
+        self.start_step()
+
+    def start_step(self) -> None:
+        """The step is over, or begins anew."""
+        self.count = 0
+        self.was_scaled = False
+        self._had_own = self._had_users = False
+        self._start_microbatch()
+
+    def _start_microbatch(self) -> None:
+        self._is_reduced = False
+        self._own_here = 0
+        self._ended_before = self._sharded.backwards_ended
+
+    def expect_backward(self, is_boundary: bool) -> None:
+        """A backward is to come, the engine's or the user's: it reduces what is unsharded, or it does not."""
+        self._is_reduced = is_boundary and not self._no_sync
+        self._sharded.expect_last_microbatch(self._is_reduced)
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Inside runs a backward of the engine's. Where it touches no parameter, this rank gives zeros."""
+        before = self._sharded.backwards_ended
+        yield
+        if self._sharded.backwards_ended == before:
+            self._sharded.end_backward()
+        self._own_here += self._sharded.backwards_ended - before
+        self._had_own = True
+
+    def end(self, *, ends_step: bool) -> None:
+        """The microbatch is over."""
+        ended = self._sharded.backwards_ended - self._ended_before
+        if not self._own_here:
+            self._had_users = True
+            if not ended:
+                self._sharded.end_backward()  # the user's backward touched no parameter here, or there was none
+        elif ended > self._own_here:
+            self._had_users = True
+        if ends_step and not self._is_reduced:
+            self._sharded.end_accumulation()
+        self.count += 1
+        self._start_microbatch()
+
+    def multiple(self, accumulation: int, config: Config) -> float:
+        """What the gradients must be divided by, besides the loss scale, to be those of the mean loss.
+
+        Raises:
+            UsageError: the microbatches of the step were scaled in different ways, or not at all under fp16.
+        """
+        multiple = 1.0
+        if self._had_users and config.scales_loss and not self.was_scaled:
+            raise UsageError(
+                "loss.backward() under fp16 leaves small gradients at zero: call engine.backward(loss), or "
+                "engine.scale(loss).backward()."
+            )
+        if self._had_users and accumulation > 1:
+            if self._had_own:
+                raise UsageError(
+                    "some of the step's gradients came by engine.backward(loss), which divides by gradient_accumulation_steps, and "
+                    "some by loss.backward(), which does not: use one of them throughout a step."
+                )
+            multiple = float(accumulation)
+        if config.schema.gradient_allreduce_op == "sum":
+            multiple /= config.batch.world_size
+        return multiple
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, no microbatch is the last."""
+        self._no_sync += 1
+        try:
+            yield
+        finally:
+            self._no_sync -= 1
+
+    def refuse_inside_no_sync(self) -> None:
+        """Raise where a step would end what `no_sync` holds back."""
+        if self._no_sync:
+            raise UsageError("engine.step() inside engine.no_sync(), which holds back the reduction: call it outside.")

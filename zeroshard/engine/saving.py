@@ -1,0 +1,222 @@
+"""Owns how an engine saves, loads and exports: its calls, over `Sharded`'s. Part of engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.manifest import LATEST
+from zeroshard.config.load import Config
+from zeroshard.engine.checkpoint_values import COUNTERS, Resumable
+from zeroshard.engine.microbatches import Microbatches
+from zeroshard.engine.progress import Progress
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.optim.loss_scaler import LossScaler
+from zeroshard.sharded import Sharded
+
+
+class Saving:
+    """The part of an engine that writes and reads files, and gathers what goes into them."""
+
+    module: nn.Module
+    resolved: Config
+    lr_scheduler: Any
+    loss_scaler: LossScaler
+    training_dataloader: Any
+    global_steps: int
+    micro_steps: int
+    global_samples: int
+    skipped_steps: int
+    _sharded: Sharded
+    _microbatches: Microbatches
+    _progress: Progress
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> bool:  # fmt: skip
+        """Save everything that training needs: it loads at any world size, stage and precision, whole or not at all.
+
+        Every rank must call it. Within a step's microbatches, it is as after the step before: a load begins the step anew. Saved
+        are parameters, master weights, optimizer states, buffers, the scheduler, the
+        loss scaler, counters, every rank's random state, the position of `training_dataloader`, and `client_state`.
+
+        Args:
+            save_dir: the folder of all checkpoints.
+            tag: default: `global_step` and the number of steps. Where ranks name different ones, the config's
+                `checkpoint.tag_validation` says what happens.
+            client_state: JSON and tensors; rank 0's is saved.
+            save_latest: `load_checkpoint` without a tag loads this one.
+            exclude_frozen_parameters: leave out what is not trained.
+            asynchronous: copy to CPU memory, and write behind the training. The next save waits for it; what went wrong with
+                it is raised by the next `step` or save.
+            keep_last: remove all but so many of the newest.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write. What was saved before is as it was.
+        """
+        tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        counters = {name: getattr(self, name) for name in COUNTERS}
+        self._sharded.save(
+            save_dir,
+            tag,
+            self._resumable.values(counters, client_state),
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            asynchronous=asynchronous,
+            keep_last=keep_last,
+            within_step=True,
+        )
+        return True
+
+    def _agree_on_tag(self, tag: str) -> str:
+        """Rank 0's, or an error on every rank, as the config says."""
+        tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
+        validation = self.resolved.schema.checkpoint.tag_validation
+        other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
+        if other is None or validation == "Ignore":
+            return str(tags[0])
+        what = f'the ranks name different tags: rank 0 "{tags[0]}", rank {other} "{tags[other]}"'
+        if validation == "Fail":
+            raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
+        if self._sharded.rank == 0:
+            warnings.warn(f"{what}: it is saved as rank 0's. Name one tag on every rank.", stacklevel=3)
+        return str(tags[0])
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
+        fall_back: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
+        """Go on where a checkpoint was saved, at whatever world size, stage and precision. Every rank must call it.
+
+        Args:
+            load_dir: the folder of all checkpoints.
+            tag: default: what its file `latest` names.
+            load_module_strict: parameters that the checkpoint or the model lacks are errors.
+            load_optimizer_states: load the optimizer's states, and the loss scaler.
+            load_lr_scheduler_states: load the scheduler.
+            load_module_only: load parameters and buffers, nothing else.
+            fall_back: where a checkpoint is damaged, load the newest whole one in its place.
+
+        Returns:
+            (the checkpoint's folder, client_state); (None, None), with a warning, where no tag is given and the folder has no
+            checkpoint yet, as in a job that is started for the first time.
+
+        Raises:
+            CheckpointError: on every rank; names the file and the cause.
+        """
+        if tag is None and not any(
+            self._sharded.exchange_json((Path(load_dir) / LATEST).exists(), "whether there is a checkpoint")
+        ):
+            warnings.warn(f"no checkpoint was loaded: {load_dir} has no file `{LATEST}`.", stacklevel=2)
+            return None, None
+        states = load_optimizer_states and not load_module_only
+        loaded = self._sharded.load(
+            load_dir,
+            None if tag is None else str(tag),
+            strict=load_module_strict,
+            optimizer_states=states,
+            random=not load_module_only,
+            fall_back=fall_back,
+        )
+        values = loaded.values
+        self._microbatches.start_step()
+        if not load_module_only:
+            for name in COUNTERS:
+                setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
+            self.micro_steps = self.global_steps * self.resolved.batch.accumulation
+            self._resumable.load(values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
+            self._progress.start_at(self.global_samples)
+        return str(loaded.path), values.get("client_state", {})
+
+    @property
+    def _resumable(self) -> Resumable:
+        return Resumable(self.lr_scheduler, self.loss_scaler, self.training_dataloader)
+
+    def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write the model as transformers does (safetensors, ties once), each rank its own part. Every rank must call it.
+
+        Args:
+            out: the folder, for `from_pretrained` or `load_pretrained`.
+            dtype: of the floating-point tensors; default: fp32, from the master weights.
+        """
+        self._sharded.export(out, dtype)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As `export`, in the dtype that the model trains in; bf16 where that is fp32. Every rank must call it.
+
+        Args:
+            save_dir: the folder.
+            save_filename: a file of `torch.save`, as DeepSpeed writes it, in the place of safetensors: rank 0 needs memory for
+                the whole model.
+            exclude_frozen_parameters: leave out what is not trained; for a file of that name alone.
+
+        Returns:
+            Whether it was saved: not where parameters are sharded and the config says that a save gathers nothing.
+        """
+        dtype = self.resolved.precision.param_dtype
+        dtype = dtype if dtype is not None and dtype.itemsize == 2 else torch.bfloat16
+        if save_filename is None:
+            if exclude_frozen_parameters:
+                raise UsageError(
+                    "save_16bit_model(exclude_frozen_parameters=True) needs a save_filename; export writes whole models."
+                )
+            self.export(save_dir, dtype)
+            return True
+        if not self.zero_gather_16bit_weights_on_model_save():
+            return False
+        state = self.consolidated_state_dict(exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        self._sharded.checkpoints.together(lambda: _save(state, path, dtype) if state is not None else None)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a save may bring the weights together in one rank's memory: unless the config forbids it at stage 3."""
+        zero = self.resolved.schema.zero_optimization
+        said = (zero.stage3_gather_16bit_weights_on_model_save, zero.stage3_gather_fp16_weights_on_model_save)
+        return not self._sharded.policy.parameters.sharded or False not in said or True in said
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's state dict, whole, on every rank. Every rank must call it."""
+        copies: dict[tuple[int, torch.Size], Tensor] = {}  # of tied parameters there is one
+        state = {
+            name: copies.setdefault((value.data_ptr(), value.shape), value.clone())
+            for name, value in self.module.state_dict().items()
+        }
+        return self._without_frozen(state) if exclude_frozen_parameters else state
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The model's state dict, whole, in rank 0's CPU memory, one unit at a time; None elsewhere. Every rank must call it."""
+        state = self._sharded.consolidated_state_dict()
+        return self._without_frozen(state) if state is not None and exclude_frozen_parameters else state
+
+    _zero3_consolidated_16bit_state_dict = consolidated_state_dict
+    """The name that trainers call it by."""
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict of the model, master weights too. Every rank must call it."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
+
+
+def _save(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}, path)

@@ -1,0 +1,36 @@
+"""Owns what an optimizer knows of the engine that drives it: whose a step is, how the last one went. Part of sharded_optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Driven:
+    """The part of an optimizer that an engine sets, and reads.
+
+    Attributes:
+        driver: does what belongs to a step besides the update (clipping, counting), where the user calls `step` all the same.
+        overflow: whether the last gradient norm that was asked for was infinite or NaN.
+        loss_scale: what the next loss is multiplied by before its backward; 1 but under fp16.
+    """
+
+    driver: Callable[[], Any] | None = None
+    overflow = False
+    loss_scale = 1.0
+    _is_driven = False
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Inside, `step` is the update alone: its caller is the driver."""
+        self._is_driven = True
+        try:
+            yield
+        finally:
+            self._is_driven = False
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name of `loss_scale`."""
+        return self.loss_scale

@@ -15,10 +15,11 @@ from test_trainers import Tokens, as_torchrun, gpt2
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Policy
+from zeroshard import Policy, ZeroRedundancyOptimizer
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.integrations.trainer_parts import OuterModel
 from zeroshard.integrations.transformers import (
+    ZeroConsolidateCallback,
     ZeroSeq2SeqTrainer,
     ZeroTrainer,
 )
@@ -46,7 +47,8 @@ def arguments(out: Path, rank: int, world: int, port: int, **kwargs: Any) -> Any
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
     given = {
-        "use_cpu": True, "per_device_train_batch_size": 2, "num_train_epochs": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True,
+        "per_device_train_batch_size": 2, "num_train_epochs": 2, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
         "gradient_accumulation_steps": 4, "seed": 0, "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 0.5,
     }  # fmt: skip
     given.update({"ddp_backend": "gloo"} if world > 1 else {})
@@ -493,3 +495,72 @@ def test_batches_without_a_gradient_are_skipped(tmp_path: Path) -> None:
         assert len(set(rates)) == len(rates) - 1
 
     run(body, 2)
+
+
+# ---------------------------------------------------------------------- a stock Trainer with ZeroRedundancyOptimizer
+
+
+def stage_one(rank: int, world: int, port: int, out: Path, how: str, kwargs: dict[str, Any]) -> Losses:
+    """No integration at all; the callback is for what checkpoints hold."""
+    given = dict(kwargs)
+    resume, callbacks = given.pop("resume", None), given.pop("callbacks", [ZeroConsolidateCallback])
+    args, model = arguments(out, rank, world, port, **given), llama()
+    both: dict[str, Any] = {"args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
+    if how != "stock":
+        both["callbacks"] = [make() for make in callbacks]
+    if how == "class":
+        both["optimizer_cls_and_kwargs"] = (
+            ZeroRedundancyOptimizer,
+            {"optimizer_class": torch.optim.AdamW, "lr": 1e-2},
+        )
+    if how == "object":
+        both["optimizers"] = (
+            ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
+            None,
+        )
+    trainer = transformers.Trainer(model, **both)
+    trainer.train(resume_from_checkpoint=resume)
+    return history(trainer)
+
+
+@pytest.mark.parametrize("how", ["class", "object"])
+def test_stage_one_in_a_stock_trainer(tmp_path: Path, how: str) -> None:
+    stock = run(stage_one, 2, tmp_path / "stock", "stock", SAVES)[0]
+    out = tmp_path / how
+    assert_close(run(stage_one, 2, out, how, SAVES)[0], stock)
+    state = torch.load(out / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+    assert state[0]["exp_avg"].shape == (64, 32), "the whole, as AdamW's own"
+    for world in (2, 1):
+        resume = {"resume": str(out / "checkpoint-2"), "per_device_train_batch_size": 4 // world}
+        again = run(stage_one, world, out, how, {**SAVES, **resume})[0]
+        assert_close(again, stock, 1e-4)
+    plain = run(stage_one, 2, out, "stock", {**SAVES, "resume": str(out / "checkpoint-2")})[0]
+    assert_close(plain, stock, 1e-4)
+
+
+def test_the_best_checkpoint_is_consolidated_too(tmp_path: Path) -> None:
+    kwargs = {**EVALUATES, "save_strategy": "best", "metric_for_best_model": "eval_loss"}
+    run(stage_one, 2, tmp_path, "class", kwargs)
+    saved = sorted(tmp_path.glob("checkpoint-*"))
+    assert saved
+    for folder in saved:
+        assert "zeroshard" not in torch.load(folder / "optimizer.pt", weights_only=True)
+
+
+def test_shards_alone_are_not_loaded_elsewhere(tmp_path: Path) -> None:
+    run(stage_one, 2, tmp_path, "class", {**SAVES, "callbacks": []})
+
+    def body(rank: int, world: int, port: int) -> None:
+        with pytest.raises(UsageError, match="consolidate_state_dict"):
+            kwargs = {**SAVES, "callbacks": [], "resume": str(tmp_path / "checkpoint-2")}
+            stage_one(rank, world, port, tmp_path, "class", kwargs)
+
+    run(body, 1)
+
+    def other(rank: int, world: int, port: int) -> None:
+        args = arguments(tmp_path, rank, world, port, **SAVES)
+        trainer = transformers.Trainer(llama(), args, train_dataset=Tokens(), callbacks=[ZeroConsolidateCallback()])
+        with pytest.raises(UsageError, match="is for zeroshard"):
+            trainer.train()
+
+    run(other, 1)

@@ -11,7 +11,7 @@ text = torch.frombuffer(bytearray(b"neither the stage nor the place changes the 
 data = [{"input_ids": row, "labels": row} for row in text[:10240].long().view(-1, 64)]
 args = TrainingArguments(
     "trainer_native", per_device_train_batch_size=4, max_steps=40, learning_rate=1e-3, logging_steps=10, save_steps=20,
-    report_to=[], use_cpu=not torch.accelerator.is_available(), ddp_backend=None if torch.accelerator.is_available() else "gloo",
+    report_to=[], use_cpu=not torch.accelerator.is_available(),
 )  # fmt: skip
 trainer = ZeroTrainer(LlamaForCausalLM(config), args, zero=3, train_dataset=data)
 trainer.train()

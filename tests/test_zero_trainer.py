@@ -22,6 +22,7 @@ from zeroshard.integrations.transformers import (
     ZeroConsolidateCallback,
     ZeroSeq2SeqTrainer,
     ZeroTrainer,
+    ZeroTrainerMixin,
 )
 from zeroshard.testing import run_ranks
 from zeroshard.testing.ranks import free_port
@@ -99,6 +100,7 @@ def test_losses_are_ddps_under_every_stage(tmp_path: Path) -> None:
             assert_close(mine, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -142,7 +144,13 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
-@pytest.mark.parametrize(("zero", "then", "world"), [(3, 3, 2), (2, 3, 2), (3, 1, 1), (0, 2, 2)])
+@pytest.mark.parametrize(
+    ("zero", "then", "world"),
+    [
+        (3, 1, 1),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ((3, 3, 2), (2, 3, 2), (0, 2, 2))),
+    ],
+)
 def test_resumes_at_another_stage_and_world_size(tmp_path: Path, zero: int, then: int, world: int) -> None:
     whole = run(fit, 2, tmp_path, zero, SAVES, weights)
     folder = tmp_path / "checkpoint-2"
@@ -184,6 +192,7 @@ def test_checkpoints_load_with_from_pretrained(tmp_path: Path) -> None:
                 assert torch.equal(parameter, found[name]), (folder, name)
 
 
+@pytest.mark.full
 def test_only_the_model_is_saved(tmp_path: Path) -> None:
     kwargs = {
         **SAVES, **EVALUATES, "save_only_model": True, "load_best_model_at_end": True, "greater_is_better": True,
@@ -198,6 +207,7 @@ def test_only_the_model_is_saved(tmp_path: Path) -> None:
         assert any("loss" in one for one in resumed[0][0].values())
 
 
+@pytest.mark.full
 def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     import peft
 
@@ -227,6 +237,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(last), torch.tensor(again), atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
     run(train, 1, tmp_path, "stock", SAVES)
 
@@ -240,7 +251,7 @@ def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- precision and configs
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_sixteen_bits(tmp_path: Path, kind: str) -> None:
     """Parameters in 16 bits, fp32 masters; the stages agree, and a resumed training goes on with the same numbers."""
     kwargs: dict[str, Any] = {kind: True, "learning_rate": 1e-3, **SAVES, **EVALUATES}
@@ -345,6 +356,8 @@ def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="contradict") as caught:
                 make({**FULL, **change})
             assert words in str(caught.value)
+        with pytest.raises(ConfigError, match="gradient_checkpointing=True"):
+            make({**FULL, "activation_checkpointing": {"checkpoint_units": "auto"}})
         for kwargs, words in (
             ({"bf16_full_eval": True}, "bf16_full_eval"),
             ({"optim": "adalomo"}, "lomo"),
@@ -370,6 +383,7 @@ class ScheduleFree(torch.optim.SGD):
 # ---------------------------------------------------------------------- loops
 
 
+@pytest.mark.full
 def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
     """Under sharded parameters, each rank's answers are those of the whole model."""
 
@@ -403,6 +417,7 @@ def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
         assert math.isclose(mine[2], stock[2], abs_tol=1e-6)
 
 
+@pytest.mark.full
 def test_training_again_in_one_process(tmp_path: Path) -> None:
     """As a hyperparameter search does, and as one who calls train() twice; and after an exception in the middle."""
 
@@ -444,6 +459,7 @@ def test_training_again_in_one_process(tmp_path: Path) -> None:
     run(body, 2)
 
 
+@pytest.mark.full
 def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
     class TooLarge(ZeroTrainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -462,6 +478,7 @@ def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
     assert run(body, 1)[0] == (3, 2)
 
 
+@pytest.mark.full
 def test_evaluation_without_training(tmp_path: Path) -> None:
     def body(rank: int, world: int, port: int, kind: str, evaluates: bool) -> Any:
         args = arguments(tmp_path, rank, world, port)
@@ -477,6 +494,7 @@ def test_evaluation_without_training(tmp_path: Path) -> None:
     assert after == pytest.approx(run(body, 2, "stock", False)[0][1], abs=1e-6)
 
 
+@pytest.mark.full
 def test_batches_without_a_gradient_are_skipped(tmp_path: Path) -> None:
     """A gradient that is not finite leaves the model, the optimizer and the rate as they are."""
 
@@ -523,7 +541,7 @@ def stage_one(rank: int, world: int, port: int, out: Path, how: str, kwargs: dic
     return history(trainer)
 
 
-@pytest.mark.parametrize("how", ["class", "object"])
+@pytest.mark.parametrize("how", ["class", pytest.param("object", marks=pytest.mark.full)])
 def test_stage_one_in_a_stock_trainer(tmp_path: Path, how: str) -> None:
     stock = run(stage_one, 2, tmp_path / "stock", "stock", SAVES)[0]
     out = tmp_path / how
@@ -538,6 +556,7 @@ def test_stage_one_in_a_stock_trainer(tmp_path: Path, how: str) -> None:
     assert_close(plain, stock, 1e-4)
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_is_consolidated_too(tmp_path: Path) -> None:
     kwargs = {**EVALUATES, "save_strategy": "best", "metric_for_best_model": "eval_loss"}
     run(stage_one, 2, tmp_path, "class", kwargs)
@@ -547,6 +566,7 @@ def test_the_best_checkpoint_is_consolidated_too(tmp_path: Path) -> None:
         assert "zeroshard" not in torch.load(folder / "optimizer.pt", weights_only=True)
 
 
+@pytest.mark.full
 def test_shards_alone_are_not_loaded_elsewhere(tmp_path: Path) -> None:
     run(stage_one, 2, tmp_path, "class", {**SAVES, "callbacks": []})
 
@@ -564,3 +584,57 @@ def test_shards_alone_are_not_loaded_elsewhere(tmp_path: Path) -> None:
             trainer.train()
 
     run(other, 1)
+
+
+# ---------------------------------------------------------------------- TRL
+
+
+def words_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{number}": number for number in range(4, 64)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def tune(rank: int, world: int, port: int, out: Path, kind: str, adapted: bool, zero: Any) -> Losses:
+    import datasets
+    import peft
+    import trl
+
+    as_torchrun(rank, world, port)
+    kwargs = {
+        "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 3, "report_to": [], "disable_tqdm": True, "bf16": False,
+        "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "gradient_accumulation_steps": 2, "max_length": 32,
+    }  # fmt: skip
+
+    def words(first: int, count: int) -> str:
+        return " ".join(f"w{4 + (first * 7 + i) % 60}" for i in range(count))
+
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]) if adapted else None
+    if kind == "sft":
+        rows = [{"text": words(i, 8 + i % 3)} for i in range(24)]
+        base, args = trl.SFTTrainer, trl.SFTConfig(str(out), **kwargs)
+    else:
+        rows = [{"prompt": words(i, 4), "chosen": words(i + 1, 4), "rejected": words(i + 2, 5)} for i in range(24)]
+        base, args = trl.DPOTrainer, trl.DPOConfig(str(out), **kwargs)
+    made: Any = base if zero == "stock" else type("Zero", (ZeroTrainerMixin, base), {})
+    torch.manual_seed(1)
+    trainer = made(
+        model=llama(), args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=words_tokenizer(),
+        peft_config=lora, **({} if zero == "stock" else {"zero": zero}),
+    )  # fmt: skip
+    trainer.train()
+    return history(trainer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_trl(tmp_path: Path, kind: str, adapted: bool) -> None:
+    stock = run(tune, 2, tmp_path, kind, adapted, "stock")[0]
+    for zero in (2, 3):
+        assert_close(run(tune, 2, tmp_path, kind, adapted, zero)[0], stock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,11 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     config = load_config(zero, args.world_size, model, _auto_values(args, total_steps))
     _refuse_contradictions(config, args)
     says = config.schema.fp16.enabled or config.schema.bf16.enabled or config.autocast_dtype is not None
-    precision = config.precision if says or config.precision.param_dtype is not None else _precision_of(args)
+    precision = config.precision
+    if not says and precision.param_dtype is None:
+        of_arguments = _precision_of(args)
+        kept = precision.accumulate_dtype or of_arguments.accumulate_dtype
+        precision = replace(precision, param_dtype=of_arguments.param_dtype, accumulate_dtype=kept)
     shard_arguments = {"units": config.units, "bucket_numel": config.bucket_numel, "overlap": config.overlap}
     return Settings(config.policy, precision, config, shard_arguments, config.autocast_dtype)
 
@@ -115,6 +119,11 @@ def _auto_values(args: Any, total_steps: int) -> dict[str, Any]:
 def _refuse_contradictions(config: Config, args: Any) -> None:
     """Two places that say different things: nobody would know which holds."""
     schema = config.schema
+    if schema.activation_checkpointing.checkpoint_units is not None:
+        raise ConfigError(
+            "activation_checkpointing.checkpoint_units is for initialize; under a Trainer, set gradient_checkpointing=True in "
+            "TrainingArguments."
+        )
     said: dict[str, tuple[Any, Any, str]] = {}
     if config.names_batch_size:
         said["train_micro_batch_size_per_gpu"] = (

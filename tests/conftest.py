@@ -20,6 +20,7 @@ HEAVY = (
     "test_pretrained",
     "test_sharded_init",
     "test_trainers",
+    "test_zero_trainer",
 )
 """They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
 

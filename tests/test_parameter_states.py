@@ -108,12 +108,15 @@ def test_of_a_frozen_one_and_of_one_born_sharded() -> None:
         for parameter in model.blocks[0].parameters():
             parameter.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
-        zeroshard.shard(model, torch.optim.SGD(trained, lr=0.1), Policy.stage(3))
+        sharded = zeroshard.shard(model, torch.optim.SGD(trained, lr=0.1), Policy.stage(3))
         frozen = model.blocks[0].up.weight
         states = zeroshard.parameter_states(frozen)
         assert not states.is_trained
         assert torch.equal(states.get(), plain.blocks[0].up.weight.detach() + 1 + 1)
         assert states.get("gradients") is None
+        del sharded
+        with pytest.raises(UsageError, match="is gone"):
+            states.get()
 
     run_ranks(body, 2)
 

@@ -193,9 +193,8 @@ def join_ranks(
             "False: each rank would train alone. Leave it out, or call torch.distributed.init_process_group first."
         )
     backend = backend or dist.get_default_backend_for_device("cpu" if device.type == "meta" else device)
-    rank, world_size, where = (
-        (0, 1, "tcp://127.0.0.1:0") if launch is None else (launch.rank, launch.world_size, _meeting_point(launch))
-    )
+    rank, world_size = (0, 1) if launch is None else (launch.rank, launch.world_size)
+    where = _alone(os.environ) if launch is None else _meeting_point(launch)
     try:
         dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
@@ -216,6 +215,11 @@ def mark_use() -> None:
 def _leave_in(process: int) -> None:
     if os.getpid() == process:  # a forked child has no say
         leave_ranks()
+
+
+def _alone(env: Mapping[str, str]) -> str:
+    """Where a group of one rank meets itself. torchrun's agent has a store for it, and torch would look for that anywhere."""
+    return "env://" if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys() else "tcp://127.0.0.1:0"
 
 
 def _meeting_point(launch: Launch) -> str:

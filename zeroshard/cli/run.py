@@ -196,8 +196,10 @@ def _launch(options: argparse.Namespace) -> None:
 
 def _tell_failure(error: ChildFailedError, processes: int) -> int:
     """Say which rank failed first, and how. Returns the exit status."""
-    rank, failure = error.get_first_failure()
-    others = len(error.failures) - 1
+    # torchrun ends the others with SIGTERM, and tells them all by the second in which they ended.
+    failures = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
+    rank, failure = failures[0]
+    others = sum(one.exitcode != -signal.SIGTERM for _, one in failures[1:])
     after = f"; {others} more failed" if others else "; the others were stopped" if processes > 1 else ""
     if failure.exitcode >= 0:
         _say(f"error: rank {rank} ended with exit status {failure.exitcode}{after}. What it said is above.")

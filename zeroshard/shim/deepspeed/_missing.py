@@ -15,7 +15,7 @@ def missing(module: str, **instead: str) -> Callable[[str], Any]:
 
     Args:
         module: its `__name__`.
-        instead: by name, what to use in its place, as a sentence.
+        instead: by name, what to use in its place, as a sentence: what is left out on purpose.
     """
 
     def getattr_(name: str) -> NoReturn:
@@ -26,6 +26,7 @@ def missing(module: str, **instead: str) -> Callable[[str], Any]:
             raise ImportError(text, name=module)
         raise AttributeError(text, name=name)
 
+    getattr_.instead = instead  # type: ignore[attr-defined]  # for the test that looks through the trainers' sources
     return getattr_
 
 

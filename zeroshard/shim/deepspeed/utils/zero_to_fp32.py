@@ -14,6 +14,7 @@ if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).reso
 import torch
 from torch import Tensor, nn
 
+from deepspeed._missing import missing
 from zeroshard.cli.options import nbytes_of
 from zeroshard.formats import consolidated, hugging_face
 
@@ -21,6 +22,11 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint",
 ]  # fmt: skip
+
+_INSTEAD = (
+    "Checkpoints here have one format: get_fp32_state_dict_from_zero_checkpoint and `zeroshard consolidate` read them."
+)
+__getattr__ = missing(__name__, get_model_state_file=_INSTEAD, get_optim_files=_INSTEAD)
 
 Folder = str | os.PathLike[str]
 

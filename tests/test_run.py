@@ -1,0 +1,227 @@
+"""`zeroshard run`: torchrun with the package named deepspeed on the path, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard.cli.main import app
+from zeroshard.errors import UsageError
+from zeroshard.shim_path import shim_path
+
+ROOT = Path(zeroshard.__file__).parent.parent
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch, deepspeed
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+if "--idle" not in sys.argv:
+    engine, *_ = deepspeed.initialize(model=model, config_params=config, model_parameters=list(model.parameters()))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+told = {
+    "arguments": sys.argv[1:], "deepspeed": deepspeed.__file__, "threads": os.environ.get("OMP_NUM_THREADS"),
+    "world": os.environ["WORLD_SIZE"], "joined": deepspeed.comm.get_world_size() if deepspeed.comm.is_initialized() else 0,
+}
+Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+if os.environ["RANK"] == "1":
+    if "--exit" in sys.argv: sys.exit(3)
+    if "--kill" in sys.argv: os.kill(os.getpid(), 9)
+    if "--raise" in sys.argv: raise KeyError("what the rank says")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(folder: Path, *arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    env |= {"PYTHONPATH": os.pathsep.join([*filter(None, [before]), str(ROOT)]), **environment}
+    command = [sys.executable, "-m", "zeroshard", "run", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith(("zeroshard run:", "error:"))]
+
+
+def told(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def test_a_script_finds_zeroshard_as_deepspeed_on_every_rank(script: Path, tmp_path: Path) -> None:
+    """Even where a DeepSpeed is installed; what stands behind the script's name is the script's."""
+    real = tmp_path / "site" / "deepspeed"
+    real.mkdir(parents=True)
+    (real / "__init__.py").write_text("raise RuntimeError('the real one')")
+    done = run(tmp_path, "--nproc-per-node", "2", "train.py", "--help", "-m", "x", before=str(real.parent))
+    assert done.returncode == 0, done.stderr
+    ranks = told(tmp_path)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["arguments"] == ["--help", "-m", "x"]
+        assert Path(rank["deepspeed"]).is_relative_to(shim_path())
+        assert (rank["threads"], rank["world"], rank["joined"]) == ("1", "2", 2)
+    assert ours(done) == [f"zeroshard run: DeepSpeed is installed ({real}); this run imports zeroshard in its place."]
+
+
+def test_a_module_on_one_process_and_a_warning_where_nothing_was_trained(script: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "--nproc-per-node", "1", "-m", "train")
+    assert done.returncode == 0, done.stderr
+    assert told(tmp_path)[0]["joined"] == 1
+    assert ours(done) == []
+    done = run(tmp_path, "--nproc-per-node", "1", "train.py", "--idle")
+    assert done.returncode == 0
+    assert len(ours(done)) == 1 and "gave zeroshard nothing to train" in ours(done)[0]
+
+
+TRAINER = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(0)
+ids = dict(bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32, resid_pdrop=0, attn_pdrop=0,
+                                   embd_pdrop=0, **ids))
+tokens = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
+data = [{"input_ids": one, "labels": one} for one in tokens]
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.save_model()
+if trainer.is_world_process_zero():
+    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    print("TOLD", args.world_size, trainer.accelerator.distributed_type.value, losses)
+print("EVALUATED", trainer.evaluate()["eval_loss"])
+"""
+
+
+@pytest.mark.full
+def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) -> None:
+    """Its script is unchanged; only the launcher and the config say what it runs on."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(TRAINER)
+    block = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {"zero_optimization": {"stage": 2}, "optimizer": block, **dict.fromkeys(sizes, "auto")}
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    options = "--report_to none --disable_tqdm True --logging_steps 1 --max_steps 4 --save_steps 2 --per_device_train_batch_size 2"
+    options += " --gradient_accumulation_steps 2 --learning_rate 1e-2"
+    start = ("--nproc-per-node", "2", "train.py", *options.split())
+
+    def trained(*more: str) -> tuple[dict[int, float], list[str]]:
+        done = run(tmp_path, *start, "--deepspeed", "zero.json", *more)
+        assert done.returncode == 0, done.stderr
+        assert ours(done) == []
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("TOLD 2 DEEPSPEED")]
+        return eval(line.partition("DEEPSPEED")[2]), sorted(x for x in done.stdout.splitlines() if x.startswith("EVAL"))
+
+    losses, evaluated = trained("--output_dir", "whole")
+    assert len(losses) == 4 and len(evaluated) == 2 and evaluated[0] == evaluated[1]
+    resumed, evaluated_after = trained("--output_dir", "again", "--resume_from_checkpoint", "whole/checkpoint-2")
+    assert resumed == losses and evaluated_after == evaluated
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "again")
+    assert all(one.equal(other) for one, other in zip(saved.parameters(), again.parameters(), strict=True))
+
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *start,
+        "--use_cpu",
+        "--output_dir",
+        "ddp",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ddp = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    (line,) = [line for line in ddp.stdout.splitlines() if line.startswith("TOLD 2 MULTI_CPU")]
+    assert eval(line.partition("MULTI_CPU")[2]) == pytest.approx(losses, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "sentence"),
+    [
+        ("--exit", 3, "rank 1 ended with exit status 3"),
+        ("--kill", 137, "rank 1 was ended by SIGKILL"),
+        ("--raise", 1, "rank 1 ended with exit status 1"),
+    ],
+)
+def test_a_rank_that_fails_is_told_once(script: Path, tmp_path: Path, how: str, status: int, sentence: str) -> None:
+    done = run(tmp_path, "--nproc-per-node", "2", "train.py", "--idle", how)
+    assert done.returncode == status
+    assert len(ours(done)) == 1 and sentence in ours(done)[0], done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) <= (8 if how == "--raise" else 1), done.stderr  # the rank's own traceback
+    assert done.stderr.count("KeyError: 'what the rank says'") == (how == "--raise")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "there is no script to run"),
+        (["nothere.py"], "there is no file at nothere.py"),
+        (["--nproc-per-node", "two", "train.py"], "not 'two'"),
+        (["--nproc-per-node", "0", "train.py"], "from 1 on"),
+        (["--nproc-per-node"], "expected one argument"),
+        (["--nproces", "2", "train.py"], "unrecognized arguments: --nproces"),
+        (["--nnodes", "0", "train.py"], "could not be started"),
+        (["train.py", "--deepspeed", "nothere.json"], "there is no config at nothere.json"),
+        (["train.py", "--deepspeed=nothere.json"], "there is no config at nothere.json"),
+    ],
+)
+def test_a_mistake_is_a_sentence(
+    script: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("ZEROSHARD_RUN_MARK", "")
+    error = CliRunner().invoke(app, ["run", *arguments]).exception
+    assert isinstance(error, UsageError)
+    assert sentence in str(error)
+    assert len(str(error).splitlines()) == 1
+
+
+def test_accelerators_are_counted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many processes as accelerators; more are refused, and so is the CPU beside them."""
+    import torch
+
+    from zeroshard.cli import run as module
+
+    started = []
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("ZEROSHARD_RUN_MARK", "")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(module, "_launch", started.append)
+    Path("zero.json").write_text("{}")
+    for arguments, sentence in (
+        (["--nproc-per-node", "5", "train.py"], "this machine has 4 accelerator(s)"),
+        (["train.py", "--deepspeed", "zero.json", "--use_cpu"], 'CUDA_VISIBLE_DEVICES=""'),
+    ):
+        error = CliRunner().invoke(app, ["run", *arguments]).exception
+        assert isinstance(error, UsageError) and sentence in str(error)
+    assert CliRunner().invoke(app, ["run", "train.py"]).exception is None
+    assert [options.nproc_per_node for options in started] == ["4"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    error = CliRunner().invoke(app, ["run", "train.py"]).exception
+    assert isinstance(error, UsageError) and "turns DeepSpeed off in accelerate" in str(error)
+
+
+def test_the_path_is_printed() -> None:
+    assert CliRunner().invoke(app, ["shim-path"]).stdout == f"{shim_path()}\n"
+    assert (shim_path() / "deepspeed" / "__init__.py").is_file()

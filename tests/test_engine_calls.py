@@ -270,6 +270,12 @@ def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
         for name, value in (gathered or {}).items():
             assert torch.equal(value, whole[name])
         assert gathered is None or gathered.keys() == whole.keys()
+        tied = {
+            name for name, p in engine.module.named_parameters(remove_duplicate=False) if p is engine.module.head.weight
+        }
+        assert len(tied) == 2
+        for state in (engine.module.state_dict(), gathered or {}):
+            assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
         engine.save_16bit_model(tmp_path, "weights.bin")
         read = torch.load(tmp_path / "weights.bin")
         assert all(torch.equal(value, whole[name].bfloat16()) for name, value in read.items())

@@ -120,6 +120,10 @@ class Sharded:
         """`model.state_dict()` in CPU memory of rank `to`, one unit at a time; None on the others. Every rank must call it."""
         state = KeptInMemory(self.rank == to)
         self.model.state_dict(destination=state)
+        first: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in state and first.setdefault(id(parameter), name) in state:
+                dict.__setitem__(state, name, state[first[id(parameter)]])  # tied parameters are one tensor
         return dict(state) if self.rank == to else None
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:

@@ -193,7 +193,11 @@ class Saving:
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict, whole, on every rank. Every rank must call it."""
-        state = {name: value.clone() for name, value in self.module.state_dict().items()}
+        copies: dict[tuple[int, torch.Size], Tensor] = {}  # of tied parameters there is one
+        state = {
+            name: copies.setdefault((value.data_ptr(), value.shape), value.clone())
+            for name, value in self.module.state_dict().items()
+        }
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:

@@ -123,7 +123,7 @@ def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[
     for module, units in units_of.items():
         ours = {id(entry.parameter) for unit in units for entry in unit.named}
         named = module.named_parameters(remove_duplicate=False)
-        held = _Held(units, [name for name, parameter in named if id(parameter) in ours])
+        held = _Held(units, {name: id(parameter) for name, parameter in named if id(parameter) in ours})
         handles += [
             module.register_state_dict_pre_hook(held.before_save),
             module.register_state_dict_post_hook(partial(held.after_save)),
@@ -137,10 +137,10 @@ class _Held:
     """The units of one module, whole while a state dict is made of it, or loaded.
 
     Args:
-        names: of their parameters, as the module has them.
+        names: of their parameters, as the module has them, and the parameters' `id`s.
     """
 
-    def __init__(self, units: Sequence[Unit], names: Sequence[str]) -> None:
+    def __init__(self, units: Sequence[Unit], names: Mapping[str, int]) -> None:
         self._units, self._names = units, names
 
     def before_save(self, *_: Any) -> None:
@@ -153,9 +153,12 @@ class _Held:
             unit.pin()
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in self._names:
+        copies: dict[int, Tensor] = {}
+        for name, parameter in self._names.items():
             if isinstance(value := state.get(prefix + name), Tensor):
-                state[prefix + name] = value.detach().clone()  # which stays when the unit is given back
+                if parameter not in copies:  # of tied parameters there is one
+                    copies[parameter] = value.detach().clone()  # which stays when the unit is given back
+                state[prefix + name] = copies[parameter]
         self._give_back()
 
     def before_load(self, *_: Any) -> None:
@@ -175,4 +178,4 @@ class _Held:
 
 class _HeldNothing(_Held):
     def __init__(self) -> None:
-        super().__init__((), ())
+        super().__init__((), {})

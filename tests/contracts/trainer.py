@@ -1,0 +1,143 @@
+"""A stock transformers script, run by test_trainer_contract: `trainer.py CASES.json OUT.json`. It knows nothing of zeroshard.
+
+Each case is a training of a small Llama; rank 0 writes what it came to. Started under DDP, or with a package named deepspeed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from torch.utils.data import Dataset
+
+transformers.logging.set_verbosity_error()
+# On a machine without an accelerator the arguments refuse bf16 and fp16 before anybody else is asked.
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Sixteen sequences of one length."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | str | None:
+    """What TrainingArguments(deepspeed=...) gets; None is DDP."""
+    if case["stage"] is None or isinstance(case["stage"], str):
+        return case["stage"]
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "initial_scale_power": 10},
+    }
+    if case["optimizer"]:
+        params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    if case["scheduler"]:
+        params = {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        }
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": params}
+    return config
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train, evaluate between, save, go on or begin at the best; then predict and generate."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks, gradient_accumulation_steps=2,
+        max_steps=4, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=2, logging_steps=1, eval_steps=2, save_steps=2,
+        eval_strategy="steps", save_strategy="steps", report_to=[], disable_tqdm=True, seed=0, load_best_model_at_end=True,
+        metric_for_best_model="eval_loss", bf16=case["dtype"] == "bf16", fp16=case["dtype"] == "fp16", max_grad_norm=0.5,
+        gradient_checkpointing=case["checkpointing"], deepspeed=deepspeed_config(case),
+        save_only_model=case.get("only_model", False), use_cpu=case["stage"] is None,
+        ddp_backend="gloo" if case["stage"] is None else None, average_tokens_across_devices=False,
+    )  # fmt: skip
+    assert arguments.world_size == ranks, (arguments.world_size, ranks)
+    trainer = transformers.Trainer(llama(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer.train(resume_from_checkpoint=case.get("resume"))
+    history = trainer.state.log_history
+    found = {
+        "losses": {str(entry["step"]): entry["loss"] for entry in history if "loss" in entry},
+        "norms": {str(entry["step"]): entry["grad_norm"] for entry in history if "grad_norm" in entry},
+        "rates": {str(entry["step"]): entry["learning_rate"] for entry in history if "learning_rate" in entry},
+        "evaluations": {str(entry["step"]): entry["eval_loss"] for entry in history if "eval_loss" in entry},
+        "best": trainer.state.best_model_checkpoint,
+        "evaluated": trainer.evaluate()["eval_loss"],
+        "predicted": float(trainer.predict(Tokens()).predictions.astype("float64").sum()),
+    }
+    prompt = Tokens()[0]["input_ids"][None, :4].to(arguments.device)
+    with torch.no_grad():
+        found["generated"] = trainer.model.generate(
+            input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, synced_gpus=ranks > 1
+        ).tolist()
+    trainer.save_model(str(folder / "final"))
+    trainer.accelerator.wait_for_everyone()
+    read = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
+    assert "lm_head.weight" not in files(folder / "final"), "ties once"
+    with torch.no_grad():
+        tokens = Tokens()[0]["input_ids"][None]
+        found["read"] = float(read(input_ids=tokens, labels=tokens).loss)
+    trainer.accelerator.wait_for_everyone()
+    return found
+
+
+def files(folder: Path) -> set[str]:
+    """The names of the tensors in a folder's safetensors."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def main() -> None:
+    """Run every case in turn, as many programs would one each."""
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results = []
+    for case in cases:
+        folder = out.parent / case["name"]
+        results.append(run(case, folder))
+        AcceleratorState._reset_state(reset_partial_state=False)
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+        if case.get("throw_away", True) and int(os.environ.get("RANK", "0")) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        assert all(math.isfinite(result["evaluated"]) for result in results)
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import zeroshard
@@ -110,8 +114,8 @@ print("EVALUATED", trainer.evaluate()["eval_loss"])
 @pytest.mark.full
 def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) -> None:
     """Its script is unchanged; only the launcher and the config say what it runs on."""
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
+    if any(importlib.util.find_spec(name) is None for name in ("accelerate", "transformers")):
+        pytest.skip("accelerate and transformers are not installed")
     (tmp_path / "train.py").write_text(TRAINER)
     block = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -132,9 +136,9 @@ def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) ->
     assert len(losses) == 4 and len(evaluated) == 2 and evaluated[0] == evaluated[1]
     resumed, evaluated_after = trained("--output_dir", "again", "--resume_from_checkpoint", "whole/checkpoint-2")
     assert resumed == losses and evaluated_after == evaluated
-    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "again")
-    assert all(one.equal(other) for one, other in zip(saved.parameters(), again.parameters(), strict=True))
+    saved, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "again"))
+    assert len(saved) > 20 and saved.keys() == again.keys()
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
 
     command = [
         sys.executable,
@@ -197,11 +201,10 @@ def test_a_mistake_is_a_sentence(
 
 def test_accelerators_are_counted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many processes as accelerators; more are refused, and so is the CPU beside them."""
-    import torch
-
     from zeroshard.cli import run as module
 
-    started = []
+    started: list[Any] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(script.parent)
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setenv("ZEROSHARD_RUN_MARK", "")

@@ -56,7 +56,7 @@ def train(system: str, out: Path, steps: int, warmup: int) -> None:
     import transformers
     from torch.utils.data import Dataset
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if system.startswith("DeepSpeed"):  # accelerate gives it no backend on a CPU, and believes in one process
         dist.init_process_group("gloo")
 
@@ -87,17 +87,18 @@ def train(system: str, out: Path, steps: int, warmup: int) -> None:
             num_attention_heads=8,
             max_position_embeddings=128,
             use_cache=False,
-        )  # fmt: skip
+        )
     )
     name, _, stage = system.partition(" ")
     with_config = name in ("DeepSpeed", "zeroshard")
+    fsdp: dict[str, Any] = {"fsdp": "full_shard auto_wrap"}
+    fsdp["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    options: dict[str, Any] = fsdp if name == "FSDP2" else {}
     arguments = transformers.TrainingArguments(
-        str(out.parent / "run"), per_device_train_batch_size=1, max_steps=warmup + steps, learning_rate=1e-4, report_to=[], disable_tqdm=True,
-        logging_steps=warmup + steps, save_strategy="no", seed=0, max_grad_norm=1.0, use_cpu=not with_config,
+        str(out.parent / "run"), per_device_train_batch_size=1, max_steps=warmup + steps, learning_rate=1e-4, report_to=[],
+        disable_tqdm=True, logging_steps=warmup + steps, save_strategy="no", seed=0, max_grad_norm=1.0, use_cpu=not with_config,
         ddp_backend=None if with_config else "gloo", average_tokens_across_devices=False,
-        deepspeed=config(int(stage)) if with_config else None,
-        **({"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
-           if name == "FSDP2" else {}),
+        deepspeed=config(int(stage)) if with_config else None, **options,
     )  # fmt: skip
     assert arguments.world_size == int(os.environ["WORLD_SIZE"])
     clock = Clock()

@@ -45,7 +45,7 @@ ORDER = [
     {"initialize"},
     {"integrations"},
     {"testing"},
-    {"cli", "integrations"},
+    {"cli"},
     {"__main__"},
 ]
 """Rooms (folders, and modules beside them); each imports itself and those above it in this list."""

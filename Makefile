@@ -4,6 +4,8 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 TEXT ?=
 CONFIG ?= examples/zero2.json
+# Releases of trainers from before the newest, on which the contract tests run too.
+OLDER = transformers==5.20.2 accelerate==1.13.0
 BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 
@@ -42,6 +44,7 @@ lint: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
 	touch $@
 
 clean:

@@ -114,6 +114,25 @@ def test_stock_trainer_in_all_ways(ddp: dict[bool, dict[str, Any]], tmp_path: Pa
 
 
 @pytest.mark.full
+def test_stock_trainer_of_an_older_release(ddp: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
+    older = Path(sys.prefix, "older")
+    if not older.is_dir():
+        pytest.skip(f"no older transformers and accelerate in {older}: `make clean test` installs them")
+    cases = quick_cases()
+    check(
+        cases,
+        run(
+            zeroshard(2),
+            "trainer.py",
+            cases,
+            tmp_path,
+            PYTHONPATH=os.pathsep.join([str(older), os.environ.get("PYTHONPATH", "")]),
+        ),
+        ddp,
+    )
+
+
+@pytest.mark.full
 def test_stock_trainer_alone(ddp: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
     """One rank sums in another order."""
     cases = quick_cases()

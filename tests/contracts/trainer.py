@@ -61,14 +61,16 @@ def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | str | None:
         params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
         config["optimizer"] = {"type": "AdamW", "params": params}
     if case["scheduler"]:
-        params = {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        }
+        keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        params = {**dict.fromkeys(keys, "auto"), "warmup_type": "linear"}  # the Trainer's own schedule is linear
         config["scheduler"] = {"type": "WarmupDecayLR", "params": params}
     return config
+
+
+def late_schedule(model: torch.nn.Module) -> tuple[Any, Any]:
+    """DeepSpeed's linear schedule for two of four steps: as the Trainer's, and one step later."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (0.0, 0.0, 0.5, 1.0, 0.5)[step])
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -84,7 +86,11 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         ddp_backend="gloo" if case["stage"] is None else None, average_tokens_across_devices=False,
     )  # fmt: skip
     assert arguments.world_size == ranks, (arguments.world_size, ranks)
-    trainer = transformers.Trainer(llama(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    model = llama()
+    optimizers = late_schedule(model) if case["stage"] is None and case["scheduler"] else (None, None)
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Tokens(), eval_dataset=Tokens(), optimizers=optimizers
+    )
     trainer.train(resume_from_checkpoint=case.get("resume"))
     history = trainer.state.log_history
     found = {
@@ -103,6 +109,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         ).tolist()
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # what is read back is an ordinary model
     read = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
     assert "lm_head.weight" not in files(folder / "final"), "ties once"
     with torch.no_grad():
@@ -131,7 +138,6 @@ def main() -> None:
         folder = out.parent / case["name"]
         results.append(run(case, folder))
         AcceleratorState._reset_state(reset_partial_state=False)
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()
         if case.get("throw_away", True) and int(os.environ.get("RANK", "0")) == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if int(os.environ.get("RANK", "0")) == 0:

@@ -14,17 +14,23 @@ __getattr__ = missing(__name__)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Tensors on `device` with storages of their own, in lists, tuples and dicts of any depth.
+    """Tensors on `device` with storages of their own, in lists, tuples and dicts of any depth; tied ones stay one tensor.
 
     A view of a flat buffer would be saved with the whole buffer.
     """
+    return _clone(item, torch.device(device), {})
+
+
+def _clone(item: Any, device: torch.device, copies: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        device = torch.device(device)
-        return item.detach().clone() if device == item.device else item.detach().to(device)
+        same = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
+        if same not in copies:
+            copies[same] = item.detach().to(device, copy=True)
+        return copies[same]
     if isinstance(item, list | tuple):
-        return type(item)([clone_tensors_for_torch_save(one, device) for one in item])
+        return type(item)([_clone(one, device, copies) for one in item])
     if isinstance(item, dict):
-        return type(item)({key: clone_tensors_for_torch_save(one, device) for key, one in item.items()})
+        return type(item)({key: _clone(one, device, copies) for key, one in item.items()})
     return item
 
 

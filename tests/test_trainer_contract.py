@@ -1,0 +1,144 @@
+"""The stock transformers Trainer, unmodified, under `zeroshard run`: the losses of DDP, whatever the config leaves to whom."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sampling import cover, pairs
+
+SCRIPTS = Path(__file__).parent / "contracts"
+AXES: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "optimizer": (True, False),
+    "scheduler": (True, False),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "checkpointing": (False, True),
+}
+TOLERANCE = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3}
+
+
+def case(**values: Any) -> dict[str, Any]:
+    """One training; its name is a folder."""
+    whole = {"stage": None, "optimizer": False, "scheduler": False, "dtype": "fp32", "checkpointing": False, **values}
+    return {"name": "-".join(str(whole[key]) for key in AXES), **whole}
+
+
+def all_cases() -> list[dict[str, Any]]:
+    return [case(**dict(zip(AXES, values, strict=True))) for values in itertools.product(*AXES.values())]
+
+
+def quick_cases() -> list[dict[str, Any]]:
+    cases = all_cases()
+    return [cases[index] for index in sorted(cover([pairs((key, one[key]) for key in AXES) for one in cases]))]
+
+
+def run(
+    launcher: list[str], script: str, cases: list[dict[str, Any]], folder: Path, **environment: str
+) -> list[dict[str, Any]]:
+    """Run a script of `contracts/` over cases, in one job; what rank 0 found, case by case."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "out.json").unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        str(SCRIPTS / script),
+        str(folder / "cases.json"),
+        str(folder / "out.json"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())
+    return found
+
+
+def zeroshard(ranks: int) -> list[str]:
+    return ["zeroshard", "run", "--nproc-per-node", str(ranks)]
+
+
+DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="session")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, Any]]:
+    """What DDP comes to in fp32, by whether the schedule is DeepSpeed's."""
+    cases = [case(scheduler=scheduler) for scheduler in (False, True)]
+    return dict(zip((False, True), run(DDP, "trainer.py", cases, tmp_path_factory.mktemp("ddp")), strict=True))
+
+
+def largest_difference(one: dict[str, float], other: dict[str, float]) -> float:
+    assert one.keys() == other.keys()
+    return max(abs(one[key] - other[key]) for key in one)
+
+
+def check(cases: list[dict[str, Any]], found: list[dict[str, Any]], ddp: dict[bool, dict[str, Any]]) -> None:
+    for one, result in zip(cases, found, strict=True):
+        reference, tolerance = ddp[one["scheduler"]], TOLERANCE[one["dtype"]]
+        for what in ("losses", "norms", "evaluations"):
+            assert largest_difference(reference[what], result[what]) <= tolerance, (
+                one["name"],
+                what,
+                reference[what],
+                result[what],
+            )
+        for what in ("evaluated", "read"):
+            assert abs(reference[what] - result[what]) <= tolerance, (one["name"], what)
+        assert Path(result["best"]).name == "checkpoint-4", one["name"]
+        assert one["dtype"] != "fp32" or result["generated"] == reference["generated"], one["name"]
+
+
+def test_stock_trainer(ddp: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
+    cases = quick_cases()
+    check(cases, run(zeroshard(2), "trainer.py", cases, tmp_path), ddp)
+
+
+@pytest.mark.full
+def test_stock_trainer_in_all_ways(ddp: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
+    cases = all_cases()
+    check(cases, run(zeroshard(2), "trainer.py", cases, tmp_path), ddp)
+
+
+@pytest.mark.full
+def test_stock_trainer_alone(ddp: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
+    """One rank sums in another order."""
+    cases = quick_cases()
+    found = run(zeroshard(1), "trainer.py", cases, tmp_path)
+    for one, result in zip(cases, found, strict=True):
+        tolerance = max(TOLERANCE[one["dtype"]], 1e-5)
+        assert largest_difference(ddp[one["scheduler"]]["losses"], result["losses"]) <= tolerance, one["name"]
+
+
+def test_resume_at_the_same_and_at_another_stage_and_world_size(tmp_path: Path) -> None:
+    cases = [case(stage=stage, optimizer=stage % 2 == 0, scheduler=stage > 1) for stage in range(4)]
+    kept = [{**one, "throw_away": False} for one in cases]
+    checkpoints = [str(tmp_path / one["name"] / "checkpoint-2") for one in cases]
+    again = [
+        {**one, "name": f"again-{one['name']}", "resume": path} for one, path in zip(cases, checkpoints, strict=True)
+    ]
+    other = [
+        {**one, "name": f"other-{one['name']}", "stage": (one["stage"] + 2) % 4, "resume": path}
+        for one, path in zip(cases, checkpoints, strict=True)
+    ]
+    found = run(zeroshard(2), "trainer.py", [*kept, *again, *other], tmp_path)
+    whole, same = found[:4], found[4:]
+    alone = run(zeroshard(1), "trainer.py", [{**one, "name": f"alone-{one['name']}"} for one in other], tmp_path)
+    for index, wanted in enumerate(whole):
+        for found, tolerance in ((same[index], 0.0), (same[index + 4], 1e-6), (alone[index], 1e-5)):
+            for step in ("3", "4"):
+                assert abs(found["losses"][step] - wanted["losses"][step]) <= tolerance, (cases[index]["name"], step)
+            assert abs(found["evaluated"] - wanted["evaluated"]) <= max(tolerance, 1e-5)

@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 transformers.logging.set_verbosity_error()
-# On a machine without an accelerator the arguments refuse bf16 and fp16 before anybody else is asked.
-transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -82,7 +80,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         eval_strategy="steps", save_strategy="steps", report_to=[], disable_tqdm=True, seed=0, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", bf16=case["dtype"] == "bf16", fp16=case["dtype"] == "fp16", max_grad_norm=0.5,
         gradient_checkpointing=case["checkpointing"], deepspeed=deepspeed_config(case),
-        save_only_model=case.get("only_model", False), use_cpu=case["stage"] is None,
+        save_only_model=case.get("only_model", False), 
+        use_cpu=not torch.accelerator.is_available(),  # without it the arguments refuse bf16 and fp16 there
         ddp_backend="gloo" if case["stage"] is None else None, average_tokens_across_devices=False,
     )  # fmt: skip
     assert arguments.world_size == ranks, (arguments.world_size, ranks)

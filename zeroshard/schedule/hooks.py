@@ -299,8 +299,8 @@ class Hooks:
             return
         self._begin_backward()
         call.begin()
-        self._close_others(module)
-        if module is not self._root:
+        if module is not self._root:  # which begins with its last child, at the same tensor
+            self._close_others(module)
             self._in_progress[module] = None
         for unit in self._units[module]:
             unit.expect_gradients()

@@ -75,14 +75,15 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train, evaluate between, save, go on or begin at the best; then predict and generate."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks, gradient_accumulation_steps=2,
-        max_steps=4, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=2, logging_steps=1, eval_steps=2, save_steps=2,
+        **{"learning_rate": 1e-2, "warmup_steps": 2, **case.get("arguments", {})},
+        output_dir=str(folder), per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks,
+        gradient_accumulation_steps=2, max_steps=4, lr_scheduler_type="linear", logging_steps=1, eval_steps=2, save_steps=2,
         eval_strategy="steps", save_strategy="steps", report_to=[], disable_tqdm=True, seed=0, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", bf16=case["dtype"] == "bf16", fp16=case["dtype"] == "fp16", max_grad_norm=0.5,
         gradient_checkpointing=case["checkpointing"], deepspeed=deepspeed_config(case),
-        save_only_model=case.get("only_model", False), 
         use_cpu=not torch.accelerator.is_available(),  # without it the arguments refuse bf16 and fp16 there
         ddp_backend="gloo" if case["stage"] is None else None, average_tokens_across_devices=False,
+        save_only_model=case.get("only_model", False),
     )  # fmt: skip
     assert arguments.world_size == ranks, (arguments.world_size, ranks)
     model = llama()

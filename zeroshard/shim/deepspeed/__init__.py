@@ -29,6 +29,7 @@ from deepspeed.utils.z3_leaf_module import with_leaf_modules
 from zeroshard import UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
+from zeroshard.config.load import read
 
 __all__ = [
     "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "OnDevice", "PipelineModule", "__version__",
@@ -92,11 +93,20 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=given,
+        auto=_samples_of_a_microbatch(given),
         group=_data_parallel_group(mpu),
         attributes=DeepSpeedParameter,
     )
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return made
+
+
+def _samples_of_a_microbatch(config: Any) -> dict[str, int]:
+    """Trainers count their batches themselves, and pass configs on that name none: then a microbatch is one sample."""
+    if config is None or {"train_batch_size", "train_micro_batch_size_per_gpu"} & read(config).keys():
+        return {}
+    log_dist("the config names no batch size: a microbatch counts as one sample.", ranks=[0])
+    return {"train_micro_batch_size_per_gpu": 1}
 
 
 def _one_config(args: Any, config: Any) -> Any:

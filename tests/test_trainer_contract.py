@@ -145,6 +145,7 @@ def test_stock_trainer_alone(ddp: dict[bool, dict[str, Any]], tmp_path: Path) ->
 USERS = Path(__file__).parent / "recorded" / "configs"
 
 
+@pytest.mark.full
 def test_the_users_configs_unchanged(tmp_path: Path) -> None:
     """What such files fix must agree with the arguments, as transformers asks; the rest is "auto"."""
     fixed = {"learning_rate": 1e-5, "warmup_steps": 100, "adam_epsilon": 1e-8}
@@ -162,6 +163,7 @@ def test_the_users_configs_unchanged(tmp_path: Path) -> None:
         assert len(losses) == 4 and abs(result["read"] - losses[0]) < 0.5
 
 
+@pytest.mark.full
 def test_resume_at_the_same_and_at_another_stage_and_world_size(tmp_path: Path) -> None:
     cases = [case(stage=stage, optimizer=stage % 2 == 0, scheduler=stage > 1) for stage in range(4)]
     kept = [{**one, "throw_away": False} for one in cases]

@@ -47,7 +47,7 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def train(system: str, out: Path, steps: int, warmup: int) -> None:
+def train(system: str, out: Path, batch: int, steps: int, warmup: int) -> None:
     """The script: one rank of one system."""
     import time
 
@@ -95,7 +95,7 @@ def train(system: str, out: Path, steps: int, warmup: int) -> None:
     fsdp["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
     options: dict[str, Any] = fsdp if name == "FSDP2" else {}
     arguments = transformers.TrainingArguments(
-        str(out.parent / "run"), per_device_train_batch_size=1, max_steps=warmup + steps, learning_rate=1e-4, report_to=[],
+        str(out.parent / "run"), per_device_train_batch_size=batch, max_steps=warmup + steps, learning_rate=1e-4, report_to=[],
         disable_tqdm=True, logging_steps=warmup + steps, save_strategy="no", seed=0, max_grad_norm=1.0, use_cpu=not with_config,
         ddp_backend=None if with_config else "gloo", average_tokens_across_devices=False,
         deepspeed=config(int(stage)) if with_config else None, **options,
@@ -111,7 +111,7 @@ def train(system: str, out: Path, steps: int, warmup: int) -> None:
         out.write_text(json.dumps({"times": times, "loss": loss, "peak": int(peak.split()[1]) * 1024}))
 
 
-def run(system: str, ranks: int, steps: int, deepspeed_path: Path | None) -> dict[str, Any] | str:
+def run(system: str, ranks: int, batch: int, steps: int, deepspeed_path: Path | None) -> dict[str, Any] | str:
     """One job; a sentence where the system does not run here."""
     name = system.partition(" ")[0]
     if name == "DeepSpeed" and deepspeed_path is None:
@@ -123,7 +123,7 @@ def run(system: str, ranks: int, steps: int, deepspeed_path: Path | None) -> dic
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         command = [sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), __file__]
-        command += ["--system", system, "--out", str(out), "--steps", str(steps)]
+        command += ["--system", system, "--out", str(out), "--batch", str(batch), "--steps", str(steps)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not out.exists():
             errors = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
@@ -135,6 +135,7 @@ def run(system: str, ranks: int, steps: int, deepspeed_path: Path | None) -> dic
 def main(
     rounds: Annotated[int, typer.Option(help="How often each system runs.")] = 3,
     ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences of 128 tokens on each rank.")] = 4,
     steps: Annotated[int, typer.Option(help="Measured steps of a run.")] = 8,
     deepspeed_path: Annotated[
         Path | None, typer.Option(help="A folder in which the real DeepSpeed is installed.")
@@ -145,7 +146,7 @@ def main(
 ) -> None:
     """Compare one step of stock transformers' Trainer over systems."""
     if system is not None and out is not None:
-        train(system, out, steps, warmup=3)
+        train(system, out, batch, steps, warmup=3)
         return
     ratios: dict[str, list[float]] = {}
     found: dict[str, dict[str, Any] | str] = {}
@@ -156,7 +157,7 @@ def main(
                 continue
             if number and isinstance(found[one], str):
                 continue
-            result = run(one, ranks, steps, deepspeed_path)
+            result = run(one, ranks, batch, steps, deepspeed_path)
             found[one] = result
             if isinstance(result, str):
                 continue

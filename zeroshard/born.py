@@ -252,6 +252,9 @@ class BornSharded(nn.Parameter):
         memo[id(self)] = whole
         return whole
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(shard_of[self].whole(), self.requires_grad).__reduce_ex__(protocol)
+
 
 def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     parameter, shard = args[0], shard_of[args[0]]

@@ -18,7 +18,6 @@ from zeroshard.errors import UsageError
 from zeroshard.schedule.states import State
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import GRADIENTS, PARAMETERS, ModelStates, Range
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
 from zeroshard.unsharded import Home, home_of, unsharded
 
 
@@ -105,9 +104,9 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     """
     home = home_of(parameter)
     if home is not None:
-        unit, optimizer = home.unit(), home.optimizer()
-        if unit is not None and optimizer is not None:
-            return _InUnit(home, unit, optimizer)
+        unit = home.unit()
+        if unit is not None:
+            return _InUnit(home, unit)
     if isinstance(parameter, nn.Parameter) and (isinstance(parameter, BornSharded) or is_shown(parameter)):
         return _Born(parameter)
     raise UsageError(
@@ -117,14 +116,17 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
 
 
 class _InUnit(ParameterStates):
-    def __init__(self, home: Home, unit: Unit, optimizer: ShardedOptimizer) -> None:
-        self._unit, self._optimizer = unit, optimizer
+    def __init__(self, home: Home, unit: Unit) -> None:
+        self._unit, self._optimizer = unit, home.optimizer
         self.fqn, self.number = unit.named[home.index].fqn, home.number
         self.is_trained, self.is_sharded = unit.trainable, unit.sharded_at_rest
 
     @property
     def _states(self) -> ModelStates:
-        return ModelStates([self._unit], self._optimizer, self._unit.collectives)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UsageError(f"the optimizer of {self.fqn} is gone: keep what shard() or initialize() returned.")
+        return ModelStates([self._unit], optimizer, self._unit.collectives)
 
     @property
     def is_here(self) -> bool:

@@ -1,6 +1,7 @@
-"""A stock accelerate script, run by test_accelerate_contract: `accelerate_loop.py CASES.json OUT.json`. It knows nothing of zeroshard.
+"""A stock accelerate script, run by test_accelerate_contract: `accelerate_loop.py CASES.json OUT.json`.
 
-Each case is a raw loop over a small Llama; rank 0 writes what it came to. Started under DDP, or with a package named deepspeed.
+It knows nothing of zeroshard. Each case is a raw loop over a small Llama; rank 0 writes what it came to. Started under DDP, or with
+a package named deepspeed.
 """
 
 from __future__ import annotations

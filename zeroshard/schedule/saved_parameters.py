@@ -32,6 +32,8 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_whole: bool
+    """It is all of that parameter, in its own shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,10 @@ class SavedParameters:
             return None
         offset = int(tensor.storage_offset())
         index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
-        return _View(
-            unit, index, tensor._version - unit.appearance.hides, tensor.dtype, tensor.size(), tensor.stride(), offset
-        )
+        size, stride, version = tensor.size(), tensor.stride(), tensor._version - unit.appearance.hides
+        like: Any = unit.named[index].parameter
+        is_whole = (like.dtype, like.size(), like.stride()) == (tensor.dtype, size, stride)
+        return _View(unit, index, version, tensor.dtype, size, stride, offset, is_whole)
 
     def _unpack(self, packed: Any) -> Any:
         kind = type(packed)
@@ -117,6 +120,9 @@ class SavedParameters:
         unit, entry = packed.unit, packed.unit.named[packed.index]
         _check(packed.version, entry.parameter._version - unit.appearance.hides, entry.fqn)
         self._before_read(unit)
+        if packed.is_whole and not entry.parameter.requires_grad:
+            # Itself, as where no hooks are: an autograd function may ask what it is. Of one that is trained torch makes another.
+            return entry.parameter
         flat = unit.flat.tensor
         if packed.dtype == flat.dtype:
             with torch.no_grad():

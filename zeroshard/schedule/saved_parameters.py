@@ -143,7 +143,7 @@ class _Unpacked(Tensor):
     copy is: one that has the parameter's attributes, as where no hooks are.
     """
 
-    values: Tensor
+    whole: Tensor
     parameter: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -152,7 +152,7 @@ class _Unpacked(Tensor):
         made: _Unpacked = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
         )
-        made.values, made.parameter = view, parameter
+        made.whole, made.parameter = view, parameter
         return made
 
     @classmethod
@@ -160,7 +160,7 @@ class _Unpacked(Tensor):
         own = args[0]
         if func is not torch.ops.aten.detach.default:  # nobody but torch has it
             raise NotImplementedError(f"{func} of a saved parameter that was not detached")
-        copy = own.values.detach().as_subclass(_Copy)
+        copy = own.whole.detach().as_subclass(_Copy)
         copy.parameter = own.parameter
         return copy
 

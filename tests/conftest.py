@@ -16,9 +16,11 @@ HEAVY = (
     "test_export",
     "test_families",
     "test_from_pretrained",
+    "test_lightning",
     "test_pretrained",
     "test_sharded_init",
     "test_trainers",
+    "test_zero_trainer",
 )
 """They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
 

@@ -373,3 +373,25 @@ def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
             torch.testing.assert_close(one, other)
 
     run_ranks(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_whose_output_is_its_last_layers_accumulates(stage: int) -> None:
+    """Its last layer's backward begins together with its own: it is reduced before its gradients come, and once more after."""
+
+    def trained(stage: int, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        block = {"type": "AdamW", "params": {"lr": 1e-2}}
+        engine = zeroshard.initialize(model=model, config=config(stage, optimizer=block))[0]
+        for step in range(4):
+            batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            engine.backward(engine(batch).pow(2).mean())
+            engine.step()
+        return values(engine)
+
+    def body(rank: int) -> None:
+        for one, other in zip(trained(stage, rank), trained(0, rank), strict=True):
+            assert torch.equal(one, other)
+
+    run_ranks(body, 2, timeout=60)

@@ -460,3 +460,27 @@ def test_a_borrowed_parameter_is_whole_in_the_borrowers_forward(stage: int) -> N
         assert all(map(torch.equal, run(stage, True), run(0, False)))
 
     run_ranks(body, 2)
+
+
+@pytest.mark.full
+def test_attributes_cost_no_compilation() -> None:
+    def body(rank: int) -> None:
+        def graphs(**kwargs: Any) -> int:
+            from torch._dynamo.utils import counters
+
+            torch._dynamo.reset()
+            counters.clear()
+            torch.manual_seed(0)
+            model = Stack()
+            for block in model.blocks:
+                block.compile(backend="eager")
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3), **kwargs)
+            for number in range(2):
+                model(*tokens(rank, number)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            return counters["stats"]["unique_graphs"]
+
+        assert graphs(attributes=Shown) == graphs() > 0
+
+    run_ranks(body, 2)

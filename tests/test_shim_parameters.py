@@ -1,4 +1,4 @@
-"""The package named deepspeed, where it is about parameters: zero.Init, GatheredParameters, ds_ attributes, tensor fragments, leaves."""
+"""The package named deepspeed, as far as it is about parameters."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_what_trainers_do_around_generation() -> None:
 
 def test_leaf_modules() -> None:
     def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
+        deepspeed_of_ours()
         from deepspeed import utils
 
         model = Net()
@@ -559,7 +559,6 @@ folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 deepspeed.init_distributed()
 rank = dist.get_rank()
 plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-of_config = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
 with initialization.no_init_weights():
     of_config = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
 torch.manual_seed(5)
@@ -630,7 +629,7 @@ Path(folder, f"done.{rank}").touch()
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["Llama", pytest.param("GPT-2", marks=pytest.mark.full)])
 def test_transformers_from_pretrained_under_stage_3(name: str, dtype: str, tmp_path: Path) -> None:
     from families import FAMILIES

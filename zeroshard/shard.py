@@ -25,6 +25,7 @@ from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks
 from zeroshard.layout.bucketing import Group, group_parameters
 from zeroshard.parameters.context import Context
+from zeroshard.parameters.shown import whole_class
 from zeroshard.policy import Place, Policy, Precision, Units
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.make_units import make_units
@@ -103,7 +104,7 @@ def shard(
     storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize)
     context = Context(
         policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole,
-        attributes=attributes if policy.parameters.sharded else None,
+        whole_class=whole_class(attributes if policy.parameters.sharded else None),
     )  # fmt: skip
     try:
         with collectives.operation("shard()"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.checkpoints import Checkpoints, Loaded
 from zeroshard.checkpoint.saving import Where
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.formats.hugging_face import export_live
 from zeroshard.layout.bucketing import Group
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
@@ -363,6 +363,19 @@ class Sharded:
         finally:
             self._context.collectives.close()
             self._context.storages.close()
+
+    def abandon(self) -> None:
+        """Take zeroshard off without the other ranks, after an error on this one: their waits for it end in an error.
+
+        Parameters that are sharded at rest stay placeholders: nobody is there to bring them together. Others are whole.
+        """
+        self._hooks.remove()
+        unregister(self._schedule.units)
+        self.optimizer.release_inner()
+        with suppress(ZeroshardError):  # what went wrong was told; here it is in the way
+            self.checkpoints.close()
+        self._context.collectives.close()
+        self._context.storages.close()
 
     def _refuse_pinned(self, what: str) -> None:
         for unit in self._schedule.units:

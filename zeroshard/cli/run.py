@@ -180,7 +180,8 @@ def _launch(options: argparse.Namespace) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in ("", ".agent.server.api", ".multiprocessing.api"):  # of which some have a level of their own
+            logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     try:
         torchrun.run(options)
     except ChildFailedError as error:

@@ -79,7 +79,7 @@ class Config:
         optimizer = zero.offload_optimizer or OffloadOptimizerBlock(device="cpu" if zero.cpu_offload else "none")
         aio = self.schema.aio
         common = Offload(
-            sub_group_numel=zero.sub_group_size,
+            sub_group_numel=max(zero.sub_group_size, 1),
             block_nbytes=aio.block_size,
             requests=aio.queue_depth * (aio.thread_count or aio.intra_op_parallelism),
         )

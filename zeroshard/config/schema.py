@@ -216,6 +216,39 @@ class CheckpointBlock(Block):
     writer: Annotated[Any, no_meaning("files are written straight from where the states lie.")] = None
 
 
+_OF_DEEPCOMPILE = "an option of DeepCompile."
+_COMPILE_YOURSELF = "nothing is compiled unless you do it: `model.compile()`, or transformers' `torch_compile`."
+
+
+class CompileBlock(Block):
+    """torch.compile, and DeepSpeed's own passes."""
+
+    deepcompile: Annotated[bool, refused("DeepSpeed's passes over the graph; compile the model with torch's own.")] = (
+        False
+    )
+    enabled: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
+    disable: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
+    backend: Annotated[str | None, no_meaning(_COMPILE_YOURSELF)] = None
+    kwargs: Annotated[dict[str, Any] | None, no_meaning(_COMPILE_YOURSELF)] = None
+    passes: Annotated[list[str] | None, no_meaning(_OF_DEEPCOMPILE)] = None
+    free_activation: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    free_activation_threshold: Annotated[int, no_meaning(_OF_DEEPCOMPILE)] = 10485760
+    offload_activation: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    offload_activation_pin_memory: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = True
+    offload_opt_states: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    double_buffer: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = True
+    symmetric_memory: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    debug_log: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    offload_parameters: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    sync_before_reduce: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    sync_after_reduce: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    sync_before_allgather: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    sync_after_allgather: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    keep_int_input_tensors: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = True
+    keep_all_input_tensors: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+    autoep_non_moe: Annotated[bool, no_meaning(_OF_DEEPCOMPILE)] = False
+
+
 class Schema(BaseModel):
     """The top level. Unknown keys are errors, but for those of other programs that `ignored_keys` names."""
 
@@ -304,7 +337,9 @@ class Schema(BaseModel):
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("there is no expert parallelism.")] = False
     flops_profiler: Annotated[dict[str, Any] | None, refused("use torch.utils.flop_counter.FlopCounterMode.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard estimate`.")] = None
-    compile: Annotated[dict[str, Any] | None, refused("DeepCompile; use torch.compile on the blocks.")] = None
+    compile: Annotated[CompileBlock, works("what DeepSpeed compiles with, where a script has it compile.")] = (
+        CompileBlock()
+    )
     tensor_parallel: Annotated[dict[str, Any] | None, refused("there is no tensor parallelism.")] = None
     expert_parallel: Annotated[dict[str, Any] | None, refused("there is no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], works("there is no sequence parallelism.")] = 1

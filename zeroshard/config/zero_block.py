@@ -120,9 +120,9 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is ordinary state.")] = False
     sub_group_size: Annotated[
-        Positive,
+        Count,
         works(
-            "the most elements that the optimizer updates in one call, where they come from elsewhere. 4 Mi at most in any case."
+            "the most elements that the optimizer updates in one call, where they come from elsewhere. 4 Mi at most in any case; 0: as few as can be."
         ),
     ] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[

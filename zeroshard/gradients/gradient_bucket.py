@@ -187,6 +187,7 @@ class GradientBucket:
 
         Returns whether one was started: unsharded gradients wait for the last microbatch.
         """
+        self.finish_reduction()  # the microbatch's before may be in flight still, where no gradient has come since
         now, self._microbatch = self._microbatch, _Microbatch(self._everything)
         if self._sums_before_reducing:
             if not is_last_microbatch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from zeroshard.collectives.base import Collectives
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.policy import DTypes, Policy, Precision
@@ -31,8 +33,8 @@ class Context:
     whole_parameters: bool = False
     """No parameter is cut: the optimizer looks at whole tensors."""
     live: Live = field(default_factory=Live)
-    attributes: type | None = None
-    """Properties that parameters show while the model is sharded."""
+    whole_class: type[nn.Parameter] = nn.Parameter
+    """Of parameters whose values are here; one for all units, since torch.compile asks for it."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from zeroshard.errors import UsageError
 from zeroshard.parameters.metadata import METADATA, VALUES
@@ -79,9 +80,13 @@ def classes_of(owner: Owner, whole: type[nn.Parameter] = nn.Parameter) -> tuple[
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
             own = grad_of(self)
-            fqn = owner.taken_gradient(self) if own is None else None
-            if fqn is None:
+            if (
+                own is not None or TracingContext.try_get() is not None
+            ):  # torch.compile describes parameters, and reads none
                 return own
+            fqn = owner.taken_gradient(self)
+            if fqn is None:
+                return None
             local = owner.local_gradient(self)
             return local if local is not None else _taken_gradient(self, fqn)
 

@@ -18,7 +18,7 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import NamedParameter
-from zeroshard.parameters.shown import classes_of, whole_class
+from zeroshard.parameters.shown import classes_of
 from zeroshard.schedule.states import State
 
 
@@ -48,11 +48,11 @@ class Appearance:
     """
 
     def __init__(
-        self, unit: _Unit, views: Sequence[Tensor], dtype: torch.dtype, attributes: type | None = None
+        self, unit: _Unit, views: Sequence[Tensor], dtype: torch.dtype, whole: type[nn.Parameter] = nn.Parameter
     ) -> None:
         self._unit, self._named, self._views = unit, unit.named, list(views)
         self._index_of = {id(entry.parameter): index for index, entry in enumerate(self._named)}
-        self._whole_class = whole_class(attributes)
+        self._whole_class = whole
         self._away_class, self._taken_class = classes_of(self, self._whole_class)
         self._ours = (nn.Parameter, self._whole_class, self._away_class, self._taken_class)
         device = self._views[0].device

@@ -90,7 +90,7 @@ class Unit:
         self._state_before = State.UNSHARDED
         self.state = State.UNSHARDED
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
-        self.appearance = Appearance(self, views, dtypes.param, context.attributes)
+        self.appearance = Appearance(self, views, dtypes.param, context.whole_class)
         self.appearance.show_views()
         self.reshard()
         self.offload()

@@ -145,12 +145,16 @@ class ShardedOptimizer(Driven, torch.optim.Optimizer):
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters with the mean gradients. Every rank must call it."""
+        """Update the parameters with the mean gradients. Every rank must call it.
+
+        Args:
+            closure: runs forward and backward; called once, before the update. Its value is returned.
+        """
         if closure is not None:
-            raise UsageError(
-                "ShardedOptimizer.step takes no closure: the gradients of a repeated backward would have to be reduced "
-                "within the step. Call backward yourself, then step()."
-            )
+            with torch.enable_grad():
+                loss = closure()
+            self.step()
+            return loss
         if self.driver is not None and not self._is_driven:
             return self.driver()
         self._agree_on_used()

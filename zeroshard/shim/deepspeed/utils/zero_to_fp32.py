@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    del sys.path[0]  # the folder of a script goes first, and this one holds a torch.py
 
 import torch
 from torch import Tensor, nn

@@ -1,0 +1,96 @@
+"""Lightning's Trainer on zeroshard: train, stop, go on under another stage, and read the weights without any of it.
+
+    python examples/lightning_gpt.py                                    # Lightning starts 2 processes
+    torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # or torchrun does
+
+The text is this file. With accelerators, say --accelerator auto.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from zeroshard.integrations.lightning import ZeroStrategy
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+LENGTH = 64
+TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of the text: int64 of shape [LENGTH + 1]."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * 7919 % (len(TEXT) - LENGTH - 1)
+        return TEXT[start : start + LENGTH + 1]
+
+
+class Model(lightning.LightningModule):
+    """A byte-level GPT. Its layers are built in configure_model: under stage 3, sharded from the start."""
+
+    def configure_model(self) -> None:
+        """Called by the Trainer, once for each run."""
+        if not hasattr(self, "gpt"):
+            torch.manual_seed(0)
+            self.gpt = GPT(GPTConfig(layers=4, width=64, heads=2, context=LENGTH))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        """The mean loss in nats per byte."""
+        loss: Tensor = self.gpt(batch[:, :-1], batch[:, 1:])
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The norm of all gradients; `parameter.grad` has no values here."""
+        self.log("norm", optimizer.grad_norm(), prog_bar=True)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One optimizer."""
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def main() -> None:
+    """Train half of the steps under one stage and half under another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("lightning_gpt"))
+    arguments = parser.parse_args()
+    last = arguments.out / "last.ckpt"
+
+    def trainer(stage: int, steps: int) -> lightning.Trainer:
+        sharded = ModelCheckpoint(arguments.out, "{step}", every_n_train_steps=arguments.steps // 2, save_last=True)
+        weights = ModelCheckpoint(arguments.out, "weights", save_weights_only=True, enable_version_counter=False)
+        return lightning.Trainer(
+            strategy=ZeroStrategy(stage), devices=2, accelerator=arguments.accelerator, max_steps=steps, gradient_clip_val=1.0,
+            callbacks=[sharded, weights], logger=False, enable_model_summary=False, default_root_dir=arguments.out,
+        )  # fmt: skip
+
+    trainer(arguments.stage, arguments.steps // 2).fit(Model(), DataLoader(Windows(), 8))
+    second = trainer(3 - arguments.stage % 2, arguments.steps)
+    model = Model()
+    second.fit(
+        model, DataLoader(Windows(), 8), ckpt_path=last
+    )  # another stage; the number of processes may change as well
+
+    if second.is_global_zero:
+        saved = torch.load(arguments.out / "weights.ckpt")["state_dict"]
+        same = all(torch.equal(value.cpu(), saved[name]) for name, value in model.state_dict().items())
+        print(
+            f"\nloss {second.callback_metrics['loss']:.3f} nats per byte; {'lost nothing' if same else 'WEIGHTS DIFFER'}"
+        )
+
+
+if __name__ == "__main__":
+    main()

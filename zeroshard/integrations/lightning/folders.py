@@ -1,0 +1,150 @@
+"""Owns the form of a sharded Lightning checkpoint: a folder by the name that Lightning chose. Called by the two strategies.
+
+epoch=0-step=100.ckpt/
+    latest
+    checkpoint/            as docs/checkpoints.md has it: model states, and Lightning's own part as one value
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.loading import Located, open_checkpoint, tasks_for
+from zeroshard.checkpoint.manifest import MANIFEST, dtype_of
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.sharded import Sharded
+from zeroshard.step.model_states import PARAMETERS
+
+_TAG, _KEY = "checkpoint", "lightning"
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is a folder of ours."""
+    return (Path(path) / _TAG / MANIFEST).is_file()
+
+
+def save_sharded(
+    sharded: Sharded, path: str | os.PathLike[str], rest: dict[str, Any], barrier: Callable[[], Any]
+) -> None:
+    """Write a folder: model states, each rank its own, and `rest`, rank 0's, as Lightning pickles it. Every rank must call it."""
+    _refuse_remote(path)
+    if sharded.rank == 0 and Path(path).is_file():
+        Path(path).unlink()
+    barrier()
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    sharded.save(path, _TAG, {_KEY: torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)})
+
+
+def load_sharded(
+    sharded: Sharded, path: str | os.PathLike[str], weights_only: bool | None = None, **wanted: bool
+) -> dict[str, Any]:
+    """Load a folder into a model, saved at whatever world size and stage; returns what was saved beside it.
+
+    Args:
+        weights_only: of torch.load, for what was saved beside.
+        wanted: as `Sharded.load`: strict, optimizer_states, random.
+    """
+    return _rest(sharded.load(path, _TAG, **wanted).values, path, weights_only)
+
+
+def _rest(values: dict[str, Any], path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+    if _KEY not in values:
+        raise CheckpointError(f"{path} was not saved by Lightning: load it with zeroshard's own `load`.")
+    buffer = io.BytesIO(values[_KEY].numpy().tobytes())
+    try:
+        rest: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not make: "
+            f"{_global_of(error)}. Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+        ) from None
+    return rest
+
+
+def _global_of(error: Exception) -> str:
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else str(error).splitlines()[0]
+
+
+def refuse_what_is_none(path: str | os.PathLike[str]) -> None:
+    """Raise where a path is neither a file nor a folder of ours."""
+    _refuse_remote(path)
+    if Path(path).is_dir():
+        raise CheckpointError(
+            f"{path} is a folder, and no sharded checkpoint of zeroshard's: it has no {_TAG}/{MANIFEST}."
+        )
+    if not Path(path).exists():
+        raise CheckpointError(f"there is no checkpoint at {path}.")
+
+
+def _refuse_remote(path: str | os.PathLike[str]) -> None:
+    if "://" in os.fspath(path):
+        raise UsageError(f"{path} is not a local folder: checkpoints need one that all ranks see.")
+
+
+def clear_for_file(path: str | os.PathLike[str]) -> None:
+    """One file is about to be written where a folder of ours may be. Rank 0 calls it."""
+    if is_sharded(path):
+        shutil.rmtree(path)
+
+
+class _Copies(OrderedDict[str, Any]):
+    """A state dict that copies values while they are there: to CPU memory, or, on other ranks, to none (the meta device)."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value.detach().to(self._device, copy=True) if isinstance(value, Tensor) else value)
+
+
+def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
+    """The module's state dict, whole, in rank 0's CPU memory; empty elsewhere. Every rank must call it.
+
+    One unit is whole at a time.
+    """
+    state = module.state_dict(destination=_Copies("cpu" if rank == 0 else "meta"))
+    return dict(state) if rank == 0 else {}
+
+
+def write_single_file(
+    path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool | None = None
+) -> None:
+    """Make one ordinary Lightning checkpoint of a sharded one: weights, as the masters have them, and hyperparameters.
+
+    `Module.load_from_checkpoint(out)` and `torch.load(out)["state_dict"]` read it. One process; the weights fit into its memory.
+
+    Args:
+        path: the folder that Lightning saved.
+        out: the file; it is replaced.
+        weights_only: of torch.load, for what Lightning pickled; False runs code of whoever wrote the folder.
+
+    Raises:
+        CheckpointError: there is no such folder, or it is damaged.
+    """
+    reader = open_checkpoint(path, _TAG)
+    state: dict[str, Tensor] = {}
+    located: list[Located] = []
+    for record in reader.manifest.parameters.values():
+        saved = record.states.get(PARAMETERS)
+        value = torch.empty(record.shape, dtype=torch.float32 if saved is None else dtype_of(saved.dtype))
+        if saved is not None:
+            located += tasks_for(saved, 0, value.view(-1), record.names[0])
+        state |= dict.fromkeys(record.names, value)
+    reader.read(located)
+    state |= reader.values(reader.manifest.values["ranks"][0]["buffers"])
+    rest = _rest(reader.values(reader.manifest.values["shared"]), path, weights_only)
+    torch.save({**rest, "state_dict": state}, out)

@@ -1,0 +1,123 @@
+"""Owns the entries "zeroshard" of LLaMA-Factory v1's registries: `dist_config.name` and `optim_config.name`. Called by users.
+
+import zeroshard.integrations.llama_factory as entry; entry.register()     # then llamafactory.v1's run_sft, run_dpo, ...
+
+dist_config: {name: zeroshard}
+optim_config: {name: zeroshard, optimizer: AdamW, lr: 1.0e-5, consolidate_every: 500}     # as save_steps
+
+Its training loop reads `parameter.grad`, clips with torch's function, and saves on rank 0 alone for every name but its own: that is
+right for sharded optimizer states (stage 1), and for no more. Stages 2 and 3 go through `dist_config.name: deepspeed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.config.arguments import nearest
+from zeroshard.errors import UsageError
+from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
+
+NAME = "zeroshard"
+_MISSING = "LLaMA-Factory's v1 cannot be imported ({}): pip install llamafactory. For its v0, use `zeroshard run`."
+_PLUGINS = "llamafactory.v1.plugins.trainer_plugins."
+
+
+class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
+    """Its whole state comes to rank 0 after every so many steps: those after which rank 0, alone, saves `state_dict()`."""
+
+    consolidate_every = 0
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As ever. The state is consolidated where `consolidate_every` divides the number of steps."""
+        loss = super().step(closure, **kwargs)
+        self._steps = getattr(self, "_steps", 0) + 1
+        if self.consolidate_every and self._steps % self.consolidate_every == 0:
+            self.consolidate_state_dict(0)
+        return loss
+
+
+def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn.Module:
+    """The model in DistributedDataParallel, where there are other ranks.
+
+    Raises:
+        UsageError: `dist_config` asks for more than sharded optimizer states.
+    """
+    stage = dist_config.get("stage", 1)
+    if stage != 1:
+        raise UsageError(
+            f"dist_config: stage {stage} is not offered under the name zeroshard: the training loop needs whole gradients on every "
+            'rank. Stages 0 to 3 go by "name: deepspeed" and a config_file, under `zeroshard run`.'
+        )
+    unknown = [key for key in dist_config if key not in ("name", "stage", "timeout", "dp_size", "mp_replicate_size")]
+    if unknown:
+        raise UsageError(
+            f"dist_config: {unknown[0]} means nothing to zeroshard{nearest(unknown[0], ['name', 'stage'])}"
+        )
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return model
+    device = next(model.parameters()).device
+    return nn.parallel.DistributedDataParallel(model, device_ids=None if device.index is None else [device.index])
+
+
+def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> ConsolidatingOptimizer:
+    """A torch optimizer over the model's trainable parameters, its state sharded over the ranks.
+
+    Args:
+        model: as the trainer has it.
+        optim_config: `optimizer` (a class of torch.optim; default AdamW), `consolidate_every` (steps, as `save_steps`), and
+            arguments of the optimizer.
+    """
+    options = {key: value for key, value in optim_config.items() if key != "name"}
+    kind = options.pop("optimizer", "AdamW")
+    every, elementwise = options.pop("consolidate_every", 0), options.pop("elementwise", None)
+    cls = getattr(torch.optim, str(kind), None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UsageError(f"optim_config: torch.optim has no {kind!r}.")
+    if "lr" not in options:
+        raise UsageError("optim_config: zeroshard needs its lr here (LLaMA-Factory gives a plugin no learning_rate).")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made = ConsolidatingOptimizer(trainable, cls, elementwise=elementwise, **options)
+    made.consolidate_every = int(every)
+    return made
+
+
+def register() -> None:
+    """Enter both names into LLaMA-Factory's registries, of the release (0.9.5) or of what comes after it."""
+    try:  # later than 0.9.5
+        distributed = import_module(_PLUGINS + "distributed.interface").DistributedPlugin
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(_PLUGINS + "distributed"):
+            raise UsageError(_MISSING.format(error)) from error
+        distributed = _load("distributed.hub", "DistributedPlugin")
+        distributed(NAME).register()(wrap_model)
+    else:
+        distributed(NAME).register()(_Distributed)
+    try:
+        optimizers = import_module(_PLUGINS + "optimizers.optimizer").OptimizerPlugin
+    except ModuleNotFoundError:
+        optimizers = _load("optimizer", "OptimizerPlugin")
+    optimizers(NAME).register()(make_optimizer)
+
+
+def _load(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(_PLUGINS + module), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(_MISSING.format(error)) from error
+
+
+class _Distributed:
+    """The group of methods that LLaMA-Factory's registry holds after 0.9.5."""
+
+    shard_model = staticmethod(wrap_model)
+
+    @staticmethod
+    def clip_grad_norm(model: nn.Module, max_norm: float, **_: Any) -> float:
+        """Gradients are whole on every rank."""
+        return float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))

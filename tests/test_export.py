@@ -139,7 +139,7 @@ def test_the_commands(tmp_path: Path) -> None:
     refused = run(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out2")])
     assert isinstance(refused.exception, CheckpointError)
     assert "is damaged" in str(refused.exception)
-    recorded = Path(__file__).parent / "recorded" / "deepspeed" / "stage3"
+    recorded = Path(__file__).parent / "recorded" / "of_deepspeed" / "stage3"
     imported = run(app, ["import-deepspeed", str(recorded), str(tmp_path / "imported")])
     assert imported.exit_code == 0, imported.output
     assert "2 ranks" in flat(imported.output)

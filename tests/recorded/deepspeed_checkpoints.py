@@ -18,7 +18,7 @@ from torch import nn
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
-FOLDER = Path(__file__).parent / "deepspeed"
+FOLDER = Path(__file__).parent / "of_deepspeed"
 RUNS = {
     "stage1": (1, {}),
     "stage2": (2, {}),

@@ -161,6 +161,7 @@ def test_overflows_are_skipped_alike_at_every_stage() -> None:
                     assert "not finite" in str(report.reason)
                     assert engine.get_lr() == before
                     assert not math.isfinite(report.grad_norm or 0.0)
+                    assert engine.get_global_grad_norm() == math.inf, "NaN or not"
                 told.append([report.applied, list(report.not_finite), str(report.grad_norm), engine.loss_scaler.scale])
             assert engine.global_steps == 14
             assert engine.skipped_steps == sum(not applied for applied, *_ in told)
@@ -219,6 +220,8 @@ def test_bf16_goes_on_only_where_told_to(check: bool) -> None:
     assert report.applied is not check
     assert report.not_finite
     assert engine.skipped_steps == check
+    assert engine.optimizer.overflow is check, "a step that was taken was not skipped"
+    assert not math.isfinite(engine.get_global_grad_norm())
 
 
 def test_inputs_are_cast_where_asked() -> None:

@@ -104,6 +104,7 @@ def test_lion_is_cut_like_adam() -> None:
         ({"type": "Lion", "params": {"betas": [0.95, 0.98]}}, Lion, {"betas": (0.95, 0.98)}),
         ({"type": "RMSprop", "params": {"alpha": 0.5}}, torch.optim.RMSprop, {"alpha": 0.5}),
         ({"type": "Adafactor"}, torch.optim.Adafactor, {}),
+        ({"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}, MuonWithAdamW, {"lr": 0.1}),
     ],
 )
 def test_the_config_makes_optimizers(block: dict[str, Any], cls: type, expected: dict[str, Any]) -> None:

@@ -41,6 +41,21 @@ def test_rates_and_momenta_are_deepspeeds(number: int) -> None:
     np.testing.assert_allclose(np.array(rows), RECORDED[str(number)], rtol=0, atol=1e-12)
 
 
+def test_schedules_tell_what_they_were_made_with() -> None:
+    """Under DeepSpeed's names: callbacks read them."""
+    decay = create_scheduler(
+        SchedulerBlock(type="WarmupDecayLR", params={"total_num_steps": 20, "warmup_max_lr": [0.3, 0.2], "warmup_num_steps": 1}),
+        two_groups(),
+    )  # fmt: skip
+    assert (decay.min_lrs, decay.max_lrs) == ([0.0, 0.0], [0.3, 0.2])
+    assert (decay.warmup_num_steps, decay.warmup_type, decay.total_num_steps) == (2, "log", 20)
+    with pytest.warns(UserWarning, match="unknown warmup_type"):
+        own = create_scheduler(SchedulerBlock(type="WarmupLR", params={"warmup_type": "cubic"}), two_groups())
+    assert (own.max_lrs, own.warmup_type) == ([0.01, 0.02], "log")
+    cosine = create_scheduler(SchedulerBlock(type="WarmupCosineLR", params={"total_num_steps": 9000}), two_groups())
+    assert (cosine.org_lrs, cosine.warmup_min_ratio, cosine.cos_min_ratio) == ([0.01, 0.02], 0.0, 0.0001)
+
+
 def test_the_grid_covers_every_schedule() -> None:
     assert {name for name, _ in GRID} == set(SCHEDULES)
 

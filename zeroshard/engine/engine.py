@@ -197,6 +197,7 @@ class Engine(Saving, Readers, nn.Module):
         if applied:
             with self.optimizer.driven():
                 self.optimizer.step()
+        self.optimizer.overflow = not applied
         self.optimizer.zero_grad()
         if applied and self.lr_scheduler is not None:
             move_schedule()

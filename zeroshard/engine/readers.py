@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,8 +29,14 @@ class Readers:
     # ------------------------------------------------------------------ the last step
 
     def get_global_grad_norm(self) -> float | None:
-        """The global L2 norm of the last step's gradients before clipping; None before the first step."""
-        return self._last.grad_norm
+        """The global L2 norm of the last step's gradients before clipping; None before the first step.
+
+        Infinite where scaled fp16 gradients overflowed, as in DeepSpeed: `step`'s report has the norm as it came out, which is
+        NaN where an infinite gradient met another.
+        """
+        norm = self._last.grad_norm
+        overflowed = self.resolved.scales_loss and norm is not None and not math.isfinite(norm)
+        return math.inf if overflowed else norm
 
     def was_step_applied(self) -> bool:
         """Whether the last call of `step` updated the parameters."""

@@ -49,6 +49,8 @@ def create_optimizer(
             f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Known here: Adam, AdamW, SGD, "
             "Adagrad, Lion, Muon, and any class of torch.optim."
         )
+    if cls in (torch.optim.Adam, torch.optim.AdamW, MuonWithAdamW):
+        params.pop("torch_adam", None)  # DeepSpeed's: whose kernels
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         cls = _adam(cls, params)
     if cls is MuonWithAdamW and model is not None:
@@ -78,7 +80,6 @@ def _known() -> list[str]:
 
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """DeepSpeed's arguments of Adam that are none of torch's."""
-    params.pop("torch_adam", None)
     if not params.pop("bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction = false is not offered: torch's Adam always corrects.")
     decays_apart = params.pop("adam_w_mode", True)

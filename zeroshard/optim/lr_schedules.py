@@ -66,7 +66,35 @@ class LRSchedule(ABC):
         return values
 
 
-class WarmupLR(LRSchedule):
+class _WarmsUp(LRSchedule):
+    """The rising part that three schedules share; `warmup_num_steps` is at least 2."""
+
+    warmup_num_steps: int
+    warmup_type: str
+
+    def _set_warmup(self, num_steps: int, shape: str) -> None:
+        self.warmup_num_steps = max(2, _steps(num_steps, "warmup_num_steps"))
+        if shape not in ("log", "linear"):
+            warnings.warn(f"unknown warmup_type {shape!r}; using 'log'.", stacklevel=3)
+            shape = "log"
+        self.warmup_type = shape
+
+    def _rise(self, i: int) -> float:
+        if i < 0:
+            return 0.0
+        if i >= self.warmup_num_steps:
+            return 1.0
+        linear = self.warmup_type == "linear"
+        return i / self.warmup_num_steps if linear else math.log(i + 1) / math.log(self.warmup_num_steps)
+
+    def _warn_if_longer(self, total: int) -> None:
+        if total < self.warmup_num_steps:
+            warnings.warn(
+                f"the warm-up ({self.warmup_num_steps} steps) is longer than total_num_steps ({total}).", stacklevel=3
+            )
+
+
+class WarmupLR(_WarmsUp):
     """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then constant.
 
     With N = max(2, warmup_num_steps), for i < N: lr = min + (max - min) * gamma, where gamma = ln(i + 1) / ln(N) ("log") or
@@ -76,6 +104,10 @@ class WarmupLR(LRSchedule):
         optimizer: whose param groups' `lr` is set.
         warmup_max_lr: None takes each group's own lr.
         last_batch_iteration: i to start from.
+
+    Attributes:
+        min_lrs, max_lrs: of each param group.
+        warmup_num_steps, warmup_type: N, and "log" or "linear".
     """
 
     def __init__(
@@ -83,18 +115,18 @@ class WarmupLR(LRSchedule):
         warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         largest = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-        self._min = self._per_group(warmup_min_lr, "warmup_min_lr", optimizer)
-        self._max = self._per_group(largest, "warmup_max_lr", optimizer)
-        self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr", optimizer)
+        self.max_lrs = self._per_group(largest, "warmup_max_lr", optimizer)
+        self._set_warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def _gamma(self) -> float:
-        return self._warmup.gamma(self.last_batch_iteration)
+        return self._rise(self.last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each param group at the present step."""
         gamma = self._gamma()
-        return [low + (high - low) * gamma for low, high in zip(self._min, self._max, strict=True)]
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
@@ -105,20 +137,20 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: PerGroup | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        self._total = _steps(total_num_steps, "total_num_steps")
+        self.total_num_steps = _steps(total_num_steps, "total_num_steps")
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )  # fmt: skip
-        self._warmup.warn_if_longer(self._total)
+        self._warn_if_longer(self.total_num_steps)
 
     def _gamma(self) -> float:
         i = self.last_batch_iteration
-        if i < self._warmup.steps:
+        if i < self.warmup_num_steps:
             return super()._gamma()
-        return max(0.0, (self._total - i) / max(1, self._total - self._warmup.steps))
+        return max(0.0, (self.total_num_steps - i) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(LRSchedule):
+class WarmupCosineLR(_WarmsUp):
     """Each group's own lr times a ratio: warm-up from `warmup_min_ratio`, then a half cosine down to `cos_min_ratio`.
 
     With m, c the two ratios: m + (1 - m) * gamma for i < N; then c + (1 - c) * (1 + cos(pi * p)) / 2 with
@@ -129,25 +161,25 @@ class WarmupCosineLR(LRSchedule):
         self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log", last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        self._total = _steps(total_num_steps, "total_num_steps")
-        self._warmup = _Warmup(warmup_num_steps, warmup_type)
-        self._warmup.warn_if_longer(self._total)
-        self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
-        self._base = [group["lr"] for group in optimizer.param_groups]
+        self.total_num_steps = _steps(total_num_steps, "total_num_steps")
+        self._set_warmup(warmup_num_steps, warmup_type)
+        self._warn_if_longer(self.total_num_steps)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.org_lrs = [group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each param group at the present step."""
-        return [rate * self._ratio() for rate in self._base]
+        return [rate * self._ratio() for rate in self.org_lrs]
 
     def _ratio(self) -> float:
-        i, steps = self.last_batch_iteration, self._warmup.steps
+        i, steps = self.last_batch_iteration, self.warmup_num_steps
         if i < 0:
             return 0.0
         if i < steps:
-            return self._warmup_min + (1 - self._warmup_min) * self._warmup.gamma(i)
-        progress = min(1.0, (i - steps + 1) / max(1, self._total - steps))
-        return max(0.0, self._cos_min + (1 - self._cos_min) * (1 + math.cos(math.pi * progress)) / 2)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._rise(i)
+        progress = min(1.0, (i - steps + 1) / max(1, self.total_num_steps - steps))
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 class LRRangeTest(LRSchedule):
@@ -161,16 +193,16 @@ class LRRangeTest(LRSchedule):
         self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: PerGroup = 1e-3, lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        self._min = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr", optimizer)
-        self._size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
-        self._rate, self._staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr", optimizer)
+        self.step_size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each param group at the present step."""
-        interval = (self.last_batch_iteration + 1) / self._size
-        growth = 1 + self._rate * (math.floor(interval) if self._staircase else interval)
-        return [rate * growth for rate in self._min]
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [rate * growth for rate in self.min_lr]
 
 
 class OneCycle(LRSchedule):
@@ -200,8 +232,8 @@ class OneCycle(LRSchedule):
             )
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self._stairs = (cycle_first_stair_count, second_stairs)
-        self._min = self._per_group(cycle_min_lr, "cycle_min_lr", optimizer)
-        self._max = self._per_group(cycle_max_lr, "cycle_max_lr", optimizer)
+        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr", optimizer)
+        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr", optimizer)
         self._min_momentum = self._per_group(cycle_min_mom, "cycle_min_mom", optimizer)
         self._max_momentum = self._per_group(cycle_max_mom, "cycle_max_mom", optimizer)
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
@@ -214,8 +246,8 @@ class OneCycle(LRSchedule):
         """The rate of each param group at the present step."""
         if self.last_batch_iteration < self._first + self._second:
             s = self._position()
-            return [low + (high - low) * s for low, high in zip(self._min, self._max, strict=True)]
-        return [rate / self._decay_factor(self._decay[1]) for rate in self._min]
+            return [low + (high - low) * s for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [rate / self._decay_factor(self._decay[1]) for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]]:
         """The betas of each param group at the present step."""
@@ -287,27 +319,6 @@ class Floor:
         for group, rate in zip(self.optimizer.param_groups, state["unfloored"], strict=True):
             group["lr"] = rate
         self._hold()
-
-
-class _Warmup:
-    """The rising part that three schedules share."""
-
-    def __init__(self, num_steps: int, shape: str) -> None:
-        self.steps = max(2, _steps(num_steps, "warmup_num_steps"))
-        if shape not in ("log", "linear"):
-            warnings.warn(f"unknown warmup_type {shape!r}; using 'log'.", stacklevel=2)
-        self._linear = shape == "linear"
-
-    def gamma(self, i: int) -> float:
-        if i < 0:
-            return 0.0
-        if i >= self.steps:
-            return 1.0
-        return i / self.steps if self._linear else math.log(i + 1) / math.log(self.steps)
-
-    def warn_if_longer(self, total: int) -> None:
-        if total < self.steps:
-            warnings.warn(f"the warm-up ({self.steps} steps) is longer than total_num_steps ({total}).", stacklevel=3)
 
 
 def _steps(value: Any, name: str) -> int:

@@ -12,7 +12,7 @@ class Driven:
 
     Attributes:
         driver: does what belongs to a step besides the update (clipping, counting), where the user calls `step` all the same.
-        overflow: whether the last gradient norm that was asked for was infinite or NaN.
+        overflow: whether the last gradient norm that was asked for was infinite or NaN; an engine's: and the step was left out.
         loss_scale: what the next loss is multiplied by before its backward; 1 but under fp16.
     """
 

@@ -80,6 +80,11 @@ def initialize(
     if mesh_param is not None:
         raise UsageError("initialize(mesh_param=...): zeroshard has no sequence parallelism. Leave it out.")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    log_dist(
+        f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch}, "
+        f"implementation={__implementation__}",
+        ranks=[0],
+    )
     given = _one_config(args, config if config is not None else config_params)
     if given is not None and isinstance(model, nn.Module):
         given = with_leaf_modules(model, given)

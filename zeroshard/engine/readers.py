@@ -101,6 +101,10 @@ class Readers:
         """Microbatches per optimizer step."""
         return self.resolved.batch.accumulation
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts microbatches; if not, every `step` ends a step."""
+        return self.resolved.schema.managed_gradient_accumulation
+
     # ------------------------------------------------------------------ precision
 
     def fp16_enabled(self) -> bool:

@@ -302,7 +302,7 @@ class OneCycle(LRSchedule):
         moments = self.get_mom()
         if moments is not None and self.last_batch_iteration < 0:  # the first step's are the smallest, as the rate is
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
-        for group, betas in zip(self.optimizer.param_groups, moments or ()):
+        for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas
 
 

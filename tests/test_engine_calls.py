@@ -269,6 +269,11 @@ def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
         whole = engine.module_state_dict()
         gathered = engine.consolidated_state_dict()
         assert (gathered is None) == (rank != 0)
+        by_trainers = engine._zero3_consolidated_16bit_state_dict()
+        assert by_trainers.keys() == (gathered or {}).keys()
+        if rank:
+            with pytest.raises(UsageError, match="on rank 0"):
+                torch.save(by_trainers, tmp_path / "empty.pt")
         for name, value in (gathered or {}).items():
             assert torch.equal(value, whole[name])
         assert gathered is None or gathered.keys() == whole.keys()

@@ -61,7 +61,7 @@ def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith(("zeroshard run:", "error:"))]
 
 
-def told(folder: Path) -> list[dict[str, str]]:
+def told(folder: Path) -> list[Any]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
@@ -92,7 +92,8 @@ def test_a_module_on_one_process_and_a_warning_where_nothing_was_trained(script:
 
 
 TRAINER = """
-import sys, torch
+import json, torch
+from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 torch.manual_seed(0)
@@ -104,10 +105,9 @@ data = [{"input_ids": one, "labels": one} for one in tokens]
 trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.save_model()
-if trainer.is_world_process_zero():
-    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    print("TOLD", args.world_size, trainer.accelerator.distributed_type.value, losses)
-print("EVALUATED", trainer.evaluate()["eval_loss"])
+losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+told = [args.world_size, trainer.accelerator.distributed_type.value, losses, trainer.evaluate()["eval_loss"]]
+Path(args.output_dir, f"rank{args.process_index}.json").write_text(json.dumps(told))
 """
 
 
@@ -125,17 +125,18 @@ def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) ->
     options += " --gradient_accumulation_steps 2 --learning_rate 1e-2"
     start = ("--nproc-per-node", "2", "train.py", *options.split())
 
-    def trained(*more: str) -> tuple[dict[int, float], list[str]]:
-        done = run(tmp_path, *start, "--deepspeed", "zero.json", *more)
+    def trained(folder: str, *more: str) -> list[Any]:
+        done = run(tmp_path, *start, "--deepspeed", "zero.json", "--output_dir", folder, *more)
         assert done.returncode == 0, done.stderr
         assert ours(done) == []
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("TOLD 2 DEEPSPEED")]
-        return eval(line.partition("DEEPSPEED")[2]), sorted(x for x in done.stdout.splitlines() if x.startswith("EVAL"))
+        return told(tmp_path / folder)
 
-    losses, evaluated = trained("--output_dir", "whole")
-    assert len(losses) == 4 and len(evaluated) == 2 and evaluated[0] == evaluated[1]
-    resumed, evaluated_after = trained("--output_dir", "again", "--resume_from_checkpoint", "whole/checkpoint-2")
-    assert resumed == losses and evaluated_after == evaluated
+    whole = trained("whole")
+    _, kind, losses, evaluated = whole[0]
+    assert kind == "DEEPSPEED" and len(losses) == 4
+    assert [rank[0] for rank in whole] == [2, 2] and whole[1][3] == evaluated
+    resumed = trained("again", "--resume_from_checkpoint", "whole/checkpoint-2")
+    assert resumed[0] == whole[0] and resumed[1][3] == evaluated
     saved, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "again"))
     assert len(saved) > 20 and saved.keys() == again.keys()
     assert all(torch.equal(saved[name], again[name]) for name in saved)
@@ -151,9 +152,10 @@ def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) ->
         "ddp",
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ddp = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
-    (line,) = [line for line in ddp.stdout.splitlines() if line.startswith("TOLD 2 MULTI_CPU")]
-    assert eval(line.partition("MULTI_CPU")[2]) == pytest.approx(losses, abs=1e-6)
+    subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    world, kind, of_ddp, _ = told(tmp_path / "ddp")[0]
+    assert (world, kind) == (2, "MULTI_CPU")
+    assert of_ddp == pytest.approx(losses, abs=1e-6)
 
 
 @pytest.mark.parametrize(

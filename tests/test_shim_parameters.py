@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -674,6 +675,7 @@ def test_transformers_from_pretrained_under_stage_3(name: str, dtype: str, tmp_p
         tmp_path,
         dtype,
     ]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300)
+    where = {**os.environ, "PYTHONPATH": str(shim_path().parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=where, check=False, capture_output=True, text=True, timeout=300)
     assert (tmp_path / "done.0").exists(), done.stdout[-2000:] + done.stderr[-4000:]
     assert (tmp_path / "done.1").exists(), done.stdout[-2000:] + done.stderr[-4000:]

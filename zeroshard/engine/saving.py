@@ -205,8 +205,14 @@ class Saving:
         state = self._sharded.consolidated_state_dict()
         return self._without_frozen(state) if state is not None and exclude_frozen_parameters else state
 
-    _zero3_consolidated_16bit_state_dict = consolidated_state_dict
-    """The name that trainers call it by."""
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """As `consolidated_state_dict`, by the name that trainers know; on other ranks a dict that is empty, and cannot be saved.
+
+        To transformers' `save_pretrained(state_dict=None)`, which scripts call on every rank, None means `model.state_dict()`: that
+        brings the weights together, and those ranks would wait for rank 0.
+        """
+        state = self.consolidated_state_dict(exclude_frozen_parameters)
+        return _OnRank0() if state is None else state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict of the model, master weights too. Every rank must call it."""
@@ -215,6 +221,13 @@ class Saving:
     def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
+
+
+class _OnRank0(dict[str, Tensor]):
+    """What a rank has of a state dict that came together on rank 0: nothing, and no file of nothing either."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("this rank's state dict is empty: the whole came together on rank 0. Save it there alone.")
 
 
 def _save(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> None:

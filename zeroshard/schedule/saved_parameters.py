@@ -10,6 +10,7 @@ check that nobody wrote to them; hooks of the user's own, or of activation check
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_itself: bool
+    """It is all of that parameter, in its own shape, and an autograd function of Python saved it, which may ask what it is."""
+    trained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,13 @@ class SavedParameters:
             return None
         offset = int(tensor.storage_offset())
         index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
-        return _View(
-            unit, index, tensor._version - unit.appearance.hides, tensor.dtype, tensor.size(), tensor.stride(), offset
-        )
+        size, stride, version = tensor.size(), tensor.stride(), tensor._version - unit.appearance.hides
+        like: Any = unit.named[index].parameter
+        is_itself = (
+            sys._getframe(2).f_code is _APPLY
+            and (like.dtype, like.size(), like.stride()) == (tensor.dtype, size, stride)
+        )  # fmt: skip
+        return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _unpack(self, packed: Any) -> Any:
         kind = type(packed)
@@ -117,12 +125,58 @@ class SavedParameters:
         unit, entry = packed.unit, packed.unit.named[packed.index]
         _check(packed.version, entry.parameter._version - unit.appearance.hides, entry.fqn)
         self._before_read(unit)
+        if packed.is_itself and not packed.trained:
+            return entry.parameter
         flat = unit.flat.tensor
         if packed.dtype == flat.dtype:
             with torch.no_grad():
-                return flat.as_strided(packed.size, packed.stride, packed.offset)
+                view = flat.as_strided(packed.size, packed.stride, packed.offset)
+                return _Unpacked(view, entry.parameter) if packed.is_itself else view
         other: Any = torch.empty(0, dtype=packed.dtype, device=flat.device)
         return other.set_(flat.untyped_storage(), packed.offset, packed.size, packed.stride)
+
+
+class _Unpacked(Tensor):
+    """A view of a trained parameter, on its way to the autograd function that saved it.
+
+    Where hooks are in force, torch gives the function a detached copy of what was unpacked, and asks the class of this what that
+    copy is: one that has the parameter's attributes, as where no hooks are.
+    """
+
+    whole: Tensor
+    parameter: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, view: Tensor, parameter: Tensor) -> _Unpacked:
+        made: _Unpacked = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
+        )
+        made.whole, made.parameter = view, parameter
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        own = args[0]
+        if func is not torch.ops.aten.detach.default:  # nobody but torch has it
+            raise NotImplementedError(f"{func} of a saved parameter that was not detached")
+        copy = own.whole.detach().as_subclass(_Copy)
+        copy.parameter = own.parameter
+        return copy
+
+
+class _Copy(Tensor):
+    """A parameter's values, and its attributes. What is computed from it is an ordinary tensor."""
+
+    parameter: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parameter, name)
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""What runs, as seen from a hook, while an autograd function of Python saves its tensors."""
 
 
 def _check(then: int, now: int, what: str) -> None:

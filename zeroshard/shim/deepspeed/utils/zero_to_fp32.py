@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    del sys.path[0]  # the folder of a script goes first, and this one holds a torch.py
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[2]
+    )  # a script's own folder goes first, and this one holds a torch.py
 
 import torch
 from torch import Tensor, nn

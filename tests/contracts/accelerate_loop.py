@@ -1,0 +1,242 @@
+"""A stock accelerate script, run by test_accelerate_contract: `accelerate_loop.py CASES.json OUT.json`.
+
+It knows nothing of zeroshard. Each case is a raw loop over a small Llama; rank 0 writes what it came to. Started under DDP, or with
+a package named deepspeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
+from accelerate.state import AcceleratorState
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+transformers.logging.set_verbosity_error()
+MICROBATCHES = 2
+CLIP = 0.5
+
+
+class Tokens(Dataset[Tensor]):
+    """Twenty sequences of one length: five batches of two on each of two ranks, so that the last step has one microbatch."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+
+
+class Count:
+    """What the user registers for checkpointing."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def llama(layers: int = 2, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=True, attention_dropout=0.1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def plugin(case: dict[str, Any], stage: int) -> Any:
+    """As arguments of the plugin, or, where the config makes the optimizer and the schedule, as a config."""
+    if not case["config"]:
+        return DeepSpeedPlugin(
+            zero_stage=stage, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=CLIP, zero3_save_16bit_model=True,
+            zero3_init_flag=case["born"],
+        )  # fmt: skip
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": CLIP,
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+    }
+    return DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=MICROBATCHES, zero3_init_flag=case["born"])
+
+
+class Run:
+    """A model made ready, as after the start of a script."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        stage = case["stage"]
+        self.accelerator = Accelerator(
+            deepspeed_plugin=plugin(case, stage) if isinstance(stage, int) else None,
+            gradient_accumulation_steps=MICROBATCHES, cpu=stage is None, mixed_precision=case["dtype"],
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )  # fmt: skip
+        model = llama()
+        if case["config"] and stage is not None:
+            optimizer: Any = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+            schedule: Any = DummyScheduler(optimizer, warmup_num_steps=2)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(case, step))
+        loader = DataLoader(Tokens(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+        self.count = Count()
+        self.accelerator.register_for_checkpointing(self.count)
+
+    def _rate(self, case: dict[str, Any], step: int) -> float:
+        """DeepSpeed's linear warm-up in steps; else a line in samples: accelerate moves torch's schedules once for each rank."""
+        if case["config"]:
+            return min(1.0, max(0.0, step // self.accelerator.num_processes - 1) / 2)
+        return 1 - step / 20
+
+    def epoch(self, skip: int = 0) -> Iterator[tuple[float, float | None, float]]:
+        """One (loss over ranks, norm, rate) for each microbatch."""
+        self.model.train()
+        for tokens in skip_first_batches(self.loader, skip):
+            torch.manual_seed(self.count.value)  # the dropout's; each rank has its own rows
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(input_ids=tokens, labels=tokens).loss
+                self.accelerator.backward(loss)
+                norm = None
+                if self.accelerator.sync_gradients:
+                    norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP))
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            self.count.value += 1
+            mean = self.accelerator.reduce(loss.detach(), "mean")
+            yield float(mean), norm, float(self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        self.model.eval()
+        loader = self.accelerator.prepare(DataLoader(Tokens(), batch_size=3))
+        losses = []
+        for tokens in loader:
+            logits = self.model(input_ids=tokens).logits[:, :-1]
+            each = nn.functional.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none").mean(1)
+            losses.append(self.accelerator.gather_for_metrics(each))
+        whole = torch.cat(losses)
+        assert len(whole) == len(Tokens())
+        return float(whole.mean())
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """An epoch with a checkpoint in it, another; then what is left of the first again, from the checkpoint."""
+    first = Run(case)
+    told = []
+    for number, figures in enumerate(first.epoch()):
+        told.append(figures)
+        if number == 1:
+            first.accelerator.save_state(str(folder / "state"))
+    told += list(first.epoch())
+    found: dict[str, Any] = {"told": told, "evaluated": first.evaluate(), "steps": len(told)}
+
+    values = first.accelerator.get_state_dict(first.model)
+    is_main = first.accelerator.is_main_process
+    if is_main:
+        found["values"] = float(sum(value.double().abs().sum() for value in values.values()))
+        found["keys"] = sorted(values)
+    plain = first.accelerator.unwrap_model(first.model)
+    assert type(plain) is transformers.LlamaForCausalLM
+    plain.save_pretrained(
+        folder / "pretrained", is_main_process=is_main, save_function=first.accelerator.save, state_dict=values
+    )
+    first.accelerator.save_model(first.model, str(folder / "model"))
+    first.accelerator.wait_for_everyone()
+    if is_main:
+        found["read"] = [
+            float(sum(value.double().abs().sum() for value in load_file(path).values()))
+            for path in (folder / "pretrained" / "model.safetensors", folder / "model" / "model.safetensors")
+        ]
+    first.accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=False)
+
+    second = Run(case)
+    second.accelerator.load_state(str(folder / "state"))
+    assert second.count.value == 2
+    found["resumed"] = list(second.epoch(skip=2))
+    found["resumed"] += list(second.epoch())
+    second.accelerator.load_state(str(folder / "state"))  # back again, in a run that has gone on
+    found["back"] = list(second.epoch(skip=2))
+    second.accelerator.wait_for_everyone()
+    second.accelerator.free_memory()
+    return found
+
+
+def two_models(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A student is trained towards a teacher, which only looks on: two plugins, where there are any."""
+    if case["stage"] is None:
+        accelerator = Accelerator(cpu=True)
+    else:
+        teacher = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+        plugins = {"student": plugin(case, case["stage"]), "teacher": DeepSpeedPlugin(hf_ds_config=teacher)}
+        plugins["student"].deepspeed_config["gradient_accumulation_steps"] = 1
+        accelerator = Accelerator(deepspeed_plugins=plugins)
+    student = llama()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, fused=True)
+    loader = DataLoader(Tokens(), batch_size=2)
+    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    if case["stage"] is not None:
+        accelerator.state.select_deepspeed_plugin("teacher")
+    looks_on = accelerator.prepare(llama(layers=3, seed=1).eval())
+    if case["stage"] is not None:
+        accelerator.state.select_deepspeed_plugin("student")
+    told = []
+    for tokens in loader:
+        torch.manual_seed(len(told))
+        with torch.no_grad():
+            wanted = looks_on(input_ids=tokens).logits.softmax(-1)
+        loss = nn.functional.cross_entropy(student(input_ids=tokens).logits.flatten(0, 1), wanted.flatten(0, 1))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(student.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(float(accelerator.reduce(loss.detach(), "mean")))
+    accelerator.free_memory()
+    return {"told": told}
+
+
+def main() -> None:
+    """Run every case in turn, as many programs would one each."""
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results = []
+    for case in cases:
+        folder = out.parent / case["name"]
+        results.append((two_models if case["two"] else run)(case, folder))
+        AcceleratorState._reset_state(reset_partial_state=False)
+        if int(os.environ.get("RANK", "0")) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""A stock trl script, run by test_preference_contract: `preference.py CASES.json OUT.json`. It knows nothing of zeroshard.
+
+Each case trains LoRA adapters of a small Llama, by SFTTrainer or DPOTrainer; rank 0 writes what it came to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.models import unwrap_model_for_generation
+
+transformers.logging.set_verbosity_error()
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(29))]
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def sentences(seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        " ".join(WORDS[index] for index in torch.randint(3, len(WORDS), (5,), generator=generator)) for _ in range(16)
+    ]
+
+
+def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | None:
+    if case["stage"] is None:
+        return None
+    return {
+        "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
+def make(case: dict[str, Any], folder: Path) -> Any:
+    """The trainer of a case."""
+    common: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
+        "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "report_to": [], "disable_tqdm": True, "seed": 0,
+        "bf16": False, "max_grad_norm": 0.5, "deepspeed": deepspeed_config(case), "use_cpu": case["stage"] is None,
+        "ddp_backend": "gloo" if case["stage"] is None else None, "gradient_checkpointing": case["checkpointing"],
+        "average_tokens_across_devices": False, "dataset_num_proc": None,
+    }  # fmt: skip
+    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    rows = {"prompt": sentences(1), "chosen": [" " + one for one in sentences(2)]}
+    if case["trainer"] == "sft":
+        data = Dataset.from_dict({"prompt": rows["prompt"], "completion": rows["chosen"]})
+        return SFTTrainer(
+            llama(),
+            SFTConfig(**common, packing=False),
+            train_dataset=data,
+            processing_class=tokenizer(),
+            peft_config=lora,
+        )
+    data = Dataset.from_dict({**rows, "rejected": [" " + one for one in sentences(3)]})
+    if case["trainer"] == "dpo":
+        arguments = DPOConfig(**common, beta=0.5)
+        return DPOTrainer(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=lora)
+    # Every weight is trained, and another model is the reference.
+    arguments = DPOConfig(**common, beta=0.5)
+    return DPOTrainer(llama(), ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer())
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train, generate, save; then read the adapters back onto an ordinary model."""
+    trainer = make(case, folder)
+    trainer.train(resume_from_checkpoint=case.get("resume"))
+    history = trainer.state.log_history
+    found: dict[str, Any] = {
+        "losses": {str(entry["step"]): entry["loss"] for entry in history if "loss" in entry},
+        "norms": {str(entry["step"]): entry["grad_norm"] for entry in history if "grad_norm" in entry},
+    }
+    prompt = tokenizer()(sentences(4)[0], return_tensors="pt", return_token_type_ids=False).to(trainer.args.device)
+    with torch.no_grad(), unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        # Each rank as much as it likes.
+        count = 4 + trainer.args.process_index
+        found["generated"] = model.generate(**prompt, max_new_tokens=count, do_sample=False)[0].tolist()[:9]
+    trainer.save_model(str(folder / "final"))
+    trainer.accelerator.wait_for_everyone()
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # what is read back is an ordinary model
+    read: Any = llama()
+    if case["trainer"] != "dpo-full":
+        read = PeftModel.from_pretrained(read, str(folder / "final"))
+        trained = {name: value for name, value in read.named_parameters() if "lora_B" in name}
+        assert len(trained) == 4 and all(value.abs().sum() > 0 for value in trained.values())
+    else:
+        read = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
+    with torch.no_grad():
+        logits = read(**{name: value.cpu() for name, value in prompt.items()}).logits
+    found["read"] = float(logits.double().abs().sum())
+    trainer.accelerator.wait_for_everyone()
+    return found
+
+
+def main() -> None:
+    """Run every case in turn, as many programs would one each."""
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results = []
+    for case in cases:
+        folder = out.parent / case["name"]
+        results.append(run(case, folder))
+        AcceleratorState._reset_state(reset_partial_state=False)
+        if case.get("throw_away", True) and int(os.environ.get("RANK", "0")) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Autograd functions of Python that save a sharded parameter find it whole in their backward, with its attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import Policy
+from zeroshard.testing.ranks import run_ranks
+
+SEEN: list[Any] = []
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight, row)
+        return inputs @ weight.t() + row
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        inputs, weight, row = ctx.saved_tensors
+        SEEN.append((weight.mark, weight.requires_grad, weight.shape, hasattr(row, "mark")))
+        assert type(weight * 1) is Tensor
+        with pytest.raises(AttributeError):
+            _ = weight.another
+        return gradient @ weight, gradient.t() @ inputs, gradient.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 5), nn.Linear(5, 7)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = Product.apply(self.first(inputs), self.head.weight, self.head.bias[:])  # type: ignore[no-untyped-call]
+        return result.square().mean()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_saved_parameter_has_its_attributes(frozen: bool) -> None:
+    def body(rank: int) -> None:
+        found = []
+        for stage in (0, 3):
+            SEEN.clear()
+            model = Model()
+            model.head.weight.mark = "mine"  # type: ignore[attr-defined]
+            model.head.weight.requires_grad_(not frozen)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            sharded = zeroshard.shard(model, optimizer, Policy.stage(stage))
+            for step in range(3):
+                torch.manual_seed(2 * step + rank)
+                model(torch.randn(4, 6)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
+            found.append(model.state_dict())
+        for name, value in found[0].items():
+            assert torch.equal(value, found[1][name]), name
+
+    run_ranks(body, 2)

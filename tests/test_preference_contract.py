@@ -1,0 +1,51 @@
+"""Stock trl trainers with peft's adapters, unmodified, under `zeroshard run`: the losses of DDP, and adapters that are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_trainer_contract import DDP, largest_difference, run, zeroshard
+
+SCRIPT = "preference.py"
+TRAINERS = ("sft", "dpo", "dpo-full")
+OFFLINE = {"TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def case(trainer: str, stage: int | None, *, checkpointing: bool = False) -> dict[str, Any]:
+    """One training; its name is a folder. "dpo-full" trains every weight beside a model that is the reference."""
+    return {
+        "name": f"{trainer}-{stage}-{checkpointing}",
+        "trainer": trainer,
+        "stage": stage,
+        "checkpointing": checkpointing,
+    }
+
+
+@pytest.fixture(scope="session")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What DDP comes to, by trainer."""
+    cases = [case(trainer, None) for trainer in TRAINERS]
+    found = run(DDP, SCRIPT, cases, tmp_path_factory.mktemp("ddp"), **OFFLINE)
+    return dict(zip(TRAINERS, found, strict=True))
+
+
+def check(cases: list[dict[str, Any]], ddp: dict[str, dict[str, Any]], folder: Path) -> None:
+    for one, found in zip(cases, run(zeroshard(2), SCRIPT, cases, folder, **OFFLINE), strict=True):
+        wanted = ddp[one["trainer"]]
+        for what in ("losses", "norms"):
+            assert largest_difference(wanted[what], found[what]) <= 1e-6, (one["name"], what)
+        assert found["generated"] == wanted["generated"], one["name"]
+        assert found["read"] == pytest.approx(wanted["read"], abs=1e-5), one["name"]
+
+
+def test_stock_preference_training(ddp: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    cases = [case("sft", 3), case("dpo", 2), case("dpo", 3, checkpointing=True), case("dpo-full", 3)]
+    check(cases, ddp, tmp_path)
+
+
+@pytest.mark.full
+def test_stock_preference_training_in_all_ways(ddp: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    ways = [(trainer, stage, again) for trainer in TRAINERS for stage in range(4) for again in (False, True)]
+    check([case(trainer, stage, checkpointing=again) for trainer, stage, again in ways], ddp, tmp_path)

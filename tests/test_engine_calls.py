@@ -119,6 +119,8 @@ def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
         assert_all_equal(wanted, run(make(stage, 1), rank, without_sync), "no_sync")
         unmanaged = make(stage, 1, managed_gradient_accumulation=False)
         assert_all_equal(wanted, run(unmanaged, rank, in_one_microbatch), "managed_gradient_accumulation: false")
+        one = unmanaged.train_batch_size()
+        assert unmanaged.global_samples == one * STEPS * 2, "each backward was a microbatch's"
         sums = make(stage, gradient_allreduce_op="sum", gradient_clipping=0.0)
         means = make(stage, gradient_clipping=0.0)
         for engine in (sums, means):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from zeroshard import ConfigError
 from zeroshard.config.schema import SchedulerBlock
-from zeroshard.optim.lr_schedules import SCHEDULES, Floor, create_scheduler
+from zeroshard.optim.lr_schedules import SCHEDULES, Floor, OneCycle, create_scheduler
 
 RECORDED = np.load(Path(__file__).parent / "recorded" / "schedules.npz")
 """By tests/recorded/record.py, from DeepSpeed 0.19.8: for each step the lr and betas of two param groups."""
@@ -54,6 +55,47 @@ def test_schedules_tell_what_they_were_made_with() -> None:
     assert (own.max_lrs, own.warmup_type) == ([0.01, 0.02], "log")
     cosine = create_scheduler(SchedulerBlock(type="WarmupCosineLR", params={"total_num_steps": 9000}), two_groups())
     assert (cosine.org_lrs, cosine.warmup_min_ratio, cosine.cos_min_ratio) == ([0.01, 0.02], 0.0, 0.0001)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("name", [*SCHEDULES, "StepLR"])
+def test_a_rate_that_is_a_tensor_stays_the_one_that_it_is(name: str, shape: tuple[int, ...]) -> None:
+    """A captured or compiled step reads it there."""
+    params: dict[str, Any] = {
+        "WarmupDecayLR": {"total_num_steps": 20, "warmup_num_steps": 4},
+        "WarmupCosineLR": {"total_num_steps": 20, "warmup_num_steps": 4},
+        "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4},
+        "StepLR": {"step_size": 2},
+    }.get(name, {})
+
+    def optimizer_of(rate: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate)
+
+    rate = torch.full(shape, 0.1, dtype=torch.float64)
+    ones, others = (optimizer_of(value) for value in (rate, 0.1))
+    schedule, plain = (
+        Floor(create_scheduler(SchedulerBlock(type=name, params=params), optimizer), optimizer, 0.02)
+        for optimizer in (ones, others)
+    )
+    for _ in range(6):
+        assert ones.param_groups[0]["lr"] is rate and rate.shape == shape
+        assert schedule.get_last_lr() == plain.get_last_lr() == [rate.item()]
+        schedule.step()
+        plain.step()
+
+
+def test_one_cycle_tells_its_momenta() -> None:
+    made = {
+        "cycle_min_lr": 0.01,
+        "cycle_max_lr": 0.1,
+        "cycle_first_step_size": 4,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+    }
+    moves, rests = (OneCycle(two_groups(), **made, cycle_momentum=moved) for moved in (True, False))
+    assert moves.get_mom() == [(0.9, 0.99)] * 2, "of the cycle"
+    assert [group["betas"] for group in moves.optimizer.param_groups] == [(0.8, 0.99)] * 2, "the first step's"
+    assert rests.get_mom() is None
 
 
 def test_the_grid_covers_every_schedule() -> None:

@@ -75,6 +75,33 @@ def engine_of(deepspeed: Any, stage: int, bf16: bool = False, **more: Any) -> An
 # ---------------------------------------------------------------------- tensor fragments
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_that_nothing_has_reduced_is_this_ranks(stage: int) -> None:
+    def body(rank: int) -> None:
+        deepspeed = deepspeed_of_ours()
+        from deepspeed import utils
+
+        engine = engine_of(deepspeed, stage)
+        plain = copy.deepcopy(engine.module)
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        with engine.no_sync():
+            for step in range(2):
+                engine.backward(engine(batch(rank, step)))
+                plain(batch(rank, step)).backward()
+                for ours, theirs in zip(trained, (p for p in plain.parameters() if p.requires_grad), strict=True):
+                    assert torch.equal(utils.safe_get_full_grad(ours), theirs.grad)
+        engine.backward(engine(batch(rank, 2)))
+        parts = [torch.empty_like(trained[0]) for _ in range(2)]
+        plain(batch(rank, 2)).backward()
+        dist.all_gather(parts, plain.scale.grad)
+        assert torch.allclose(utils.safe_get_full_grad(trained[0]), sum(parts) / 2), "now the mean"
+        assert zeroshard.parameter_states(trained[0]).own_gradient() is None
+        engine.step()
+        engine.destroy()
+
+    run_ranks(body, 2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", range(4))

@@ -73,6 +73,13 @@ class ParameterStates(ABC):
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own."""
 
+    def own_gradient(self) -> Tensor | None:
+        """This rank's sum of gradients so far, where nothing has reduced it yet: a copy. Runs no collective.
+
+        None where there is none, or where it is no longer this rank's alone: `get("gradients")` has it.
+        """
+        return None
+
     def flat(self, state: str = PARAMETERS) -> Tensor | None:
         """This rank's elements of a state, 1-D, range by range: a copy. Empty where it holds none; None: no such state."""
         parts = [part.tensor.view(-1) for part in self.local(state)]
@@ -117,7 +124,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
 
 class _InUnit(ParameterStates):
     def __init__(self, home: Home, unit: Unit) -> None:
-        self._unit, self._optimizer = unit, home.optimizer
+        self._unit, self._optimizer, self._index = unit, home.optimizer, home.index
         self.fqn, self.number = unit.named[home.index].fqn, home.number
         self.is_trained, self.is_sharded = unit.trainable, unit.sharded_at_rest
 
@@ -144,6 +151,14 @@ class _InUnit(ParameterStates):
 
     def set(self, value: Tensor, state: str = PARAMETERS) -> None:
         self._states.set(self.fqn, state, value)
+
+    def own_gradient(self) -> Tensor | None:
+        entry = self._unit.named[self._index]
+        sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
+        parts = [part for part in sums if part is not None]
+        if sum(part.numel() for part in parts) != entry.shape.numel() or not parts:
+            return None
+        return torch.cat(parts).view(entry.shape)
 
     def local(self, state: str = PARAMETERS) -> list[Range]:
         return self._states.local(self.fqn, state)

@@ -163,7 +163,7 @@ class Engine(Saving, Readers, nn.Module):
     @property
     def _ends_step(self) -> bool:
         """Whether a step now is one that updates: each is, where the caller counts microbatches."""
-        return not self.resolved.schema.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
+        return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
         self._refuse_untrained("step")
@@ -201,11 +201,17 @@ class Engine(Saving, Readers, nn.Module):
         self.optimizer.zero_grad()
         if applied and self.lr_scheduler is not None:
             move_schedule()
+        self.global_samples += self._samples_of_step()
         self._microbatches.start_step()
         self.skipped_steps += not applied
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
         return StepReport(applied, None if applied else reason, not_finite, norm, scale)
+
+    def _samples_of_step(self) -> int:
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        batch = self.resolved.batch
+        return batch.micro * batch.world_size * self._microbatches.backwards  # each was a microbatch's
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step's microbatches so far, after an exception, say: the next is the step's first."""
@@ -218,7 +224,7 @@ class Engine(Saving, Readers, nn.Module):
         """Whether the present microbatch is the last of its step."""
         if self._microbatches.boundary is not None:
             return self._microbatches.boundary
-        if not self.resolved.schema.managed_gradient_accumulation:
+        if not self.managed_gradient_accumulation():
             return False  # nobody knows before `step`
         return self._microbatches.count + 1 >= self.gradient_accumulation_steps()
 
@@ -227,7 +233,7 @@ class Engine(Saving, Readers, nn.Module):
 
         It may be called between forward and backward, too.
         """
-        if not self.resolved.schema.managed_gradient_accumulation:
+        if not self.managed_gradient_accumulation():
             raise UsageError(
                 "set_gradient_accumulation_boundary() with managed_gradient_accumulation false: every engine.step() ends a step."
             )
@@ -314,6 +320,11 @@ class Engine(Saving, Readers, nn.Module):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` parked."""
         self._sharded.reload_states()
+
+    def empty_partition_cache(self) -> None:
+        """Give back the memory that torch's allocator keeps for reuse: nothing sharded is whole between steps."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Between steps: another number of microbatches, so that a step has so many samples over all ranks.

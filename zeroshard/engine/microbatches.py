@@ -18,6 +18,7 @@ class Microbatches:
 
     Attributes:
         count: those that have ended.
+        backwards: those of the microbatches that have ended.
         boundary: the caller's word on whether the present one is the last; None: the count says it.
         was_scaled: `engine.scale` was called in this step.
     """
@@ -30,7 +31,7 @@ class Microbatches:
 
     def start_step(self) -> None:
         """The step is over, or begins anew."""
-        self.count = 0
+        self.count = self.backwards = 0
         self.was_scaled = False
         self._had_own = self._had_users = False
         self._start_microbatch()
@@ -67,6 +68,7 @@ class Microbatches:
         if ends_step and not self._is_reduced:
             self._sharded.end_accumulation()
         self.count += 1
+        self.backwards += max(ended, 1)
         self._start_microbatch()
 
     def multiple(self, accumulation: int, config: Config) -> float:

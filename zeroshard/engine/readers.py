@@ -11,6 +11,7 @@ import torch.distributed as dist
 from zeroshard.config.load import Config
 from zeroshard.engine.step_report import StepReport
 from zeroshard.optim.loss_scaler import LossScaler
+from zeroshard.optim.lr_schedules import rates
 from zeroshard.policy import Place
 from zeroshard.sharded import Sharded
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
@@ -44,7 +45,7 @@ class Readers:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return rates(self.optimizer)
 
     def get_mom(self) -> list[Any]:
         """The momentum, or the betas, of each param group."""
@@ -99,6 +100,10 @@ class Readers:
     def gradient_accumulation_steps(self) -> int:
         """Microbatches per optimizer step."""
         return self.resolved.batch.accumulation
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts microbatches; if not, every `step` ends a step."""
+        return self.resolved.schema.managed_gradient_accumulation
 
     # ------------------------------------------------------------------ precision
 

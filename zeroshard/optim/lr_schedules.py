@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroshard.config.arguments import check_arguments, nearest
 from zeroshard.config.schema import SchedulerBlock
@@ -20,6 +21,23 @@ from zeroshard.errors import ConfigError
 
 PerGroup = float | Sequence[float]
 """One number for all param groups, or one for each."""
+
+_SECOND_BETA = 0.99
+"""Of Adam, where momentum is moved."""
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each param group, where it is a tensor, too."""
+    return [group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
+    """A rate that is a tensor stays the one that it is: a captured or compiled step reads it there."""
+    for group, rate in zip(optimizer.param_groups, new, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 class LRSchedule(ABC):
@@ -37,7 +55,7 @@ class LRSchedule(ABC):
 
     def get_last_lr(self) -> list[float]:
         """The rate of each param group as it is set now."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return rates(self.optimizer)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next step, or to the one that is given."""
@@ -47,8 +65,7 @@ class LRSchedule(ABC):
         self._apply()
 
     def _apply(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+        _set_rates(self.optimizer, self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs."""
@@ -114,7 +131,7 @@ class WarmupLR(_WarmsUp):
         self, optimizer: torch.optim.Optimizer, warmup_min_lr: PerGroup = 0.0, warmup_max_lr: PerGroup | None = None,
         warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        largest = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
+        largest = rates(optimizer) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr", optimizer)
         self.max_lrs = self._per_group(largest, "warmup_max_lr", optimizer)
         self._set_warmup(warmup_num_steps, warmup_type)
@@ -165,14 +182,15 @@ class WarmupCosineLR(_WarmsUp):
         self._set_warmup(warmup_num_steps, warmup_type)
         self._warn_if_longer(self.total_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.org_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.org_lrs = rates(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each param group at the present step."""
-        return [rate * self._ratio() for rate in self.org_lrs]
+        return [rate * self.get_lr_ratio() for rate in self.org_lrs]
 
-    def _ratio(self) -> float:
+    def get_lr_ratio(self) -> float:
+        """What each group's own rate is multiplied by at the present step."""
         i, steps = self.last_batch_iteration, self.warmup_num_steps
         if i < 0:
             return 0.0
@@ -249,17 +267,17 @@ class OneCycle(LRSchedule):
             return [low + (high - low) * s for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         return [rate / self._decay_factor(self._decay[1]) for rate in self.min_lrs]
 
-    def get_mom(self) -> list[tuple[float, float]]:
-        """The betas of each param group at the present step."""
-        if self.last_batch_iteration < 0:
-            firsts = self._min_momentum
-        elif self.last_batch_iteration < self._first + self._second:
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each param group at the present step; None where they are not moved."""
+        if not self._moves_momentum:
+            return None
+        if self.last_batch_iteration < self._first + self._second:
             s = self._position()
             pairs = zip(self._min_momentum, self._max_momentum, strict=True)
             firsts = [high - (high - low) * s for low, high in pairs]
         else:
             firsts = [high * self._decay_factor(self._decay[2]) for high in self._max_momentum]
-        return [(first, 0.99) for first in firsts]
+        return [(first, _SECOND_BETA) for first in firsts]
 
     def _position(self) -> float:
         """Where in the cycle: 0 at its ends, 1 at its top."""
@@ -281,9 +299,11 @@ class OneCycle(LRSchedule):
 
     def _apply(self) -> None:
         super()._apply()
-        if self._moves_momentum:
-            for group, betas in zip(self.optimizer.param_groups, self.get_mom(), strict=True):
-                group["betas"] = betas
+        moments = self.get_mom()
+        if moments is not None and self.last_batch_iteration < 0:  # the first step's are the smallest, as the rate is
+            moments = [(first, _SECOND_BETA) for first in self._min_momentum]
+        for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
+            group["betas"] = betas
 
 
 class Floor:
@@ -295,19 +315,17 @@ class Floor:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """As the schedule's own; it finds the rates as it left them (some of torch's compute the next rate from the last)."""
-        for group, rate in zip(self.optimizer.param_groups, self._unfloored, strict=True):
-            group["lr"] = rate
+        _set_rates(self.optimizer, self._unfloored)
         self.schedule.step(*args, **kwargs)
         self._hold()
 
     def _hold(self) -> None:
-        self._unfloored = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = max(group["lr"], self.min_lr)
+        self._unfloored = rates(self.optimizer)
+        _set_rates(self.optimizer, [max(rate, self.min_lr) for rate in self._unfloored])
 
     def get_last_lr(self) -> list[float]:
         """The rate of each param group as it is set now."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs."""
@@ -316,8 +334,7 @@ class Floor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken."""
         self.schedule.load_state_dict(state["schedule"])
-        for group, rate in zip(self.optimizer.param_groups, state["unfloored"], strict=True):
-            group["lr"] = rate
+        _set_rates(self.optimizer, state["unfloored"])
         self._hold()
 
 

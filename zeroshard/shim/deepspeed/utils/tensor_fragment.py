@@ -48,8 +48,15 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole of a parameter's mean gradient, on every rank; outside of an engine, its `grad`."""
-    return _full(param, _GRADIENTS) if _trained(param) is not None else param.grad
+    """The whole of a parameter's mean gradient, on every rank; outside of an engine, its `grad`.
+
+    Where a step's microbatches are not reduced so far (inside `no_sync`, say), it is this rank's sum.
+    """
+    states = _trained(param)
+    if states is None:
+        return param.grad
+    own = states.own_gradient()
+    return own.float() if own is not None else _full(param, _GRADIENTS)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:

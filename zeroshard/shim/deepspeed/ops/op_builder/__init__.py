@@ -19,7 +19,7 @@ class _Builder:
     def load(self, verbose: bool = True) -> NoReturn:
         """There is no kernel."""
         raise NotImplementedError(
-            f"zeroshard has no compiled kernels: the optimizer of {type(self).__name__} is torch's or its own."
+            f"zeroshard has nothing compiled to load: what {type(self).__name__} is for is written in Python, on torch."
         )
 
 
@@ -51,3 +51,9 @@ class FusedLionBuilder(_Builder):
     """FusedLion."""
 
     NAME = "fused_lion"
+
+
+class AsyncIOBuilder(_Builder):
+    """Files of offload."""
+
+    NAME = "async_io"

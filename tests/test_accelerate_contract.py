@@ -12,7 +12,7 @@ import zeroshard as package
 from zeroshard.shim_path import shim_path
 
 SCRIPT = "accelerate_loop.py"
-TOLERANCE = {"no": 1e-6, "bf16": 1e-2}
+TOLERANCE = {"no": 1e-6, "bf16": 3e-2}
 LAUNCHED = [
     "accelerate.commands.launch", "--use_deepspeed", "--zero_stage=3", "--zero3_init_flag=true", "--zero3_save_16bit_model=true",
     "--gradient_accumulation_steps=2", "--gradient_clipping=0.5", "--num_processes=2", "--num_machines=1",

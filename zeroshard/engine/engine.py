@@ -149,6 +149,7 @@ class Engine(Saving, Readers, nn.Module):
         Raises:
             LossScaleError: fp16 gradients overflow at the smallest loss scale.
         """
+        self._microbatches.refuse_second_step()
         return self._step(lambda: self.lr_scheduler.step(**(lr_kwargs or {})))
 
     def _step_of_optimizer(self) -> StepReport:
@@ -158,7 +159,9 @@ class Engine(Saving, Readers, nn.Module):
                 f"optimizer.step() in microbatch {self._microbatches.count + 1} of {self.gradient_accumulation_steps()}: call "
                 "engine.step() after each microbatch, or set gradient_accumulation_steps to 1 and accumulate in engine.no_sync()."
             )
-        return self._step(lambda: None)
+        report = self._step(lambda: None)
+        self._microbatches.ended_by_optimizer = True
+        return report
 
     @property
     def _ends_step(self) -> bool:

@@ -246,6 +246,15 @@ def test_a_step_has_one_end() -> None:
     assert engine.step().applied
 
 
+def test_a_destroyed_engine_does_not_train() -> None:
+    engine = make(3, 1)
+    engine.destroy()
+    with pytest.raises(UsageError, match="make a new Trainer"):
+        engine(*tokens(0, 0))
+    with torch.no_grad():
+        assert torch.isfinite(engine(*tokens(0, 0)))
+
+
 class Odd(nn.Module):
     """A state that is no tensor, tied weights, buffers, and an attribute by the name of a method of the engine."""
 

@@ -246,6 +246,17 @@ def test_a_step_has_one_end() -> None:
     assert engine.step().applied
 
 
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_model_has_one_engine(stage: int) -> None:
+    engine = make(stage, 1)
+    with pytest.raises(UsageError, match="sharded already"):
+        zeroshard.initialize(model=engine.module, config=config(stage, 1))
+    engine.destroy()
+    engine = zeroshard.initialize(model=engine.module, config=config(stage, 1))[0]
+    engine.backward(engine(*tokens(0, 0)))
+    assert engine.step().applied
+
+
 def test_a_destroyed_engine_does_not_train() -> None:
     engine = make(3, 1)
     engine.destroy()

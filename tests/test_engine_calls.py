@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -231,6 +234,91 @@ def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
         assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
 
     run_ranks(body, 2, timeout=60)
+
+
+def test_a_step_has_one_end() -> None:
+    engine = make(1, 1)
+    engine.backward(engine(*tokens(0, 0)))
+    engine.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="call one of them"):
+            engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 1)
+    engine.backward(engine(*tokens(0, 1)))
+    assert engine.step().applied
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_model_has_one_engine(stage: int) -> None:
+    engine = make(stage, 1)
+    with pytest.raises(UsageError, match="sharded already"):
+        zeroshard.initialize(model=engine.module, config=config(stage, 1))
+    engine.destroy()
+    engine = zeroshard.initialize(model=engine.module, config=config(stage, 1))[0]
+    engine.backward(engine(*tokens(0, 0)))
+    assert engine.step().applied
+
+
+def test_a_destroyed_engine_does_not_train() -> None:
+    engine = make(3, 1)
+    engine.destroy()
+    with pytest.raises(UsageError, match="make a new Trainer"):
+        engine(*tokens(0, 0))
+    with torch.no_grad():
+        assert torch.isfinite(engine(*tokens(0, 0)))
+
+
+class Odd(nn.Module):
+    """A state that is no tensor, tied weights, buffers, and an attribute by the name of a method of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 5
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("left_out", torch.ones(3), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 7}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 7}
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.head(self.embedding(indices)).square().mean()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise AssertionError("the engine was asked for a copy, and passed it on to the model")
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_state_dicts_of_an_odd_model(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        engine = zeroshard.initialize(model=Odd(), config=config(stage, 1))[0]
+        engine.backward(engine(torch.arange(4)))
+        assert engine.step().applied
+        names = {"_extra_state", "embedding.weight", "head.weight", "kept"}
+        for state in (engine.module_state_dict(), engine.consolidated_state_dict()):
+            if state is not None:
+                assert set(state) == names and state["_extra_state"] == {"version": 7}
+                assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
+                assert state["kept"].shape == (3,)
+        engine.load_module_state_dict(engine.module_state_dict())
+        engine.save_16bit_model(tmp_path, "model.bin")
+        read = torch.load(tmp_path / "model.bin")
+        assert read["kept"].dtype == torch.bfloat16 and read["_extra_state"] == {"version": 7}
+
+    run_ranks(body, 2, timeout=60)
+
+
+def test_an_engine_is_not_copied() -> None:
+    for model in (Stack(), Odd()):
+        engine = zeroshard.initialize(model=model, config=config(3, 1))[0]
+        for copying in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+            with pytest.raises(UsageError, match="cannot be copied"):
+                copying(engine)
+        engine.destroy()
 
 
 def test_it_is_a_module() -> None:

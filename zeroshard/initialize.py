@@ -21,7 +21,7 @@ from zeroshard.launch import join_ranks, local_device
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
-from zeroshard.shard import shard
+from zeroshard.shard import refuse_sharded, shard
 from zeroshard.sharded import Sharded
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
@@ -76,6 +76,7 @@ def initialize(
     _show(resolved)
     if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
         refuse_without_batch_size(resolved)
+    refuse_sharded(model)
     model.to(device)
     checkpointing = _checkpoint_units(resolved, model)
     optimizer = _choose_optimizer(resolved, model, optimizer, model_parameters)

@@ -83,11 +83,7 @@ def shard(
     if not parameters:
         raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
     join_ranks(parameters[0].device)
-    taken = [name for name, p in model.named_parameters() if is_taken(p)]
-    if taken:
-        raise UsageError(
-            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned."
-        )
+    refuse_sharded(model)
     shown = [name for name, p in model.named_parameters() if is_shown(p)]
     if shown:
         raise UsageError(f"shard() inside zeroshard.unsharded(), which holds {shown[0]}. Call it outside.")
@@ -208,4 +204,14 @@ def _refuse_different_models(model: nn.Module, collectives: Collectives) -> None
         raise UsageError(
             f"the ranks built different models: ranks {different} differ from rank 0, first at parameter or buffer "
             f"{low + 1}, where rank {collectives.rank} has: {mine}. Build the same model on every rank."
+        )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise where a model is in zeroshard's hands already."""
+    taken = [name for name, p in model.named_parameters() if is_taken(p)]
+    if taken:
+        raise UsageError(
+            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned, or destroy() on the "
+            "engine of initialize, or make a new model."
         )

@@ -68,7 +68,7 @@ class Engine(Saving, Readers, nn.Module):
         self.training_dataloader: Any = None
         self._sharded = sharded
         self._last = StepReport(applied=False)
-        self._was_applied = False
+        self._was_applied = self._destroyed = False
         self._microbatches = Microbatches(sharded)
         self._last_call: tuple[Any, Any] | None = None
         self._progress = Progress(sharded, config, device)
@@ -90,6 +90,7 @@ class Engine(Saving, Readers, nn.Module):
         """Run the model."""
         args, kwargs = cast_inputs(self.resolved, (args, kwargs))
         if torch.is_grad_enabled():
+            self._refuse_destroyed()
             self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
             if self.resolved.scales_loss:
                 self._last_call = (args, kwargs)  # for underflow_report
@@ -149,6 +150,7 @@ class Engine(Saving, Readers, nn.Module):
         Raises:
             LossScaleError: fp16 gradients overflow at the smallest loss scale.
         """
+        self._microbatches.refuse_second_step()
         return self._step(lambda: self.lr_scheduler.step(**(lr_kwargs or {})))
 
     def _step_of_optimizer(self) -> StepReport:
@@ -158,7 +160,9 @@ class Engine(Saving, Readers, nn.Module):
                 f"optimizer.step() in microbatch {self._microbatches.count + 1} of {self.gradient_accumulation_steps()}: call "
                 "engine.step() after each microbatch, or set gradient_accumulation_steps to 1 and accumulate in engine.no_sync()."
             )
-        return self._step(lambda: None)
+        report = self._step(lambda: None)
+        self._microbatches.ended_by_optimizer = True
+        return report
 
     @property
     def _ends_step(self) -> bool:
@@ -248,6 +252,13 @@ class Engine(Saving, Readers, nn.Module):
         """
         with self._microbatches.no_sync():
             yield
+
+    def _refuse_destroyed(self) -> None:
+        if self._destroyed:
+            raise UsageError(
+                "the engine was destroyed, and is to train. A stock Trainer's train() destroys the engine of an earlier train() or "
+                "evaluate(): make a new Trainer, of a new model, for each. A loop of your own: a new initialize."
+            )
 
     def _refuse_untrained(self, what: str) -> None:
         if not self._sharded.trains:
@@ -352,6 +363,7 @@ class Engine(Saving, Readers, nn.Module):
 
     def destroy(self) -> None:
         """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
+        self._destroyed = True
         self._progress.close()
         if self.checkpointing is not None:
             self.checkpointing.remove()

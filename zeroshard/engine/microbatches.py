@@ -21,11 +21,13 @@ class Microbatches:
         backwards: those of the microbatches that have ended.
         boundary: the caller's word on whether the present one is the last; None: the count says it.
         was_scaled: `engine.scale` was called in this step.
+        ended_by_optimizer: `optimizer.step()` ended the step before, and no microbatch has begun since.
     """
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
         self.boundary: bool | None = None
+        self.ended_by_optimizer = False
         self._no_sync = 0
         self.start_step()
 
@@ -43,6 +45,7 @@ class Microbatches:
 
     def expect_backward(self, is_boundary: bool) -> None:
         """A backward is to come, the engine's or the user's: it reduces what is unsharded, or it does not."""
+        self.ended_by_optimizer = False
         self._is_reduced = is_boundary and not self._no_sync
         self._sharded.expect_last_microbatch(self._is_reduced)
 
@@ -102,6 +105,14 @@ class Microbatches:
             yield
         finally:
             self._no_sync -= 1
+
+    def refuse_second_step(self) -> None:
+        """Raise where `engine.step()` follows `optimizer.step()`: it would end a microbatch that nobody ran."""
+        if self.ended_by_optimizer:
+            raise UsageError(
+                "engine.step() after optimizer.step(), which had ended the step already: call one of them. After optimizer.step() "
+                "the scheduler is the caller's: lr_scheduler.step()."
+            )
 
     def refuse_inside_no_sync(self) -> None:
         """Raise where a step would end what `no_sync` holds back."""

@@ -196,6 +196,8 @@ class Saving:
         copies: dict[tuple[int, torch.Size], Tensor] = {}  # of tied parameters there is one
         state = {
             name: copies.setdefault((value.data_ptr(), value.shape), value.clone())
+            if isinstance(value, Tensor)
+            else value  # an extra state
             for name, value in self.module.state_dict().items()
         }
         return self._without_frozen(state) if exclude_frozen_parameters else state
@@ -218,9 +220,21 @@ class Saving:
         """Load a whole state dict of the model, master weights too. Every rank must call it."""
         self.module.load_state_dict(state_dict, strict=strict)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UsageError(_NO_COPY.format("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(_NO_COPY.format("copied or pickled"))
+
     def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
+
+
+_NO_COPY = (
+    "an engine cannot be {}: it holds process groups and shards. On every rank call engine.save_checkpoint to go on later, "
+    "engine.consolidated_state_dict or engine.export for the weights, or copy engine.module inside zeroshard.unsharded."
+)
 
 
 class _OnRank0(dict[str, Tensor]):
@@ -232,4 +246,8 @@ class _OnRank0(dict[str, Tensor]):
 
 def _save(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}, path)
+    torch.save({name: _as(value, dtype) for name, value in state.items()}, path)
+
+
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value  # or an extra state

@@ -77,10 +77,13 @@ class Members:
         number would wait for each other under different names, and what a subgroup holds is never given back. The store
         counts instead, for these members and each of them, so any ranks may make groups in any order.
         """
-        family = f"zeroshard/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
+        return dist.ProcessGroupGloo(self.counted_store("gloo"), self.rank, len(self.ranks), self.timeout)
+
+    def counted_store(self, purpose: str) -> PrefixStore:
+        """A part of the store that is for these members, this purpose and this time alone."""
+        family = f"zeroshard/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{purpose}"
         number = self.store.add(f"{family}/count/{self.rank}", 1)
-        store = PrefixStore(f"{family}/{number}", self.store)
-        return dist.ProcessGroupGloo(store, self.rank, len(self.ranks), self.timeout)
+        return PrefixStore(f"{family}/{number}", self.store)
 
     def registered(self) -> dist.ProcessGroup:
         """A group of the members' own backend, which torch makes and registers. Every member must call it."""

@@ -8,6 +8,7 @@ processor; and it tells at once of a process that is gone, whoever may look at w
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -16,7 +17,7 @@ import time
 from collections import defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -118,3 +119,113 @@ class Neighbours:
         self._selector.close()
         for one in self._sockets.values():
             one.close()
+
+
+class Met(NamedTuple):
+    """What a meeting came to.
+
+    Attributes:
+        neighbours: the connections; None where some ranks do not share a host, or may not meet.
+        descriptors: by rank, what each handed over. Ours to close.
+        why_not: why there are none, the same sentence on every rank.
+    """
+
+    neighbours: Neighbours | None
+    descriptors: dict[int, int]
+    why_not: str
+
+
+def meet(members: Members, descriptor: int | None, why_not: str = "") -> Met:
+    """Connect with all members, where all are on this host, and hand each a descriptor. Every member must call it.
+
+    They find each other by addresses that the store tells; a word that only the store knows keeps strangers out.
+
+    Args:
+        descriptor: what the others get; None: this rank cannot, for the reason `why_not`.
+    """
+    store = members.counted_store("neighbours")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    secret = secrets.token_hex(16)
+    try:
+        listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")
+        listener.listen(len(members.ranks))
+        listener.settimeout(members.timeout.total_seconds())
+        here = {
+            "host": _host(),
+            "address": listener.getsockname().decode("latin-1"),
+            "secret": secret,
+            "why_not": why_not,
+        }
+    except OSError as error:
+        here = {"host": "", "address": "", "secret": "", "why_not": f"unix sockets are not allowed ({error.strerror})"}
+    told = _agree(store, members, "here", here)
+    first = next((one["why_not"] for one in told if one["why_not"]), "")
+    if not first and len({one["host"] for one in told}) > 1:
+        first = "the ranks are on several hosts"
+    sockets: dict[int, socket.socket] = {}
+    descriptors: dict[int, int] = {}
+    problem = ""
+    if not first:
+        try:
+            sockets = _connect(listener, members.rank, told, members.timeout.total_seconds())
+            assert descriptor is not None
+            descriptors = _hand_over(sockets, descriptor)
+        except OSError as error:
+            problem = f"rank {members.own} could not connect to ranks of its own host ({error.strerror or error})"
+        first = next((one for one in _agree(store, members, "met", problem) if one), "")
+    listener.close()
+    if first:
+        for one in sockets.values():
+            one.close()
+        for number in descriptors.values():
+            os.close(number)
+        return Met(None, {}, first)
+    return Met(Neighbours(members.rank, sockets, members.timeout.total_seconds()), descriptors, "")
+
+
+def _agree(store: PrefixStore, members: Members, what: str, value: Any) -> list[Any]:
+    store.set(f"{what}/{members.rank}", json.dumps(value))
+    return [json.loads(store.get(f"{what}/{rank}")) for rank in range(len(members.ranks))]
+
+
+def _host() -> str:
+    """One boot of one kernel; and its network namespace, in which such addresses are known."""
+    with suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return socket.gethostname()
+
+
+def _connect(
+    listener: socket.socket, rank: int, told: list[dict[str, str]], timeout: float
+) -> dict[int, socket.socket]:
+    """Each rank calls those before it, and is called by those after it."""
+    sockets = {}
+    for peer in range(rank):
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.settimeout(timeout)
+        one.connect(told[peer]["address"].encode("latin-1"))
+        one.send(json.dumps({"rank": rank, "secret": told[peer]["secret"]}).encode())
+        sockets[peer] = one
+    while len(sockets) < len(told) - 1:
+        one, _ = listener.accept()
+        one.settimeout(timeout)
+        try:
+            hello = json.loads(one.recv(_LIMIT) or b"{}")
+        except ValueError:
+            hello = {}
+        if hello.get("secret") != told[rank]["secret"]:
+            one.close()  # a stranger
+            continue
+        sockets[int(hello["rank"])] = one
+    return sockets
+
+
+def _hand_over(sockets: dict[int, socket.socket], descriptor: int) -> dict[int, int]:
+    """Every rank's descriptor to every other."""
+    for one in sockets.values():
+        socket.send_fds(one, [b"zeroshard"], [descriptor])
+    found = {}
+    for peer, one in sockets.items():
+        _, (number,), _, _ = socket.recv_fds(one, _LIMIT, 1)
+        found[peer] = number
+    return found

@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 DDP = "DDP"
+LIMIT_SECONDS = 240
+"""DeepSpeed compiles an extension at its first run on a CPU."""
 SYSTEMS = [
     DDP,
     "FSDP2",
@@ -124,9 +126,15 @@ def run(system: str, ranks: int, batch: int, steps: int, deepspeed_path: Path | 
         out = Path(folder, "out.json")
         command = [sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), __file__]
         command += ["--system", system, "--out", str(out), "--batch", str(batch), "--steps", str(steps)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            said, _ = job.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # the launcher ends its ranks
+            job.communicate()
+            return f"no result in {LIMIT_SECONDS} s"
         if not out.exists():
-            errors = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+            errors = [line for line in said.splitlines() if "Error" in line]
             return (errors or ["it failed"])[0][-120:]
         found: dict[str, Any] = json.loads(out.read_text())
         return found

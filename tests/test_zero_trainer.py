@@ -524,7 +524,7 @@ def stage_one(rank: int, world: int, port: int, out: Path, how: str, kwargs: dic
     resume, callbacks = given.pop("resume", None), given.pop("callbacks", [ZeroConsolidateCallback])
     args, model = arguments(out, rank, world, port, **given), llama()
     both: dict[str, Any] = {"args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
-    if how != "stock":
+    if not how.startswith("stock"):
         both["callbacks"] = [make() for make in callbacks]
     if how == "class":
         both["optimizer_cls_and_kwargs"] = (
@@ -536,6 +536,8 @@ def stage_one(rank: int, world: int, port: int, out: Path, how: str, kwargs: dic
             ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
             None,
         )
+    if how == "stock object":
+        both["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0), None)
     trainer = transformers.Trainer(model, **both)
     trainer.train(resume_from_checkpoint=resume)
     return history(trainer)
@@ -552,7 +554,13 @@ def test_stage_one_in_a_stock_trainer(tmp_path: Path, how: str) -> None:
         resume = {"resume": str(out / "checkpoint-2"), "per_device_train_batch_size": 4 // world}
         again = run(stage_one, world, out, how, {**SAVES, **resume})[0]
         assert_close(again, stock, 1e-4)
-    plain = run(stage_one, 2, out, "stock", {**SAVES, "resume": str(out / "checkpoint-2")})[0]
+    plain = run(
+        stage_one,
+        2,
+        out,
+        "stock object" if how == "object" else "stock",
+        {**SAVES, "resume": str(out / "checkpoint-2")},
+    )[0]
     assert_close(plain, stock, 1e-4)
 
 
@@ -621,11 +629,12 @@ def tune(rank: int, world: int, port: int, out: Path, kind: str, adapted: bool, 
     else:
         rows = [{"prompt": words(i, 4), "chosen": words(i + 1, 4), "rejected": words(i + 2, 5)} for i in range(24)]
         base, args = trl.DPOTrainer, trl.DPOConfig(str(out), **kwargs)
+    reference = {"ref_model": llama()} if kind == "dpo" and not adapted else {}  # it would be read by the model's name
     made: Any = base if zero == "stock" else type("Zero", (ZeroTrainerMixin, base), {})
     torch.manual_seed(1)
     trainer = made(
         model=llama(), args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=words_tokenizer(),
-        peft_config=lora, **({} if zero == "stock" else {"zero": zero}),
+        peft_config=lora, **reference, **({} if zero == "stock" else {"zero": zero}),
     )  # fmt: skip
     trainer.train()
     return history(trainer)

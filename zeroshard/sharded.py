@@ -21,7 +21,7 @@ from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
 from zeroshard.policy import DTypes, Offload, Place, Policy
 from zeroshard.schedule.hooks import Hooks
-from zeroshard.schedule.kept_in_memory import KeptInMemory
+from zeroshard.schedule.kept_in_memory import state_dict_in_memory
 from zeroshard.schedule.make_units import frozen_names, make_units
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
@@ -118,13 +118,8 @@ class Sharded:
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Tensor] | None:
         """`model.state_dict()` in CPU memory of rank `to`, one unit at a time; None on the others. Every rank must call it."""
-        state = KeptInMemory(self.rank == to)
-        self.model.state_dict(destination=state)
-        first: dict[int, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name in state and first.setdefault(id(parameter), name) in state:
-                dict.__setitem__(state, name, state[first[id(parameter)]])  # tied parameters are one tensor
-        return dict(state) if self.rank == to else None
+        state = state_dict_in_memory(self.model, keeps=self.rank == to)
+        return state if self.rank == to else None
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
         """Put every wait for other ranks inside `measure("reduce" | "gather" | "exchange")`."""

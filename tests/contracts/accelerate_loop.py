@@ -6,10 +6,6 @@ a package named deepspeed.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import transformers
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
 from accelerate.state import AcceleratorState
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from cases import run_all
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -224,19 +221,5 @@ def two_models(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"told": told}
 
 
-def main() -> None:
-    """Run every case in turn, as many programs would one each."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    results = []
-    for case in cases:
-        folder = out.parent / case["name"]
-        results.append((two_models if case["two"] else run)(case, folder))
-        AcceleratorState._reset_state(reset_partial_state=False)
-        if int(os.environ.get("RANK", "0")) == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if int(os.environ.get("RANK", "0")) == 0:
-        out.write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    run_all(lambda case, folder: (two_models if case["two"] else run)(case, folder))

@@ -5,16 +5,12 @@ Each case trains LoRA adapters of a small Llama, by SFTTrainer or DPOTrainer; ra
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
+from cases import run_all
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -121,19 +117,5 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Run every case in turn, as many programs would one each."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    results = []
-    for case in cases:
-        folder = out.parent / case["name"]
-        results.append(run(case, folder))
-        AcceleratorState._reset_state(reset_partial_state=False)
-        if case.get("throw_away", True) and int(os.environ.get("RANK", "0")) == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if int(os.environ.get("RANK", "0")) == 0:
-        out.write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    run_all(run)

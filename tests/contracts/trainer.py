@@ -5,17 +5,14 @@ Each case is a training of a small Llama; rank 0 writes what it came to. Started
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
+from cases import run_all
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -116,6 +113,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         tokens = Tokens()[0]["input_ids"][None]
         found["read"] = float(read(input_ids=tokens, labels=tokens).loss)
     trainer.accelerator.wait_for_everyone()
+    assert math.isfinite(found["evaluated"])
     return found
 
 
@@ -130,20 +128,5 @@ def files(folder: Path) -> set[str]:
     return names
 
 
-def main() -> None:
-    """Run every case in turn, as many programs would one each."""
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    results = []
-    for case in cases:
-        folder = out.parent / case["name"]
-        results.append(run(case, folder))
-        AcceleratorState._reset_state(reset_partial_state=False)
-        if case.get("throw_away", True) and int(os.environ.get("RANK", "0")) == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if int(os.environ.get("RANK", "0")) == 0:
-        assert all(math.isfinite(result["evaluated"]) for result in results)
-        out.write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    run_all(run)

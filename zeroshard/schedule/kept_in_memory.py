@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class KeptInMemory(OrderedDict[str, Any]):
@@ -24,3 +24,17 @@ class KeptInMemory(OrderedDict[str, Any]):
         if isinstance(value, Tensor):
             value = value.detach().to(self._device, copy=True)
         super().__setitem__(key, value)
+
+
+def state_dict_in_memory(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
+    """A module's state dict in CPU memory, one unit at a time, where this rank `keeps` it. Every rank must call it.
+
+    Tied parameters are one tensor.
+    """
+    state = KeptInMemory(keeps)
+    module.state_dict(destination=state)
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and first.setdefault(id(parameter), name) in state:
+            dict.__setitem__(state, name, state[first[id(parameter)]])
+    return dict(state)

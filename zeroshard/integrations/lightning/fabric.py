@@ -15,7 +15,7 @@ from zeroshard.errors import UsageError
 from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.package import fabric_class
 from zeroshard.integrations.lightning.scaling import NormOfShards
-from zeroshard.integrations.lightning.sharding import Facts, Sharding, the_one
+from zeroshard.integrations.lightning.sharding import Facts, Sharding, refuse_strangers, the_one
 from zeroshard.policy import Policy, Units
 from zeroshard.sharded import Sharded
 from zeroshard.sharded_init import sharded_init
@@ -90,13 +90,7 @@ class FabricZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self, stage: int | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
         policy: Policy | None = None, units: Units | None = None, auto: Mapping[str, Any] | None = None, **ddp: Any,
     ) -> None:  # fmt: skip
-        known = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "timeout",
-                 "process_group_backend", "start_method")  # fmt: skip
-        strangers = [name for name in ddp if name not in known]
-        if strangers:
-            raise UsageError(
-                f"FabricZeroStrategy has no argument {strangers[0]!r}: of DDPStrategy's it takes {', '.join(known)}."
-            )
+        refuse_strangers("FabricZeroStrategy", ddp, "precision")
         self._sharding = Sharding(stage, config, policy, units, auto)
         self._models: list[Sharded] = []
         super().__init__(**ddp)

@@ -12,7 +12,6 @@ import os
 import pickle
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.loading import Located, open_checkpoint, tasks_for
 from zeroshard.checkpoint.manifest import MANIFEST, dtype_of
 from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.schedule.kept_in_memory import state_dict_in_memory
 from zeroshard.sharded import Sharded
 from zeroshard.step.model_states import PARAMETERS
 
@@ -100,24 +100,13 @@ def clear_for_file(path: str | os.PathLike[str]) -> None:
         shutil.rmtree(path)
 
 
-class _Copies(OrderedDict[str, Any]):
-    """A state dict that copies values while they are there: to CPU memory, or, on other ranks, to none (the meta device)."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self._device = device
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value.detach().to(self._device, copy=True) if isinstance(value, Tensor) else value)
-
-
 def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
     """The module's state dict, whole, in rank 0's CPU memory; empty elsewhere. Every rank must call it.
 
     One unit is whole at a time.
     """
-    state = module.state_dict(destination=_Copies("cpu" if rank == 0 else "meta"))
-    return dict(state) if rank == 0 else {}
+    state = state_dict_in_memory(module, keeps=rank == 0)
+    return state if rank == 0 else {}
 
 
 def write_single_file(

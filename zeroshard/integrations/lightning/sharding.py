@@ -32,6 +32,29 @@ _HONOURED = {
 """Blocks and keys of a config that take effect here. (What the Trainer decides too must agree with it.)"""
 
 
+_OF_DDP = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "timeout",
+    "process_group_backend",
+    "start_method",
+)
+
+
+def refuse_strangers(strategy: str, given: Mapping[str, Any], precision: str) -> None:
+    """Raise where a strategy was given an argument that is none of DDPStrategy's, or has no meaning here.
+
+    Args:
+        precision: what its argument for the precision is called.
+    """
+    known = (*_OF_DDP[:4], precision, *_OF_DDP[4:])
+    strangers = [name for name in given if name not in known]
+    if strangers:
+        raise UsageError(f"{strategy} has no argument {strangers[0]!r}: of DDPStrategy's it takes {', '.join(known)}.")
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the Trainer, or Fabric, has decided already.

@@ -18,7 +18,7 @@ from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.package import trainer_class
 from zeroshard.integrations.lightning.scaling import NormOfShards
-from zeroshard.integrations.lightning.sharding import Facts, Sharding, the_one
+from zeroshard.integrations.lightning.sharding import Facts, Sharding, refuse_strangers, the_one
 from zeroshard.policy import Policy, Units
 from zeroshard.sharded import Sharded
 from zeroshard.sharded_init import sharded_init
@@ -121,13 +121,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self, stage: int | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
         policy: Policy | None = None, units: Units | None = None, auto: Mapping[str, Any] | None = None, **ddp: Any,
     ) -> None:  # fmt: skip
-        known = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "timeout",
-                 "process_group_backend", "start_method")  # fmt: skip
-        strangers = [name for name in ddp if name not in known]
-        if strangers:
-            raise UsageError(
-                f"ZeroStrategy has no argument {strangers[0]!r}: of DDPStrategy's it takes {', '.join(known)}."
-            )
+        refuse_strangers("ZeroStrategy", ddp, "precision_plugin")
         self.sharded: Sharded | None = None
         self._sharding = Sharding(stage, config, policy, units, auto)
         self._loads_file = True

@@ -1,0 +1,27 @@
+"""Owns how the scripts beside it go through their cases: CASES.json in, OUT.json out. They are stock scripts else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState
+
+
+def run_all(run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """Run every case in turn, as many programs would one each; rank 0 writes what each came to."""
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results = []
+    for case in cases:
+        folder = out.parent / case["name"]
+        results.append(run(case, folder))
+        AcceleratorState._reset_state(reset_partial_state=False)
+        if case.get("throw_away", True) and int(os.environ.get("RANK", "0")) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        out.write_text(json.dumps(results))

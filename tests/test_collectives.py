@@ -25,6 +25,7 @@ from zeroshard.collectives.choose import create_collectives, create_control
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
+from zeroshard.collectives.neighbours import Neighbours
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.reduction import CHUNK_NUMEL, sum_into
 from zeroshard.collectives.report import Told, describe_failure, spell
@@ -423,17 +424,17 @@ def test_words() -> None:
 
 
 def die_at(number: int) -> None:
-    """This rank is killed at its n-th transfer from now on."""
-    original, seen = PointToPoint._start, 0
+    """This rank is killed at its n-th message from now on."""
+    original, seen = Neighbours.send, 0
 
-    def start(self: PointToPoint, *arguments: object) -> object:
+    def send(self: Neighbours, *arguments: object) -> object:
         nonlocal seen
         seen += 1
         if seen == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *arguments)  # type: ignore[arg-type]
 
-    PointToPoint._start = start  # type: ignore[method-assign, assignment]
+    Neighbours.send = send  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("victim", ["first", "last"])

@@ -97,9 +97,9 @@ def shard(
 
     device = parameters[0].device
     collectives = create_collectives(group, device, precision.predivide_factor, what="shard()")
-    storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize)
+    storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
     context = Context(
-        policy, precision, collectives, BufferPool(device), storages, bucket_numel, whole_parameters=whole,
+        policy, precision, collectives, BufferPool(device, collectives.shareable), storages, bucket_numel, whole_parameters=whole,
         whole_class=whole_class(attributes if policy.parameters.sharded else None),
     )  # fmt: skip
     try:

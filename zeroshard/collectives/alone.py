@@ -25,7 +25,7 @@ class Alone(Collectives):
         def finish(self, out: Tensor, *, accumulate: bool) -> None:
             sum_into(list(self._rows), self._divisor, out, accumulate)
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
         return self._Nothing()
 
     def workspace_numel(self, rows: Tensor) -> int:

@@ -1,52 +1,71 @@
-"""Owns memory that the other ranks of this host read in place: one unnamed file of this process, mapped by all. Called by shared_memory.
+"""Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all. Called by shared_memory.
 
-The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not matter. It is
-sparse: pages exist from their first use on, and are given back with the tensor that used them.
+The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
+matter. It is sparse: pages exist from their first use on, and are given back with the tensor that used them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import mmap
 import os
 import weakref
 from bisect import insort
+from collections import deque
 
 import torch
 from torch import Tensor
 
-RESERVED = 1 << 38
-"""Addresses of one arena. They cost nothing; a process that may not have so many (ulimit -v) goes without shared memory."""
 _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000
-_PUNCH_HOLE = 0x3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def reserved_nbytes() -> int:
+    """Addresses of one arena: as many as this host has memory. They cost nothing until they are used."""
+    return -(-os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PAGE) * _PAGE
 
 
 class Arena:
-    """Memory of this process that others may read.
+    """Memory of this process that others may read. A process that is forked from it does not have it.
 
     Attributes:
-        descriptor: of the file, to be handed to the other ranks.
+        descriptor: of the file, to be handed to the other ranks; -1 once it is closed.
+
+    Raises:
+        OSError: the system does not allow it.
     """
 
     def __init__(self) -> None:
+        self._size = reserved_nbytes()
         self.descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, RESERVED)
-        self._map = mapped(self.descriptor)
-        self._base = address_of(self._map)
-        self._end = 0
+        try:
+            os.ftruncate(self.descriptor, self._size)
+            self._map = mmap.mmap(self.descriptor, self._size, flags=mmap.MAP_SHARED | _NO_RESERVE)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._map.madvise(mmap.MADV_DONTFORK)  # a child's writes would be ours
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._end, self._process, self._is_closed = 0, os.getpid(), False
         self._free: list[tuple[int, int]] = []
-        """(start, numel of bytes) of ranges that were given back, by start; neighbours are one."""
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        """(start, bytes) of ranges that were given back, by start; neighbours are one."""
+        self._returned = deque[tuple[int, int]]()
+        """Those that the garbage collector has told of since, in whichever thread."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor with undefined content. Its pages are given back with the last tensor that looks at them."""
-        nbytes = -(-max(numel * dtype.itemsize, 1) // _PAGE) * _PAGE
+        """A 1-D tensor of zeros. Its pages are given back with the last tensor that looks at them.
+
+        Raises:
+            MemoryError: it would be more than the host has.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         start = self._take(nbytes)
         memory = (ctypes.c_char * nbytes).from_buffer(self._map, start)
-        weakref.finalize(memory, self._give_back, start, nbytes)
-        return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        weakref.finalize(memory, self._give_back, start, nbytes).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype)
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where a tensor's first element lies in the file; None where it is no memory of the arena's."""
@@ -54,50 +73,82 @@ class Arena:
         return offset if 0 <= offset < self._end else None
 
     def _take(self, nbytes: int) -> int:
+        while self._returned:
+            insort(self._free, self._returned.popleft())
+            self._free = _merged(self._free)
         for number, (start, size) in enumerate(self._free):
             if size >= nbytes:
                 self._free[number : number + 1] = [(start + nbytes, size - nbytes)] if size > nbytes else []
                 return start
+        if self._end + nbytes > self._size:
+            raise MemoryError(f"ranks of one host share at most the host's memory ({self._size:,} bytes)")
         start, self._end = self._end, self._end + nbytes
-        if self._end > RESERVED:
-            raise MemoryError(f"more than {RESERVED:,} bytes of memory that ranks share")
         return start
 
     def _give_back(self, start: int, nbytes: int) -> None:
-        self._libc.fallocate64(
-            self.descriptor, _PUNCH_HOLE, ctypes.c_longlong(start), ctypes.c_longlong(nbytes)
-        )  # without it the pages stay, and are used again
-        insort(self._free, (start, nbytes))
-        merged: list[tuple[int, int]] = []
-        for one in self._free:
-            if merged and sum(merged[-1]) == one[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + one[1])
-            else:
-                merged.append(one)
-        self._free = merged
+        if self._is_closed or os.getpid() != self._process:  # somebody may read it still; it goes with the last map
+            return
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
+        except OSError:
+            ctypes.memset(self._base + start, 0, nbytes)
+        self._returned.append((start, nbytes))
+
+    def hand_over(self) -> None:
+        """Everybody has the descriptor."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def close(self) -> None:
-        """No further rank is given it. The memory goes with the last tensor."""
-        os.close(self.descriptor)
+        """Nothing more is taken from it. What others still read stays until they are done."""
+        self.hand_over()
+        self._is_closed = True
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, size in ranges:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((start, size))
+    return merged
 
 
 class Window:
-    """Another rank's arena, as this process reads it."""
+    """Another rank's arena, as this process reads it.
+
+    Args:
+        descriptor: of the file; ours to close.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        self._map = mapped(descriptor)
-        os.close(descriptor)
+        try:
+            size = os.fstat(descriptor).st_size
+            self._base = _mapped_to_read(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self.close = weakref.finalize(self, _LIBC.munmap, ctypes.c_void_p(self._base), ctypes.c_size_t(size))
+        self.close.atexit = False
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """The other rank's elements, 1-D."""
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+        """The other rank's elements, 1-D, not to be written to. Valid as long as the window."""
+        nbytes = numel * dtype.itemsize
+        memory = (ctypes.c_char * nbytes).from_address(self._base + offset)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype)
 
 
-def mapped(descriptor: int) -> mmap.mmap:
-    """The whole file."""
-    return mmap.mmap(descriptor, RESERVED, flags=mmap.MAP_SHARED | _NO_RESERVE)
-
-
-def address_of(mapping: mmap.mmap) -> int:
-    """Where it begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+def _mapped_to_read(descriptor: int, size: int) -> int:
+    """The address of the whole file. Python's own mmap tells no address of what may not be written to."""
+    map_file = _LIBC.mmap
+    map_file.restype = ctypes.c_void_p
+    map_file.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    address: int | None = map_file(None, size, mmap.PROT_READ, mmap.MAP_SHARED | _NO_RESERVE, descriptor, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address

@@ -6,10 +6,13 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from zeroshard.errors import CollectiveError
 
 
 class Pending(ABC):
@@ -19,6 +22,11 @@ class Pending(ABC):
     def wait(self) -> None:
         """Block until the data may be used on this stream. Raises `CollectiveError` when it cannot arrive."""
 
+    def abandon(self) -> None:
+        """The data is not wanted any longer: block until nothing is written any more."""
+        with suppress(CollectiveError):
+            self.wait()
+
 
 class PendingReduction(ABC):
     """A reduce-scatter in flight."""
@@ -27,12 +35,23 @@ class PendingReduction(ABC):
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         """Wait, then set `out` (shape [shard_numel]) to the mean over ranks of this rank's row, or add the mean."""
 
+    @property
+    def has_readers(self) -> bool:
+        """Once finished: other ranks still read the rows, which must stay as they are."""
+        return False
+
+    def wait_readers(self) -> None:
+        """Block until none does."""
+        return
+
 
 class Collectives(ABC):
     """What a bucket asks of the other ranks. `rows` is a [world_size, shard_numel] tensor; row r belongs to rank r."""
 
     rank: int
     world_size: int
+    reads_in_place = False
+    """Other ranks read what is offered where it lies, if that is memory from `shareable`; nothing travels by itself."""
 
     def __init__(self, predivide_factor: float = 1.0) -> None:
         self.sent: Counter[str] = Counter()
@@ -42,9 +61,21 @@ class Collectives(ABC):
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Wraps each wait for other ranks: "reduce", "gather" or "exchange". For clocks."""
 
+    def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """CPU memory [numel] of zeros, from which other ranks may be able to read."""
+        return torch.zeros(numel, dtype=dtype)
+
     @abstractmethod
-    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
-        """Fill every row from its owner, in place; this rank's own row is the input."""
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+        """Fill every row from its owner, in place; this rank's own row is the input.
+
+        Args:
+            resting: [shard_numel], the same values in memory that stays as it is until `wait_readers`.
+        """
+
+    def wait_readers(self) -> None:
+        """What rests here is about to change: block until no other rank reads it."""
+        return
 
     @abstractmethod
     def workspace_numel(self, rows: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.meeting import SEVERAL_HOSTS, TURNED_OFF
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.shared_memory import NotShared, SharedMemory
 from zeroshard.collectives.watch import Watch, notice_seconds_from
 from zeroshard.launch import mark_use
 
@@ -44,11 +47,10 @@ def create_collectives(
     if dist.get_world_size(parent) == 1:
         return Alone(predivide_factor)
     members = Members.of(parent, device)
-    kind = PointToPoint if members.backend == "gloo" else Native
     watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds))
     try:
         with watch.operation(what) if what else nullcontext():
-            collectives = kind(members, device, predivide_factor, watch)
+            collectives = _best(members, device, predivide_factor, watch)
     except BaseException:
         watch.close()
         raise
@@ -56,8 +58,22 @@ def create_collectives(
     return collectives
 
 
+def _best(members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> Grouped:
+    if members.backend != "gloo":
+        return Native(members, device, predivide_factor, watch)
+    if device.type == "cpu":
+        try:
+            return SharedMemory(members, device, predivide_factor, watch)
+        except NotShared as why_not:
+            if members.rank == 0 and str(why_not) not in (SEVERAL_HOSTS, TURNED_OFF):
+                logging.getLogger("zeroshard").warning(
+                    "the ranks of this host do not share memory, and talk over gloo, which is slower: %s", why_not
+                )
+    return PointToPoint(members, device, predivide_factor, watch)
+
+
 def create_control(beside: Collectives) -> Collectives:
-    """Connections of their own for small messages, over gloo, beside those of the training. Every rank must call it.
+    """Connections of their own for small messages of CPU memory, beside those of the training. Every rank must call it.
 
     Raises:
         CollectiveError: not every rank came; names them.
@@ -66,4 +82,6 @@ def create_control(beside: Collectives) -> Collectives:
         return Alone()
     # The connections that are there tell at once of a rank that is dead; new ones are only waited for.
     beside.exchange(b"\0", "connections for small messages")
+    if isinstance(beside, SharedMemory):
+        return SharedMemory(beside.members, torch.device("cpu"), 1.0, beside.watch)
     return PointToPoint(beside.members, torch.device("cpu"), 1.0, beside.watch)

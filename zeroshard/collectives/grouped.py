@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -17,7 +17,7 @@ from zeroshard.collectives.report import describe_failure
 from zeroshard.collectives.watch import Watch, spelled
 from zeroshard.errors import CollectiveError, ZeroshardError
 
-T = TypeVar("T", dist.ProcessGroup, dist.ProcessGroupGloo)
+T = TypeVar("T")
 
 TRANSFER_TAG = (1 << 30) + 1
 """Transfers from one rank to another keep their order, so one tag does for all; no bucket has this number."""
@@ -75,18 +75,22 @@ class Grouped(Collectives):
             return make()
 
     def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = ()
-    ) -> CollectiveError:
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = (),
+        gone: Collection[int] = (),
+    ) -> CollectiveError:  # fmt: skip
         """What to raise for a wait that failed.
 
         Args:
             peer: the member at the other end.
             works: the rest of the same operation.
+            gone: members whose processes have ended; nobody waits for their word.
         """
         ranks, operation = self.members.ranks, self.watch.operation_name
-        closed = _closed_peers(works) | ({peer} if peer is not None and _says_closed(error) else set())
+        closed = _closed_peers(works) | set(gone)
+        if peer is not None and _says_closed(error) and not gone:
+            closed.add(peer)
         text = spelled(operation, label)
-        others = self.watch.ask(text)
+        others = self.watch.ask(text, [ranks[one] for one in gone])
         return CollectiveError(
             describe_failure(
                 self.members.own,

@@ -48,7 +48,7 @@ class Native(Grouped):
                 works = [(self._group.recv([tensor], source, TRANSFER_TAG), source)]
         return Transfer(self, works, "transfer", label)
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
         self.sent["all_gather"] += rows[self.rank].nbytes * (self.world_size - 1)
         work = self._all_gather(rows.view(-1), rows[self.rank], group=self._gather_group, async_op=True)
         return Transfer(self, [(work, None)], "gather", label)

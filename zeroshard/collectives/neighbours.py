@@ -1,231 +1,235 @@
-"""Owns the connections between the ranks of one host: over them go descriptors once, and words for each operation. Called by
-shared_memory.
+"""Owns the connections between the ranks of one host: messages under tags, and news of ended processes. Called by shared_memory.
 
-A connection is a pair of unix sockets. The kernel orders what is written before a word is sent, and what is read after it came, on every
-processor; and it tells at once of a process that is gone, whoever may look at whom.
+A connection is a pair of unix sockets. The kernel orders what is written to memory before a message is sent, and what is
+read after it came, on every processor; and it tells at once of a process that is gone.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
-import selectors
+import select
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore
-
-from zeroshard.collectives.members import Members
-
-_WORD = struct.Struct("<QQQ")
-_LIMIT = 1 << 16
+_TAG = struct.Struct("<Q")
+_STUCK_HEAD = struct.Struct("<Q")
+LIMIT = 1 << 16
 """Bytes of one message at most."""
-_SPINS = 200
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+READ = 1 << 63
+"""The bit of a tag that says: what was offered under the rest of it was read."""
+_GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
+"""What a rank says of itself: it has finished; a wait of it failed; it waits for this one, of which it has heard so much."""
+_STUCK_SECONDS = 1.0
 
 
-class Word(NamedTuple):
-    """What one rank tells another of an operation.
+class Lost(RuntimeError):
+    """Ranks of this host cannot be heard any longer.
 
     Attributes:
-        tag: which operation; the same on every rank.
-        offset: where the data lies in its arena.
-        nbytes: how much of it, to find out ranks that diverge.
+        peers: those whose process is gone.
     """
 
-    tag: int
-    offset: int
-    nbytes: int
+    def __init__(self, text: str, peers: frozenset[int] = frozenset()) -> None:
+        super().__init__(text)
+        self.peers = peers
+
+
+class _Stuck(NamedTuple):
+    """What a rank that waits for us said.
+
+    Attributes:
+        heard: how many messages of ours it had heard by then.
+        label: what it waits for.
+    """
+
+    heard: int
+    label: str
 
 
 class Neighbours:
-    """The other ranks of a group, all on this host."""
+    """The other ranks of a group that are on this host.
 
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
-        self._rank, self._sockets, self._timeout = rank, sockets, timeout
+    Args:
+        sockets: by rank.
+        timeout: seconds.
+
+    Attributes:
+        was_read: called with the tag and the peer when it has read an offer.
+    """
+
+    def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
+        self.was_read: Callable[[int, int], None] | None = None
+        self._sockets, self._timeout = sockets, timeout
         self._inbox: dict[int, dict[int, deque[bytes]]] = {peer: defaultdict(deque) for peer in sockets}
-        self._selector = selectors.DefaultSelector()
+        self._sent, self._heard = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)
+        self._stuck: dict[int, _Stuck] = {}
+        self._finished, self._dead, self._failed = set[int](), set[int](), set[int]()
+        self._poll, self._peer_of = select.poll(), dict[int, int]()
+        self._processes: list[int] = []
         for peer, one in sockets.items():
             one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, peer)
+            self._watch(one.fileno(), peer)
+            # A socket that a forked child holds too does not end with the process.
+            with suppress(OSError):
+                pid = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+                self._processes.append(os.pidfd_open(pid))
+                self._watch(self._processes[-1], peer)
+        self.close = weakref.finalize(self, _close, os.getpid(), sockets, self._processes)
 
-    def tell(self, peer: int, word: Word) -> None:
-        """Send a word."""
-        self.send(peer, word.tag, _WORD.pack(*word))
+    def _watch(self, descriptor: int, peer: int) -> None:
+        self._poll.register(descriptor, select.POLLIN)
+        self._peer_of[descriptor] = peer
 
-    def send(self, peer: int, tag: int, data: bytes) -> None:
-        """Send bytes under a tag: at most 64 KiB less some."""
-        message = tag.to_bytes(8, "little") + data
-        deadline = time.monotonic() + self._timeout
+    def send(self, peer: int, tag: int, data: bytes = b"") -> None:
+        """Send bytes under a tag, at most LIMIT less the tag.
+
+        Raises:
+            Lost: nobody is there to take it.
+            RuntimeError: the timeout is over.
+        """
+        self._put(peer, tag, data)
+        self._sent[peer] += 1
+
+    def _put(self, peer: int, tag: int, data: bytes) -> None:
+        message, deadline = _TAG.pack(tag) + data, 0.0
         while True:
             try:
                 self._sockets[peer].send(message)
                 return
             except BlockingIOError:
+                deadline = deadline or time.monotonic() + self._timeout
                 self._take_in(0.001)  # it may wait for room here, too
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out: rank {peer} takes no messages") from None
             except OSError as error:
-                raise RuntimeError(f"Connection closed by peer [{peer}] ({error.strerror})") from error
+                self._drain(peer)
+                raise self._lost(peer, error.strerror or str(error)) from error
 
-    def receive(self, peer: int, tag: int) -> bytes:
+    def tell_read(self, peer: int, tag: int) -> None:
+        """What this rank was offered under a tag was read. Who offered it may be gone since."""
+        with suppress(Lost):
+            self.send(peer, tag | READ)
+
+    def receive(self, peer: int, tag: int, label: str) -> bytes:
         """Block until bytes under this tag have come.
 
+        Args:
+            label: what is waited for, for the other side.
+
         Raises:
-            RuntimeError: the other process is gone, or the timeout is over.
+            Lost: the other process is gone, or any of this host; or waits in vain for this one, too.
+            RuntimeError: the timeout is over.
         """
-        waiting, spins = self._inbox[peer], 0
-        deadline = time.monotonic() + self._timeout
-        while not waiting[tag]:
-            if spins < _SPINS:
-                spins += 1
-                self._take_in(0)
-            elif not self._take_in(max(deadline - time.monotonic(), 0.0)):
-                raise RuntimeError(f"timed out after {self._timeout:g} s")
-        found = waiting[tag].popleft()
-        if not waiting[tag]:
-            del waiting[tag]
+        self._block(peer, lambda: bool(self._inbox[peer].get(tag)), label)
+        waiting = self._inbox[peer][tag]
+        found = waiting.popleft()
+        if not waiting:
+            del self._inbox[peer][tag]
         return found
 
-    def hear(self, peer: int, tag: int) -> Word:
-        """Block until a word under this tag has come."""
-        return Word(*_WORD.unpack(self.receive(peer, tag)))
+    def block(self, peer: int, is_over: Callable[[], bool], label: str) -> None:
+        """Block until what this rank says of the messages that came is true. Raises as `receive` does."""
+        self._block(peer, is_over, label)
 
-    def _take_in(self, timeout: float) -> bool:
-        """Read what has come; wait for something for so many seconds. Returns whether anything came."""
-        events = self._selector.select(timeout)
-        for key, _ in events:
-            peer = key.data
-            while True:
-                try:
-                    message = self._sockets[peer].recv(_LIMIT)
-                except BlockingIOError:
-                    break
-                except OSError as error:
-                    raise RuntimeError(f"Connection reset by peer [{peer}] ({error.strerror})") from error
-                if not message:
-                    raise RuntimeError(f"Connection closed by peer [{peer}]")
-                self._inbox[peer][int.from_bytes(message[:8], "little")].append(message[8:])
-        return bool(events)
+    def _block(self, peer: int, is_over: Callable[[], bool], label: str) -> None:
+        if is_over():
+            return
+        self._drain(peer)
+        start, told = time.monotonic(), False
+        while not is_over():
+            self._refuse_silence(peer)
+            waited = time.monotonic() - start
+            if waited > self._timeout:
+                raise RuntimeError(f"timed out after {self._timeout:g} s")
+            if not told and waited > _STUCK_SECONDS:
+                self._put(peer, _STUCK, _STUCK_HEAD.pack(self._heard[peer]) + label.encode()[: LIMIT // 2])
+                told = True
+            self._take_in(min(self._timeout - waited, self._timeout if told else _STUCK_SECONDS) + 0.001)
 
-    def close(self) -> None:
-        """Give the sockets back."""
-        self._selector.close()
-        for one in self._sockets.values():
-            one.close()
+    def _refuse_silence(self, peer: int) -> None:
+        """Raise where this rank would wait for this peer in vain."""
+        if self._dead:
+            raise self._lost(min(self._dead), "its process is gone")
+        if peer in self._finished | self._failed:
+            raise self._lost(peer, "it has finished" if peer in self._finished else "a wait of it failed")
+        stuck = self._stuck.get(peer)
+        if stuck is not None and stuck.heard == self._sent[peer]:
+            raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
 
+    def _lost(self, peer: int, why: str) -> Lost:
+        return Lost(f"Connection closed by peer [{peer}] ({why})", frozenset(self._dead))
 
-class Met(NamedTuple):
-    """What a meeting came to.
+    def _take_in(self, timeout: float) -> None:
+        """Read what has come; wait for something for so many seconds."""
+        for descriptor, _ in self._poll.poll(timeout * 1000):
+            peer = self._peer_of.get(descriptor)
+            if peer is None:
+                continue
+            self._drain(peer)
+            if descriptor in self._processes:
+                self._poll.unregister(descriptor)
+                del self._peer_of[descriptor]
+                self._ended(peer)
 
-    Attributes:
-        neighbours: the connections; None where some ranks do not share a host, or may not meet.
-        descriptors: by rank, what each handed over. Ours to close.
-        why_not: why there are none, the same sentence on every rank.
-    """
+    def _ended(self, peer: int) -> None:
+        if peer not in self._finished:
+            self._dead.add(peer)
 
-    neighbours: Neighbours | None
-    descriptors: dict[int, int]
-    why_not: str
+    def _drain(self, peer: int) -> None:
+        """Read what a peer has sent."""
+        one = self._sockets[peer]
+        while one.fileno() in self._peer_of:
+            try:
+                message = one.recv(LIMIT)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # told once, before what was sent earlier: the other side closed with messages of ours unread
+            except OSError:
+                message = b""
+            if not message:
+                self._poll.unregister(one)
+                del self._peer_of[one.fileno()]
+                self._ended(peer)
+                return
+            self._take(peer, _TAG.unpack_from(message)[0], message[_TAG.size :])
 
+    def _take(self, peer: int, tag: int, data: bytes) -> None:
+        if tag == _GOODBYE:
+            self._finished.add(peer)
+        elif tag == _FAILED:
+            self._failed.add(peer)
+        elif tag == _STUCK:
+            self._stuck[peer] = _Stuck(
+                _STUCK_HEAD.unpack_from(data)[0], data[_STUCK_HEAD.size :].decode(errors="replace")
+            )
+        else:
+            self._heard[peer] += 1
+            if tag & READ:
+                assert self.was_read is not None
+                self.was_read(tag & ~READ, peer)
+            else:
+                self._inbox[peer][tag].append(data)
 
-def meet(members: Members, descriptor: int | None, why_not: str = "") -> Met:
-    """Connect with all members, where all are on this host, and hand each a descriptor. Every member must call it.
-
-    They find each other by addresses that the store tells; a word that only the store knows keeps strangers out.
-
-    Args:
-        descriptor: what the others get; None: this rank cannot, for the reason `why_not`.
-    """
-    store = members.counted_store("neighbours")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    secret = secrets.token_hex(16)
-    try:
-        listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")
-        listener.listen(len(members.ranks))
-        listener.settimeout(members.timeout.total_seconds())
-        here = {
-            "host": _host(),
-            "address": listener.getsockname().decode("latin-1"),
-            "secret": secret,
-            "why_not": why_not,
-        }
-    except OSError as error:
-        here = {"host": "", "address": "", "secret": "", "why_not": f"unix sockets are not allowed ({error.strerror})"}
-    told = _agree(store, members, "here", here)
-    first = next((one["why_not"] for one in told if one["why_not"]), "")
-    if not first and len({one["host"] for one in told}) > 1:
-        first = "the ranks are on several hosts"
-    sockets: dict[int, socket.socket] = {}
-    descriptors: dict[int, int] = {}
-    problem = ""
-    if not first:
-        try:
-            sockets = _connect(listener, members.rank, told, members.timeout.total_seconds())
-            assert descriptor is not None
-            descriptors = _hand_over(sockets, descriptor)
-        except OSError as error:
-            problem = f"rank {members.own} could not connect to ranks of its own host ({error.strerror or error})"
-        first = next((one for one in _agree(store, members, "met", problem) if one), "")
-    listener.close()
-    if first:
-        for one in sockets.values():
-            one.close()
-        for number in descriptors.values():
-            os.close(number)
-        return Met(None, {}, first)
-    return Met(Neighbours(members.rank, sockets, members.timeout.total_seconds()), descriptors, "")
-
-
-def _agree(store: PrefixStore, members: Members, what: str, value: Any) -> list[Any]:
-    store.set(f"{what}/{members.rank}", json.dumps(value))
-    return [json.loads(store.get(f"{what}/{rank}")) for rank in range(len(members.ranks))]
+    def tell_failure(self) -> None:
+        """A wait of this rank failed: who waits for it need not wait until the timeout."""
+        for peer, one in self._sockets.items():
+            if peer not in self._dead:
+                with suppress(OSError):
+                    one.send(_TAG.pack(_FAILED))
 
 
-def _host() -> str:
-    """One boot of one kernel; and its network namespace, in which such addresses are known."""
-    with suppress(OSError):
-        return f"{_BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    return socket.gethostname()
-
-
-def _connect(
-    listener: socket.socket, rank: int, told: list[dict[str, str]], timeout: float
-) -> dict[int, socket.socket]:
-    """Each rank calls those before it, and is called by those after it."""
-    sockets = {}
-    for peer in range(rank):
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        one.settimeout(timeout)
-        one.connect(told[peer]["address"].encode("latin-1"))
-        one.send(json.dumps({"rank": rank, "secret": told[peer]["secret"]}).encode())
-        sockets[peer] = one
-    while len(sockets) < len(told) - 1:
-        one, _ = listener.accept()
-        one.settimeout(timeout)
-        try:
-            hello = json.loads(one.recv(_LIMIT) or b"{}")
-        except ValueError:
-            hello = {}
-        if hello.get("secret") != told[rank]["secret"]:
-            one.close()  # a stranger
-            continue
-        sockets[int(hello["rank"])] = one
-    return sockets
-
-
-def _hand_over(sockets: dict[int, socket.socket], descriptor: int) -> dict[int, int]:
-    """Every rank's descriptor to every other."""
+def _close(process: int, sockets: dict[int, socket.socket], processes: list[int]) -> None:
     for one in sockets.values():
-        socket.send_fds(one, [b"zeroshard"], [descriptor])
-    found = {}
-    for peer, one in sockets.items():
-        _, (number,), _, _ = socket.recv_fds(one, _LIMIT, 1)
-        found[peer] = number
-    return found
+        if os.getpid() == process:  # else a child that was forked, which has nothing to say
+            with suppress(OSError):
+                one.send(_TAG.pack(_GOODBYE))
+        one.close()
+    for number in processes:
+        os.close(number)

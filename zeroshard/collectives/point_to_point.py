@@ -90,7 +90,7 @@ class PointToPoint(Grouped):
             receive = {source: tensor}
         return self._start(send, receive, TRANSFER_TAG, "transfer", label)
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
         peers = self._peers()
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)

@@ -24,13 +24,16 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
     for low in range(0, out.numel(), step):
         high = min(low + step, out.numel())
         parts = [contribution[low:high].to(dtype) for contribution in contributions]
-        total = torch.add(parts[0], parts[1]) if len(parts) > 1 else parts[0]
+        target = out[low:high]
+        # What is summed in place must not be needed later, as a third contribution.
+        room = target if not accumulate and target.dtype == dtype and len(parts) == 2 else None
+        total = torch.add(parts[0], parts[1], out=room) if len(parts) > 1 else parts[0]
         for part in parts[2:]:
             total.add_(part)
         if accumulate:
-            out[low:high].add_(torch.div(total, divisor))
+            target.add_(torch.div(total, divisor))
         else:
-            torch.div(total, divisor, out=out[low:high])
+            torch.div(total, divisor, out=target)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

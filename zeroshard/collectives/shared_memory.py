@@ -1,199 +1,234 @@
 """Owns the collectives of ranks that share a host: each reads in place what the others hold in memory that all of them map.
 
-An operation is two words between each pair of ranks: where its data lies, and that it was read. Nothing is sent. What a rank offers must
-lie in its arena (`shareable`); what does not is copied there first. Until the others have read it, it must stay as it is: `PendingReduction.read`
-says when the rows of a reduction are free, `before_update` waits for the readers of parameters.
+An operation is two messages between each pair of ranks: where its data lies, and that it was read. What a rank offers must
+lie in its arena (`shareable`); what does not is copied there first. Until the others have read it, it must stay as it is:
+whoever waits for an operation waits for its readers too, but for two kinds of offers, whose owners ask when they need to:
+rows of a reduction (`PendingReduction.wait_readers`), and what rests from step to step (`all_gather(resting=...)`,
+`wait_readers`).
 """
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.arena import Arena, Window
 from zeroshard.collectives.base import Pending, PendingReduction
 from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.lending import Lending
+from zeroshard.collectives.meeting import Met, meet
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.neighbours import Neighbours, Word
+from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.reduction import sum_into
 from zeroshard.collectives.watch import Watch
-from zeroshard.errors import CollectiveError
+from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
 
-_GATHER, _REDUCE, _EXCHANGE, _BROADCAST, _TRANSFER = range(5)
-_KINDS = 8
+_GATHER, _REDUCE, _EXCHANGE, _MOVE = range(4)
 _SEQUENCE_BITS = 20
-_READ = 1 << 62
-"""The bit of a tag that says: read."""
+_OFFER = struct.Struct("<QQ")
 _MESSAGE_NBYTES = 32 << 10
+_PIECE_NBYTES = 32 << 20
+"""Of a long transfer, as much passes through the arena at once."""
+
+
+class NotShared(Exception):
+    """The ranks cannot share memory; says why, in the same words on every rank."""
+
+
+class _Offer(NamedTuple):
+    """What one rank tells another of an operation.
+
+    Attributes:
+        offset: where the data lies in its arena.
+        nbytes: how much of it, to find out ranks that diverge.
+    """
+
+    offset: int
+    nbytes: int
 
 
 class SharedMemory(Grouped):
     """See the module's docstring.
 
-    Args:
-        arena: this rank's memory.
-        windows: the other ranks' arenas, by rank.
-        neighbours: the connections.
+    Raises:
+        NotShared: these ranks cannot.
     """
 
-    def __init__(
-        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, arena: Arena,
-        windows: dict[int, Window], neighbours: Neighbours,
-    ) -> None:  # fmt: skip
+    reads_in_place = True
+
+    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
         super().__init__(members, device, predivide_factor, watch)
-        self._arena, self._windows, self._neighbours = arena, windows, neighbours
+        met = self._made(lambda: meet(members))
+        if isinstance(met, str):
+            raise NotShared(met)
+        self._met: Met | None = met
+        self._made_lending: Lending | None = Lending(met.arena)
+        met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
-        self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self._unread: dict[int, tuple[set[int], Tensor]] = {}
-        """Of what this rank offers and not all have read: who has not, and the tensor, which stays until then."""
+        self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    @property
+    def _here(self) -> Met:
+        if self._met is None:
+            raise UsageError("these collectives were closed, by remove(): nothing can be sent any more.")
+        return self._met
+
+    @property
+    def _lending(self) -> Lending:
+        assert self._here
+        assert self._made_lending is not None
+        return self._made_lending
 
     def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory from which the others read without a copy; undefined content."""
-        return self._arena.empty(numel, dtype)
+        return self._here.arena.empty(numel, dtype)
 
     def close(self) -> None:
-        self._neighbours.close()
-        self._windows.clear()
-        self._unread.clear()
-        self._arena.close()
+        if self._met is not None:
+            self._met.neighbours.close()
+            self._met.arena.close()
+            for window in self._met.windows.values():
+                window.close()
+        self._met = self._made_lending = None
         super().close()
 
-    # ------------------------------------------------------------------ words
+    # ------------------------------------------------------------------ offers
 
-    def _tag(self, bucket: int, kind: int) -> int:
+    def tag(self, bucket: int, kind: int) -> int:
         """A number that only the same operation of the same bucket carries, on every rank."""
-        channel = bucket * _KINDS + kind
+        channel = bucket * 4 + kind
         self._sequence[channel] += 1
         return channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
 
-    def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str, staging: Tensor | None = None) -> None:
-        """Let these ranks read a contiguous tensor, which must stay as it is until `wait_read(tag)`.
+    def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
+        """Let these ranks read a contiguous tensor. Returns whether in place: then it must stay as it is until `wait_read(tag)`."""
+        readers = sorted(peers)
+        with self.waiting(label):
+            offset, in_place = self._lending.lend(tensor, tag, readers, label)
+            for peer in readers:
+                self._here.neighbours.send(peer, tag, _OFFER.pack(offset, tensor.nbytes))
+        return in_place
 
-        Args:
-            staging: where it is copied to, if it does not lie in the arena; default: memory of its own.
-        """
-        offset = self._arena.offset_of(tensor)
-        if offset is None:
-            room = staging if staging is not None else self.shareable(tensor.numel(), tensor.dtype)
-            tensor = room.view(-1)[: tensor.numel()].copy_(tensor.reshape(-1))
-            offset = self._arena.offset_of(tensor)
-            assert offset is not None
-        told = set(peers)
-        self._unread[tag] = (set(told), tensor)
-        with self.guarded(label):
-            for peer in told:
-                self._neighbours.tell(peer, Word(tag, offset, tensor.nbytes))
+    def wait_read(self, tag: int) -> None:
+        """Block until everybody has read what was offered under this tag."""
+        for peer in self._lending.readers(tag):
+            label = f"the readers of {self._lending.label(tag)}"
+            with self.waiting(label, peer):
+                self._here.neighbours.block(peer, partial(self._lending.was_read_by, tag, peer), label)
+            if not self._lending.readers(tag):
+                return
 
-    def read(self, peer: int, tag: int, label: str) -> Word:
-        """Where a rank's offer lies. `view` shows it; `release` says that it was read."""
-        with self._waiting(label, peer):
-            return self._neighbours.hear(peer, tag)
+    def wait_readers(self) -> None:
+        for tag in self._made_lending.in_place() if self._made_lending is not None else ():
+            self.wait_read(tag)
 
-    def view(self, peer: int, word: Word, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def is_lent(self, tag: int) -> bool:
+        """Whether anybody still reads in place what was offered under this tag."""
+        return self._made_lending is not None and self._made_lending.is_in_place(tag)
+
+    def offered(self, peer: int, tag: int, nbytes: int, label: str) -> _Offer:
+        """Wait for a rank's offer of so many bytes. `view` shows it; `release` says that it was read."""
+        with self.waiting(label, peer):
+            found = _Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
+            if found.nbytes != nbytes:
+                raise RuntimeError(f"rank {peer} offers {found.nbytes} bytes, and this rank expects {nbytes}")
+        return found
+
+    def view(self, peer: int, offer: _Offer, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Elements of an offer, from the `start`-th on."""
-        return self._windows[peer].view(word.offset + start * dtype.itemsize, numel, dtype)
+        return self._here.windows[peer].view(offer.offset + start * dtype.itemsize, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
         """An offer was read."""
-        with self.guarded(label):
-            self._neighbours.send(peer, tag | _READ, b"")
+        with self.waiting(label, peer):
+            self._here.neighbours.tell_read(peer, tag)
 
-    def wait_read(self, tag: int, label: str) -> None:
-        """Block until everybody has read what was offered under this tag."""
-        peers, _ = self._unread.get(tag, (set(), None))
-        for peer in list(peers):
-            with self._waiting(f"the readers of {label}", peer):
-                self._neighbours.receive(peer, tag | _READ)
-            peers.discard(peer)
-        self._unread.pop(tag, None)
-
-    def before_update(self) -> None:
-        """What this rank offers is about to change: nobody reads it any longer when this returns."""
-        for tag in list(self._unread):
-            self.wait_read(tag, "parameters")
-
-    def _waiting(self, label: str, peer: int) -> _Waiting:
-        return _Waiting(self, label, peer)
+    @contextmanager
+    def waiting(self, label: str, peer: int | None = None) -> Iterator[None]:
+        """Inside this rank waits for others: watched, and what fails becomes a `CollectiveError` that names them."""
+        self.watch.enter(label)
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ZeroshardError):
+                raise
+            self._here.neighbours.tell_failure()
+            gone = error.peers if isinstance(error, Lost) else frozenset()
+            raise self.failure(label, error, peer, gone=gone) from error
+        finally:
+            self.watch.leave()
 
     # ------------------------------------------------------------------ operations
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str) -> Pending:
-        own, tag = rows[self.rank], self._tag(bucket, _GATHER)
-        self.sent["all_gather"] += own.nbytes * len(self._peers)
-        self.offer(own, tag, self._peers, label)
-        return _Gather(self, rows, tag, label)
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+        own, tag = rows[self.rank] if resting is None else resting, self.tag(bucket, _GATHER)
+        self.sent["all_gather"] += own.nbytes * len(self.peers)
+        in_place = self.offer(own, tag, self.peers, label)
+        return _Gather(self, rows, tag, label, waits_for_readers=in_place and resting is None)
 
     def workspace_numel(self, rows: Tensor) -> int:
-        return 0 if self._arena.offset_of(rows) is not None else rows.numel()
+        return 0
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        tag = self._tag(bucket, _REDUCE)
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self._peers)
-        self.offer(rows, tag, self._peers, label, workspace)
+        tag = self.tag(bucket, _REDUCE)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        self.offer(rows, tag, self.peers, label)
         return _Mean(self, rows, tag, label)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        if tensor.numel() == 0:
-            return
         label = f"a broadcast of rank {self.members.ranks[source]}"
-        self.transfer_to(tensor, source, [peer for peer in range(self.world_size) if peer != source], label, _BROADCAST)
+        self._move(tensor, source, [peer for peer in range(self.world_size) if peer != source], "broadcast", label)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
-        self.transfer_to(tensor, source, [target] if source != target else [], label, _TRANSFER)
+        if source != target:
+            self._move(tensor, source, [target], "transfer", label)
         return _DONE
 
-    def transfer_to(self, tensor: Tensor, source: int, targets: list[int], label: str, kind: int) -> None:
-        """Bring one rank's tensor to others, and wait until it is there."""
-        tag = self._tag(0, kind)
+    def _move(self, tensor: Tensor, source: int, targets: Sequence[int], kind: str, label: str) -> None:
+        """Bring one rank's tensor to others, piece by piece, and wait until it is there."""
+        if tensor.numel() == 0 or (self.rank != source and self.rank not in targets):
+            return
         if self.rank == source:
-            self.sent["broadcast" if kind == _BROADCAST else "transfer"] += tensor.nbytes
-            self.offer(tensor.detach().contiguous(), tag, targets, label)
-            self.wait_read(tag, label)
-        elif self.rank in targets:
-            word = self.read(source, tag, label)
-            self._check(word, tensor.nbytes, source, label)
-            tensor.detach().view(-1).copy_(self.view(source, word, 0, tensor.numel(), tensor.dtype))
-            self.release(source, tag, label)
+            self.sent[kind] += tensor.nbytes
+        flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
+        last = None
+        for piece in flat.split(max(_PIECE_NBYTES // flat.dtype.itemsize, 1)):
+            tag = self.tag(source * self.world_size + targets[0], _MOVE)
+            if self.rank == source:
+                self.offer(piece, tag, targets, label)
+                if last is not None:
+                    self.wait_read(last)
+                last = tag
+            else:
+                with self.measure(kind):
+                    found = self.offered(source, tag, piece.nbytes, label)
+                piece.copy_(self.view(source, found, 0, piece.numel(), piece.dtype))
+                self.release(source, tag, label)
+        if last is not None:
+            self.wait_read(last)
+        if self.rank != source and not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view(tensor.shape))
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
-        tag = self._tag(0, _EXCHANGE)
-        self.sent["exchange"] += len(data) * len(self._peers)
+        tag = self.tag(0, _EXCHANGE)
+        self.sent["exchange"] += len(data) * len(self.peers)
         pieces = [data[at : at + _MESSAGE_NBYTES] for at in range(0, max(len(data), 1), _MESSAGE_NBYTES)]
-        for piece in pieces:
-            for peer in self._peers:
-                with self.guarded(label):
-                    self._neighbours.send(peer, tag, piece)
+        for peer in self.peers:
+            with self.waiting(label, peer):
+                for piece in pieces:
+                    self._here.neighbours.send(peer, tag, piece)
         found = {self.rank: data}
-        for peer in self._peers:
-            with self._waiting(label, peer), self.measure("exchange"):
-                found[peer] = b"".join(self._neighbours.receive(peer, tag) for _ in pieces)
+        for peer in self.peers:
+            with self.waiting(label, peer), self.measure("exchange"):
+                found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
+                if len(found[peer]) != len(data):
+                    raise RuntimeError(f"rank {peer} says {len(found[peer])} bytes, and this rank expects {len(data)}")
         return [found[rank] for rank in range(self.world_size)]
-
-    def _check(self, word: Word, nbytes: int, peer: int, label: str) -> None:
-        if word.nbytes != nbytes:
-            error = RuntimeError(f"rank {peer} offers {word.nbytes} bytes, and this rank expects {nbytes}")
-            raise self.failure(label, error, peer)
-
-
-class _Waiting:
-    """A wait for one other rank: watched, and what fails becomes a `CollectiveError` that names it."""
-
-    def __init__(self, collectives: SharedMemory, label: str, peer: int) -> None:
-        self._collectives, self._label, self._peer = collectives, label, peer
-
-    def __enter__(self) -> None:
-        self._collectives.watch.enter(self._label)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-                raise self._collectives.failure(self._label, error, self._peer) from error
-        finally:
-            self._collectives.watch.leave()
 
 
 class _Done(Pending):
@@ -205,28 +240,40 @@ _DONE = _Done()
 
 
 class _Gather(Pending):
-    def __init__(self, collectives: SharedMemory, rows: Tensor, tag: int, label: str) -> None:
+    def __init__(
+        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, *, waits_for_readers: bool
+    ) -> None:
         self._collectives, self._rows, self._tag, self._label = collectives, rows, tag, label
+        self._waits_for_readers = waits_for_readers
         self._failed: CollectiveError | None = None
-        self._left = list(collectives._peers)
+        self._left = list(collectives.peers)
 
     def wait(self) -> None:
         if self._failed is not None:  # what did not arrive has not arrived since
             raise self._failed
-        collectives, rows = self._collectives, self._rows
-        with collectives.measure("gather") if self._left else nullcontext():
-            try:
-                while self._left:
-                    peer = self._left[0]
-                    word = collectives.read(peer, self._tag, self._label)
-                    own = rows[peer]
-                    collectives._check(word, own.nbytes, peer, self._label)
-                    own.copy_(collectives.view(peer, word, 0, own.numel(), own.dtype))
-                    collectives.release(peer, self._tag, self._label)
-                    del self._left[0]
-            except CollectiveError as error:
-                self._failed = error
-                raise
+        try:
+            with self._collectives.measure("gather"):
+                self._read(wanted=True)
+                if self._waits_for_readers:
+                    self._collectives.wait_read(self._tag)
+        except CollectiveError as error:
+            self._failed = error
+            raise
+
+    def abandon(self) -> None:
+        with suppress(CollectiveError):
+            self._read(wanted=False)
+
+    def _read(self, *, wanted: bool) -> None:
+        collectives = self._collectives
+        while self._left:
+            peer = self._left[0]
+            row = self._rows[peer]
+            offer = collectives.offered(peer, self._tag, row.nbytes, self._label)
+            if wanted:
+                row.copy_(collectives.view(peer, offer, 0, row.numel(), row.dtype))
+            collectives.release(peer, self._tag, self._label)
+            del self._left[0]
 
 
 class _Mean(PendingReduction):
@@ -234,19 +281,21 @@ class _Mean(PendingReduction):
         self._collectives, self._rows, self._tag, self._label = collectives, rows, tag, label
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        collectives, rows = self._collectives, self._rows
+        collectives, rows, rank = self._collectives, self._rows, self._collectives.rank
         numel = rows.shape[1]
-        contributions = {collectives.rank: rows[collectives.rank]}
+        contributions = {rank: rows[rank]}
         with collectives.measure("reduce"):
-            for peer in collectives._peers:
-                word = collectives.read(peer, self._tag, self._label)
-                collectives._check(word, rows.nbytes, peer, self._label)
-                contributions[peer] = collectives.view(peer, word, collectives.rank * numel, numel, rows.dtype)
-        ordered = [contributions[rank] for rank in range(collectives.world_size)]
+            for peer in collectives.peers:
+                offer = collectives.offered(peer, self._tag, rows.nbytes, self._label)
+                contributions[peer] = collectives.view(peer, offer, rank * numel, numel, rows.dtype)
+        ordered = [contributions[one] for one in range(collectives.world_size)]
         sum_into(ordered, collectives._divisor, out, accumulate)
-        for peer in collectives._peers:
+        for peer in collectives.peers:
             collectives.release(peer, self._tag, self._label)
 
-    def wait_read(self) -> None:
-        """Block until the other ranks have read these rows, too."""
-        self._collectives.wait_read(self._tag, self._label)
+    @property
+    def has_readers(self) -> bool:
+        return self._collectives.is_lent(self._tag)
+
+    def wait_readers(self) -> None:
+        self._collectives.wait_read(self._tag)

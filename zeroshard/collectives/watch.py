@@ -29,6 +29,9 @@ REPEAT_SECONDS = 300.0
 REPORT_SECONDS = 5.0
 """How long a rank whose wait failed waits for the others' word."""
 
+GONE_SECONDS = 0.4
+"""The same where it is known which rank is gone."""
+
 _LOOKS = 6
 """Looks at the waits in the time to the first notice."""
 _CLOSE_SECONDS = 2.0
@@ -70,6 +73,7 @@ def spelled(operation: str | None, label: str) -> str:
 @dataclass
 class _Question:
     text: str
+    gone: Sequence[int] = ()
     found: dict[int, Told] = field(default_factory=dict)
     answered: threading.Event = field(default_factory=threading.Event)
 
@@ -124,12 +128,15 @@ class Watch:
         """This thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
-    def ask(self, text: str) -> dict[int, Told]:
+    def ask(self, text: str, gone: Sequence[int] = ()) -> dict[int, Told]:
         """Tell the others that a wait for `text` failed, and learn what they wait for, by rank of all.
 
         It takes a few seconds where they do not answer, or the store does not; who is missing in the result said nothing.
+
+        Args:
+            gone: who will not answer. Then the rest hears of that at once, too, and there is little to wait for.
         """
-        question = _Question(text)
+        question = _Question(text, gone)
         if self._thread.is_alive():
             self._question = question
             self._wake.set()
@@ -219,12 +226,12 @@ class Watch:
     def _answer(self, question: _Question) -> None:
         self._has_failed = True  # the word stays: others read it as long as this group is of use to anyone
         self._post(Told(question.text, has_failed=True))
-        deadline = time.monotonic() + REPORT_SECONDS
+        deadline = time.monotonic() + (GONE_SECONDS if question.gone else REPORT_SECONDS)
         while time.monotonic() < deadline and not self._is_closed:
             # That a rank waits may have been said before it died; that its wait failed is its last word.
             heard = [rank for rank, told in question.found.items() if told.has_failed]
             question.found.update(self._read_others(heard))
-            if len(heard) == len(self._ranks) - 1:
+            if len({*heard, *question.gone}) == len(self._ranks) - 1:
                 break
             time.sleep(_POLL_SECONDS)
 

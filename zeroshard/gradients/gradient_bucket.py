@@ -19,6 +19,7 @@ from zeroshard.gradients.shard import Places, Shard
 from zeroshard.layout.layout import Piece
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import ParameterBucket
+from zeroshard.storage.transfers import Transfer
 
 
 class Holds(enum.Enum):
@@ -71,6 +72,20 @@ class _Flight:
     scratch: list[Tensor] = field(default_factory=list)
 
 
+class _Readers(Transfer):
+    """Scratch is free when other ranks have read it."""
+
+    def __init__(self, pending: PendingReduction) -> None:
+        self._pending = pending
+
+    def wait(self, device: torch.device) -> None:
+        self._pending.wait_readers()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._pending.has_readers
+
+
 class GradientBucket:
     """See the module's docstring.
 
@@ -87,7 +102,7 @@ class GradientBucket:
         self._rows: Tensor | None = None
         """[W, S], where gradients are not sharded."""
         if not self._policy.gradients.sharded:
-            self._rows = torch.zeros(self._shape, dtype=spec.dtypes.accumulate, device=parameters.rows.device)
+            self._rows = self._make_rows(spec.dtypes.accumulate, parameters.rows.device)
         self.shards = self._make_shards(parameters, context)
         self._own = next(shard for shard in self.shards if shard.rank == parameters.rank)
         self._everything = frozenset(piece.index for piece in self.layout.pieces)
@@ -97,7 +112,14 @@ class GradientBucket:
         """The parameters that are in this rank's sum."""
         self._scratch: list[Tensor] = []
         self._flight: _Flight | None = None
+        self._read: PendingReduction | None = None
+        """The last one of `_rows`, which other ranks may still read."""
         self._gathering: Pending | None = None
+
+    def _make_rows(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return self._collectives.shareable(self._shape.numel(), dtype).view(self._shape)
+        return torch.zeros(self._shape, dtype=dtype, device=device)
 
     def _make_shards(self, parameters: ParameterBucket, context: Context) -> tuple[Shard, ...]:
         """The ranges that this rank updates: its own, or all of them where the optimizer is unsharded."""
@@ -140,6 +162,7 @@ class GradientBucket:
         part = gradient[piece.parameter_start : piece.parameter_start + piece.numel]
         if self._sums_before_reducing:
             assert self._rows is not None
+            self._wait_readers()
             target = self._rows.view(-1)[piece.start : piece.start + piece.numel]
             first = piece.index not in self._summed
             self._summed.add(piece.index)
@@ -165,7 +188,8 @@ class GradientBucket:
         """Scratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there."""
         now = self._microbatch
         if now.whole is None:
-            if piece.numel == self.layout.numel and part.dtype == self._dtypes.reduce:
+            is_bucket = piece.numel == self.layout.numel and part.dtype == self._dtypes.reduce
+            if is_bucket and not self._collectives.reads_in_place:
                 now.whole, now.missing = part, frozenset()
                 return None
             now.whole, now.is_scratch = self._borrow(self.layout.numel), True
@@ -211,6 +235,7 @@ class GradientBucket:
 
     def _summed_rows(self) -> Tensor:
         assert self._rows is not None
+        self._wait_readers()
         self._zero(self._rows.view(-1), self._everything - self._summed)
         if self._rows.dtype == self._dtypes.reduce:
             return self._rows
@@ -227,8 +252,18 @@ class GradientBucket:
             if slot.memory_in(self._accelerator) is None:
                 self._own.squares = sum_of_squares(own)  # while it is here
         self._move("land")
-        self._return_scratch(self._flight.scratch)
+        self._end_flight(self._flight)
+
+    def _end_flight(self, flight: _Flight) -> None:
+        self._read = flight.pending
+        self._return_scratch(flight.scratch, _Readers(flight.pending) if flight.pending.has_readers else None)
         self._flight = None
+
+    def _wait_readers(self) -> None:
+        """The rows are about to be written to."""
+        if self._read is not None:
+            self._read.wait_readers()
+            self._read = None
 
     def start_gather(self) -> None:
         """Where the optimizer is unsharded, every rank needs every row of the mean."""
@@ -242,6 +277,7 @@ class GradientBucket:
     def wait_gather(self) -> None:
         """Block until what `start_gather` started has arrived."""
         if self._gathering is not None:
+            self._wait_readers()
             self._gathering.wait()  # which raises again where it did before
             self._gathering = None
 
@@ -251,8 +287,7 @@ class GradientBucket:
         if self._flight is not None:  # its transfers still write to the scratch
             scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)
             self._flight.pending.finish(scratch, accumulate=False)
-            self._return_scratch(self._flight.scratch)
-            self._flight = None
+            self._end_flight(self._flight)
         self._return_scratch(self._scratch)
         self._microbatch = _Microbatch(self._everything)
         self._summed.clear()
@@ -263,9 +298,9 @@ class GradientBucket:
         self._scratch.append(scratch)
         return scratch
 
-    def _return_scratch(self, scratch: list[Tensor]) -> None:
+    def _return_scratch(self, scratch: list[Tensor], after: Transfer | None = None) -> None:
         for one in scratch:
-            self._pool.release(one)
+            self._pool.release(one, after)
         scratch.clear()
 
     def _zero(self, flat: Tensor, indices: frozenset[int]) -> None:

@@ -102,7 +102,8 @@ class ParameterBucket:
 
     def _bring(self, what: str) -> None:
         self._reload()
-        self._gathering = self._collectives.all_gather(self.rows, self.number, f"{what} {self.label}")
+        resting = self._resting.memory_in(self._accelerator) if self._resting is not None else None
+        self._gathering = self._collectives.all_gather(self.rows, self.number, f"{what} {self.label}", resting)
 
     def _reload(self) -> None:
         """This rank's row is what rests, wherever that is."""
@@ -124,6 +125,8 @@ class ParameterBucket:
         """The unit could not be brought together: nothing is on its way any longer."""
         with suppress(StorageError):
             self._finish_reload()
+        if self._gathering is not None:
+            self._gathering.abandon()
         self._reloading = self._gathering = None
 
     def prefetch(self) -> None:

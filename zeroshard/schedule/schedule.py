@@ -83,10 +83,10 @@ class Schedule:
         """Model states that are away until `reload_states`."""
         self._policy: Policy = context.policy
         self._live, self._overlap = context.live, overlap
-        collectives: Collectives = context.collectives
+        self._collectives: Collectives = context.collectives
         largest = max((unit.layout.numel for unit in self.units), default=0)
         limit = UNITS_IN_FLIGHT * largest if overlap else 0
-        self.reductions = Reductions(self._gradient_buckets(), collectives, limit, overlap=overlap)
+        self.reductions = Reductions(self._gradient_buckets(), self._collectives, limit, overlap=overlap)
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self._backward_ended = False
@@ -212,8 +212,7 @@ class Schedule:
     def settle(self) -> None:
         """Wait for every parameter that is still arriving."""
         for unit in self.units:
-            if not unit.sharded_at_rest and unit.state is State.ARRIVING:
-                unit.unshard()
+            unit.settle()
 
     # ------------------------------------------------------------------ gradients
 
@@ -306,6 +305,7 @@ class Schedule:
             unit.refuse_step()
         for unit in self.units:
             unit.prepare_step()
+        self._collectives.wait_readers()
 
     def refuse_parked(self, what: str) -> None:
         """Raise where model states that `what` needs are away."""
@@ -323,14 +323,20 @@ class Schedule:
             unit.offload()
             self.settle()
         elif self._leaving is not None:  # the one before: its all-gather had this one's time
-            self._leaving.offload()
+            self._leave()
         self._leaving = unit
+
+    def _leave(self) -> None:
+        assert self._leaving is not None
+        if self._collectives.reads_in_place:  # nothing arrives by itself behind the next forward
+            self._leaving.settle()
+        self._leaving.offload()
+        self._leaving = None
 
     def end_step(self) -> None:
         """Every unit was brought up to date."""
         if self._leaving is not None:
-            self._leaving.offload()
-            self._leaving = None
+            self._leave()
         self._move(Move.STEPPED)
         for unit in self.in_order()[:PREFETCHED]:
             unit.prefetch()

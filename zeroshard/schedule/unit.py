@@ -140,6 +140,11 @@ class Unit:
         self.state = State.UNSHARDED
         self.appearance.show_views()
 
+    def settle(self) -> None:
+        """Wait for updated values that are still arriving."""
+        if not self.sharded_at_rest and self.state is State.ARRIVING:
+            self.unshard()
+
     def reshard(self) -> None:
         """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
         if self.state is State.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -23,6 +24,11 @@ class AcceleratorStorage(Storage):
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         self._nbytes += numel * dtype.itemsize
         return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
+        """A slot in memory that was made for it."""
+        self._nbytes += memory.nbytes
+        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
         """A slot for memory that is there, and may be a part of that of another."""

@@ -46,6 +46,10 @@ class Slot(ABC):
     def write(self, source: Tensor) -> Transfer:
         """Start to replace the content by `source` [numel], of any dtype, on any device. A read after it sees it."""
 
+    def before_write(self) -> None:
+        """The content in `memory_in` is about to change: block until nobody else reads it."""
+        return
+
     @abstractmethod
     def prefetch(self) -> None:
         """The next `read` is near: make it quick, if that costs no other."""
@@ -66,6 +70,8 @@ class Slot(ABC):
         """
         memory = self.memory_in(storage)
         if memory is not None:
+            if write:
+                self.before_write()
             yield memory
             self.version += write
             return

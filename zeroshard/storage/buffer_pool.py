@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -16,10 +17,13 @@ class BufferPool:
 
     It holds at most as many buffers as were ever out at once, each as large as the largest request: when none of the
     free ones is large enough, one of them makes room for the new one.
+
+    Args:
+        shareable: makes memory of a CPU's, from which other ranks may be able to read; default: ordinary memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, shareable: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        self._device, self._shareable = device, shareable
         self._free: list[tuple[Tensor, Transfer]] = []
         self._out: dict[int, Tensor] = {}
 
@@ -28,7 +32,7 @@ class BufferPool:
         nbytes = numel * dtype.itemsize
         fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if fitting:
-            entry = min(fitting, key=lambda entry: entry[0].numel())
+            entry = min(fitting, key=lambda entry: (not entry[1].is_done, entry[0].numel()))
             buffer, after = entry
             self._drop(entry)
             with suppress(StorageError):  # which is told where the values were to rest
@@ -51,6 +55,8 @@ class BufferPool:
 
     def _make(self, nbytes: int) -> Tensor:
         if self._device.type == "cpu":
+            if self._shareable is not None:
+                return self._shareable(nbytes, torch.uint8)
             return aligned_bytes(nbytes, pin=False)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 

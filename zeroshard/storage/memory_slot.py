@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
@@ -16,13 +17,16 @@ class MemorySlot(Slot):
 
     Args:
         whole: a slot of which the memory is a part: what is on its way to or from one concerns the other.
+        before_write: called before the content changes, but not for what is done to `memory_in`.
     """
 
     def __init__(
-        self, label: str, memory: Tensor, storage: Storage, copies: Copies, whole: MemorySlot | None = None
-    ) -> None:
+        self, label: str, memory: Tensor, storage: Storage, copies: Copies, whole: MemorySlot | None = None,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         super().__init__(label, memory.numel(), memory.dtype)
         self._memory, self._storage, self._copies = memory, storage, copies
+        self._before_write = before_write
         self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
 
     def memory_in(self, storage: Storage) -> Tensor | None:
@@ -33,10 +37,14 @@ class MemorySlot(Slot):
 
     def write(self, source: Tensor) -> Transfer:
         self.version += 1
+        self._before_write()
         written = self._in_flight.add(self._copies.copy(self._memory, source, self._in_flight))
         if self._memory.device.type != "cpu":
             written.wait(self._memory.device)  # whatever the accelerator does next may look at it
         return written
+
+    def before_write(self) -> None:
+        self._before_write()
 
     def prefetch(self) -> None:
         return

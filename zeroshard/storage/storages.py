@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.policy import Offload, Place, Policy
 from zeroshard.storage.accelerator import AcceleratorStorage
 from zeroshard.storage.base import Slot, Storage
@@ -32,11 +33,17 @@ class Storages:
         accelerator: where the model computes.
         host: CPU memory; the same storage where the model computes on the CPU.
         pin: CPU memory that goes to and from the accelerator is pinned.
+
+    Args:
+        param_itemsize: bytes of a parameter.
+        collectives: by which other ranks read the parameters that rest here, where they can.
     """
 
-    def __init__(self, policy: Policy, device: torch.device, param_itemsize: int = 4) -> None:
+    def __init__(
+        self, policy: Policy, device: torch.device, param_itemsize: int = 4, collectives: Collectives | None = None
+    ) -> None:
         self._policy, self._param_itemsize = policy, param_itemsize
-        self._copies = Copies(device)
+        self._copies, self._collectives = Copies(device), collectives
         used = (
             policy.offload_optimizer if policy.optimizer.place is not Place.ACCELERATOR else policy.offload_parameters
         )
@@ -69,6 +76,9 @@ class Storages:
         ):
             self._parameters_in_cpu += numel
             storage = self.host
+        if storage is self.accelerator and self._collectives is not None and self._collectives.reads_in_place:
+            memory = self._collectives.shareable(numel, dtype)
+            return self.accelerator.taking(label, memory, self._collectives.wait_readers)
         return storage.slot(label, numel, dtype)
 
     def _at(self, place: Place, states: str) -> Storage:

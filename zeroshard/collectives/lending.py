@@ -1,0 +1,101 @@
+"""Owns what this rank lets the others of its host read, until all have: a tensor itself, or a copy. Called by shared_memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.arena import Arena
+
+
+class Lent(NamedTuple):
+    """What some have not read yet.
+
+    Attributes:
+        readers: who has not.
+        tensor: stays until then.
+        room: in which the tensor is a copy, to be used again.
+        label: what it is.
+    """
+
+    readers: set[int]
+    tensor: Tensor
+    room: Tensor | None
+    label: str
+
+
+class Lending:
+    """See the module's docstring.
+
+    Args:
+        arena: this rank's memory.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lent: dict[int, Lent] = {}
+        """By tag."""
+        self._rooms: list[Tensor] = []
+        """For copies, as bytes; free."""
+
+    def lend(self, tensor: Tensor, tag: int, readers: Sequence[int], label: str) -> tuple[int, bool]:
+        """Keep a contiguous tensor for these ranks.
+
+        Returns:
+            Where its first element lies in the arena; whether in place: then it must stay as it is until all have read it.
+        """
+        offset, room = self._arena.offset_of(tensor), None
+        if offset is None:
+            room = self._room(tensor.nbytes)
+            tensor = room[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+            offset = self._arena.offset_of(tensor)
+            assert offset is not None
+        self._lent[tag] = Lent(set(readers), tensor, room, label)
+        return offset, room is None
+
+    def _room(self, nbytes: int) -> Tensor:
+        fitting = [room for room in self._rooms if room.numel() >= nbytes]
+        if fitting:
+            room = min(fitting, key=Tensor.numel)
+            self._drop(room)
+            return room
+        if self._rooms:  # one that is too small makes room
+            self._drop(max(self._rooms, key=Tensor.numel))
+        return self._arena.empty(nbytes, torch.uint8)
+
+    def _drop(self, room: Tensor) -> None:
+        self._rooms = [one for one in self._rooms if one is not room]
+
+    def was_read(self, tag: int, reader: int) -> None:
+        """A rank says so."""
+        lent = self._lent.get(tag)
+        if lent is None:
+            return
+        lent.readers.discard(reader)
+        if not lent.readers:
+            del self._lent[tag]
+            if lent.room is not None:
+                self._rooms.append(lent.room)
+
+    def was_read_by(self, tag: int, reader: int) -> bool:
+        """Whether a rank has read what was lent under a tag."""
+        return tag not in self._lent or reader not in self._lent[tag].readers
+
+    def readers(self, tag: int) -> list[int]:
+        """Who has not."""
+        return sorted(self._lent[tag].readers) if tag in self._lent else []
+
+    def label(self, tag: int) -> str:
+        """What is lent under a tag."""
+        return self._lent[tag].label
+
+    def in_place(self) -> list[int]:
+        """The tags of what is no copy."""
+        return [tag for tag, lent in self._lent.items() if lent.room is None]
+
+    def is_in_place(self, tag: int) -> bool:
+        """Whether something is lent under a tag, and is no copy."""
+        return tag in self._lent and self._lent[tag].room is None

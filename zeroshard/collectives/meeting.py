@@ -1,0 +1,178 @@
+"""Owns how ranks of one host find and connect each other, or agree on why they do not. Called by shared_memory.
+
+They find each other by addresses that the store tells; a word that only the store knows keeps strangers out. What one rank
+may not do, none does: every rank hears the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import PrefixStore
+
+from zeroshard.collectives.arena import Arena, Window
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.neighbours import LIMIT, Neighbours
+
+VARIABLE = "ZEROSHARD_SHARED_MEMORY"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+SEVERAL_HOSTS = "the ranks are on several hosts"
+TURNED_OFF = f"{VARIABLE} turns it off"
+
+
+class Met(NamedTuple):
+    """What ranks that share a host have of each other.
+
+    Attributes:
+        arena: this rank's memory.
+        windows: the other ranks' memory, by rank.
+        neighbours: the connections.
+    """
+
+    arena: Arena
+    windows: dict[int, Window]
+    neighbours: Neighbours
+
+
+def meet(members: Members) -> Met | str:
+    """Connect with all members, where all are on this host. Every member must call it.
+
+    Returns:
+        What there is; or why there is nothing, the same sentence on every rank.
+    """
+    store = members.counted_store("neighbours")
+    why_not = _refusal()
+    arena, listener = None, None
+    told: dict[str, str] = {"host": _host(), "secret": secrets.token_hex(16), "address": ""}
+    if not why_not:
+        try:
+            arena, listener = Arena(), _listener(members)
+            told["address"] = listener.getsockname().decode("latin-1")
+        except (OSError, ValueError) as error:
+            why_not = f"rank {members.own} may not share memory ({_reason(error)})"
+    everyone = _agree(store, members, "here", {**told, "why_not": why_not})
+    why_not = next((one["why_not"] for one in everyone if one["why_not"]), "")
+    if not why_not and len({one["host"] for one in everyone}) > 1:
+        why_not = SEVERAL_HOSTS
+    if why_not:
+        _give_up(arena, listener)
+        return why_not
+    assert arena is not None
+    assert listener is not None
+    sockets: dict[int, socket.socket] = {}
+    windows: dict[int, Window] = {}
+    problem = ""
+    try:
+        sockets = _connect(listener, members, everyone)
+        windows = {peer: Window(number) for peer, number in _hand_over(sockets, arena.descriptor).items()}
+    except (OSError, ValueError) as error:
+        problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
+    problem = next((one for one in _agree(store, members, "met", problem) if one), "")
+    if problem:
+        for one in sockets.values():
+            one.close()
+        _give_up(arena, listener)
+        return problem
+    listener.close()
+    arena.hand_over()
+    return Met(arena, windows, Neighbours(sockets, members.timeout.total_seconds()))
+
+
+def refusal_here() -> str:
+    """Why this process could not share memory with others of its host; empty where it could. For `zeroshard doctor`."""
+    why_not = _refusal()
+    if why_not:
+        return why_not
+    try:
+        arena = Arena()
+        Window(os.dup(arena.descriptor)).close()
+        arena.close()
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here.close()
+        there.close()
+    except (OSError, ValueError) as error:
+        return _reason(error)
+    return ""
+
+
+def _refusal() -> str:
+    if os.environ.get(VARIABLE, "1").lower() in ("0", "false", "off", "no"):
+        return TURNED_OFF
+    needed = {"memfd_create": os, "AF_UNIX": socket, "SOCK_SEQPACKET": socket, "send_fds": socket}
+    missing = [name for name, module in needed.items() if not hasattr(module, name)]
+    return f"this system has no {missing[0]}" if missing else ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _give_up(arena: Arena | None, listener: socket.socket | None) -> None:
+    if arena is not None:
+        arena.close()
+    if listener is not None:
+        listener.close()
+
+
+def _host() -> str:
+    """One boot of one kernel; and its network namespace, in which such addresses are known."""
+    with suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
+    return socket.gethostname()
+
+
+def _agree(store: PrefixStore, members: Members, what: str, value: Any) -> list[Any]:
+    store.set(f"{what}/{members.rank}", json.dumps(value))
+    keys = [f"{what}/{rank}" for rank in range(len(members.ranks))]
+    store.wait(keys, members.timeout)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _listener(members: Members) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")  # in no folder
+    listener.listen(len(members.ranks))
+    listener.settimeout(members.timeout.total_seconds())
+    return listener
+
+
+def _connect(listener: socket.socket, members: Members, everyone: list[dict[str, str]]) -> dict[int, socket.socket]:
+    """Each rank calls those before it, and is called by those after it."""
+    sockets = {}
+    for peer in range(members.rank):
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.settimeout(members.timeout.total_seconds())
+        one.connect(everyone[peer]["address"].encode("latin-1"))
+        one.send(json.dumps({"rank": members.rank, "secret": everyone[peer]["secret"]}).encode())
+        sockets[peer] = one
+    while len(sockets) < len(everyone) - 1:
+        one, _ = listener.accept()
+        one.settimeout(members.timeout.total_seconds())
+        hello: dict[str, Any] = {}
+        with suppress(ValueError):
+            hello = json.loads(one.recv(LIMIT) or b"{}")
+        if hello.get("secret") != everyone[members.rank]["secret"]:
+            one.close()  # a stranger
+            continue
+        sockets[int(hello["rank"])] = one
+    return sockets
+
+
+def _hand_over(sockets: dict[int, socket.socket], descriptor: int) -> dict[int, int]:
+    """Every rank's descriptor to every other."""
+    for one in sockets.values():
+        socket.send_fds(one, [b"zeroshard"], [descriptor])
+    found = {}
+    for peer, one in sockets.items():
+        _, numbers, _, _ = socket.recv_fds(one, LIMIT, 1)
+        if not numbers:
+            raise OSError("a rank of this host handed nothing over")
+        found[peer] = numbers[0]
+    return found

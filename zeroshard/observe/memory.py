@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -32,13 +32,20 @@ def memory_report(units: Sequence[Unit], states: Iterable[Tensor], pool: BufferP
     buckets = [bucket for unit in units for bucket in unit.buckets]
     seen: set[int] = set()
     return {
-        "parameters": live_nbytes((tensor for bucket in buckets for tensor in bucket.tensors("parameters")), seen),
+        "parameters": live_nbytes((tensor for unit in units for tensor in _parameters(unit)), seen),
         "gradients": live_nbytes(
             (tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()), seen
         ),
         "optimizer": live_nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states], seen),
         "buffers": pool.nbytes,
     }
+
+
+def _parameters(unit: Unit) -> Iterator[Tensor]:
+    if unit.flat.nbytes:
+        yield unit.flat.tensor
+    for bucket in unit.buckets:
+        yield from bucket.tensors("parameters")
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

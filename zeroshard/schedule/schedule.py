@@ -25,7 +25,8 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.schedule.users_gradients import gradients_of_users, refuse_frozen, refuse_replaced
 
 UNITS_IN_FLIGHT = 2
-"""Reductions that may be under way while the next gradients are made, in units, the largest one's size. Each holds pool buffers."""
+"""Reductions that may be under way while the next gradients are made, in units, of the size of the largest but one; and one bucket
+if it alone is more. Each holds pool buffers."""
 
 USED_AT_ONCE = 3
 """Units that are whole at once, where each is given back after its use: the root, the one that runs, the next."""
@@ -88,8 +89,10 @@ class Schedule:
         self._accelerator = context.storages.accelerator
         self._live, self._overlap = context.live, overlap
         collectives: Collectives = context.collectives
-        largest = max((unit.layout.numel for unit in self.units), default=0)
-        limit = UNITS_IN_FLIGHT * largest if overlap else 0
+        numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True) or [0]
+        limit = (
+            UNITS_IN_FLIGHT * numels[len(numels) > 1] if overlap else 0
+        )  # a root with its embeddings is like no other
         self.reductions = Reductions(self._gradient_buckets(), collectives, limit, overlap=overlap)
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None

@@ -55,9 +55,7 @@ class Unit:
             else lay_out(numels, world_size, context.bucket_numel)
         )
         whole = self._collect(dtypes.master, context)
-        self.flat = context.storages.accelerator.flat_buffer(
-            f"parameters of {self.label}", self.layout.numel, dtypes.param, comes_and_goes=self.sharded_at_rest
-        )
+        self.flat = context.flat_buffer(self.label, self.layout.numel, dtypes.param)
         cpu_slot = self._cpu_slot(dtypes.param, context)
         self.buckets: list[ParameterBucket] = []
         self.gradients: list[GradientBucket] = []

@@ -454,7 +454,7 @@ def test_an_engine_parks_its_states(tmp_path: Path) -> None:
     assert "needs nvme_path" in refusal(lambda: engine.offload_states(device="nvme"))
     assert "none of them" in refusal(lambda: engine.offload_states(["all"], device="nvme", nvme_path=tmp_path))
     freed = engine.offload_states(["optim_states", "hp_params", "lp_grads"], device="nvme", nvme_path=tmp_path)
-    assert freed >= (12 + 2) * NUMEL
+    assert freed >= 12 * NUMEL  # there are no gradients between zero_grad and the next backward
     with torch.no_grad():
         engine.module(*workload("tied").make_batch(0, 0))  # the parameters are here
     with pytest.raises(ZeroshardError, match="parked"):

@@ -135,12 +135,15 @@ class Sharded:
         return ModelStates(self._schedule.units, self.optimizer, self._context.collectives)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch).
+        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch, and memory
+        that waits for the next unit).
 
         With offload also what is off the accelerator: `cpu`, with the buffers through which the disk is used, and `disk`.
         """
         storages = self._context.storages
-        report = memory_report(self._schedule.units, self.optimizer.kept_in(storages.accelerator), self._context.pool)
+        here = storages.accelerator
+        kept = self.optimizer.kept_in(here)
+        report = memory_report(self._schedule.units, kept, self._context.pool, here.parked_nbytes)
         away = storages.nbytes()
         away["cpu"] += self.optimizer.frames_nbytes
         if storages.host is not storages.accelerator:

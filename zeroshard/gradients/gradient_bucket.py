@@ -19,6 +19,7 @@ from zeroshard.gradients.shard import Places, Shard
 from zeroshard.layout.layout import Piece
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import ParameterBucket
+from zeroshard.storage.flat_buffer import FlatBuffer
 from zeroshard.storage.transfers import Transfer
 
 
@@ -128,7 +129,7 @@ class GradientBucket:
         shards = []
         for rank, master in parameters.masters.items():
             if self._rows is None:
-                gradient = storages.gradients(policy).slot(label, self.layout.shard_numel, self._dtypes.accumulate)
+                gradient = storages.gradient_slot(policy, label, self.layout.shard_numel, self._dtypes.accumulate)
             else:
                 gradient = self._accelerator.around(label, self._rows[rank])
             rest = parameters.rests[rank]
@@ -226,7 +227,8 @@ class GradientBucket:
         if self._collectives.predivide_factor != 1.0:  # into scratch: the rows may be autograd's own tensor
             divided = self._borrow(self.layout.numel).view_as(rows)
             rows = torch.div(rows, self._collectives.predivide_factor, out=divided)
-        workspace = self._borrow(self._collectives.workspace_numel(rows))
+        workspace_numel = self._collectives.workspace_numel(rows)
+        workspace = self._borrow(workspace_numel) if workspace_numel else rows.new_empty(0)
         label = f"reduce-scatter of gradients of {self.label}"
         pending = self._collectives.reduce_scatter(rows, workspace, self.number, label)
         self._flight, self._scratch = _Flight(pending, self._scratch), []
@@ -291,6 +293,8 @@ class GradientBucket:
         self._return_scratch(self._scratch)
         self._microbatch = _Microbatch(self._everything)
         self._summed.clear()
+        for shard in self.shards:
+            shard.gradient.empty()
         self._move("forget")
 
     def _borrow(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -309,6 +313,12 @@ class GradientBucket:
                 flat[piece.start : piece.start + piece.numel].zero_()
 
     def tensors(self) -> list[Tensor]:
-        """The gradients at rest, as far as they are the accelerator's memory."""
-        found = [shard.gradient.memory_in(self._accelerator) for shard in self.shards]
+        """The gradients at rest that live, as far as they are the accelerator's memory."""
+        slots = [shard.gradient for shard in self.shards]
+        found = [slot.memory_in(self._accelerator) for slot in slots if slot.buffer is None or slot.buffer.nbytes]
         return [memory for memory in found if memory is not None]
+
+    def buffers(self) -> list[FlatBuffer]:
+        """Of these, the memory that can be given back, and has a content."""
+        found = [shard.gradient.buffer for shard in self.shards if not shard.gradient.is_empty]
+        return [buffer for buffer in found if buffer is not None]

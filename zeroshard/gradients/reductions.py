@@ -26,7 +26,8 @@ class Reductions:
 
     Args:
         buckets: those of all trainable units, in the order of registration.
-        limit_numel: elements of buckets that may be under way while the next gradients are made; 0 waits for each at once.
+        limit_numel: elements of buckets that may be under way while the next gradients are made, or one bucket; 0 waits for each at
+            once.
         overlap: gathers run behind the computation. Off: each is waited for where it starts.
     """
 
@@ -82,7 +83,7 @@ class Reductions:
             return
         self._in_flight.append(bucket)
         self._in_flight_numel += bucket.layout.numel
-        while self._in_flight_numel > self._limit:
+        while self._in_flight_numel > self._limit and (len(self._in_flight) > 1 or not self._limit):
             self._land()
 
     def _land(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -17,28 +17,38 @@ STATES_PER_PARAMETER = {
 """Tensors of optimizer state for each parameter element (SGD: with momentum)."""
 
 
-def memory_report(units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool) -> dict[str, int]:
+def memory_report(
+    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, parked_nbytes: int = 0
+) -> dict[str, int]:
     """Bytes of live storage of the accelerator on this rank, each storage counted once.
 
     Args:
         states: what the optimizer keeps there.
+        parked_nbytes: what units gave back and waits for the next one.
 
     Returns:
         parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too).
-        gradients: those kept between microbatches and steps.
+        gradients: those kept between microbatches and steps, until `zero_grad`.
         optimizer: the optimizer's state, and master weights where they are tensors of their own.
-        buffers: scratch for communication.
+        buffers: scratch for communication, and what is parked.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     seen: set[int] = set()
     return {
-        "parameters": live_nbytes((tensor for bucket in buckets for tensor in bucket.tensors("parameters")), seen),
+        "parameters": live_nbytes((tensor for unit in units for tensor in _parameters(unit)), seen),
         "gradients": live_nbytes(
             (tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()), seen
         ),
         "optimizer": live_nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states], seen),
-        "buffers": pool.nbytes,
+        "buffers": pool.nbytes + parked_nbytes,
     }
+
+
+def _parameters(unit: Unit) -> Iterator[Tensor]:
+    if unit.flat.nbytes:
+        yield unit.flat.tensor
+    for bucket in unit.buckets:
+        yield from bucket.tensors("parameters")
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import final
 
 from zeroshard.parameters.context import Live
-from zeroshard.parameters.flat_buffer import FlatBuffer
 from zeroshard.parameters.parameter_bucket import ParameterBucket
 from zeroshard.storage.base import Slot
+from zeroshard.storage.flat_buffer import FlatBuffer
 from zeroshard.storage.transfers import LANDED, Transfer
 
 

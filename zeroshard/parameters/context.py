@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.policy import DTypes, Policy, Precision
 from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.flat_buffer import FlatBuffer
 from zeroshard.storage.storages import Storages
 
 
@@ -35,6 +37,12 @@ class Context:
     live: Live = field(default_factory=Live)
     whole_class: type[nn.Parameter] = nn.Parameter
     """Of parameters whose values are here; one for all units, since torch.compile asks for it."""
+
+    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype) -> FlatBuffer:
+        """For the parameters of a unit. What is sharded at rest comes and goes all the time."""
+        return self.storages.accelerator.flat_buffer(
+            f"parameters of {label}", numel, dtype, comes_and_goes=self.policy.parameters.sharded
+        )
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,8 @@ class ParameterBucket:
     def tensors(self, kind: str) -> list[Tensor]:
         """The tensors at rest, "parameters" or "master", as far as they are the accelerator's memory."""
         if kind == "parameters":
-            return [self.rows, *self._in_memory(self.rests.values())]
+            whole = [] if self.is_sharded_at_rest else [self.rows]
+            return whole + self._in_memory(self.rests.values())
         return self._in_memory(self.masters.values())
 
     def _in_memory(self, slots: Iterable[Slot]) -> list[Tensor]:

@@ -25,7 +25,11 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.schedule.users_gradients import gradients_of_users, refuse_frozen, refuse_replaced
 
 UNITS_IN_FLIGHT = 2
-"""Reductions that may be under way while the next gradients are made, in units, the largest one's size. Each holds pool buffers."""
+"""Reductions that may be under way while the next gradients are made, in units, of the size of the largest but one; and one bucket
+if it alone is more. Each holds pool buffers."""
+
+USED_AT_ONCE = 3
+"""Units that are whole at once, where each is given back after its use: the root, the one that runs, the next."""
 
 PREFETCHED = 4
 """Modules whose shards may be on their way from disk to CPU memory; how many are depends on the buffers that there are."""
@@ -82,10 +86,13 @@ class Schedule:
         self.parked: frozenset[str] = frozenset()
         """Model states that are away until `reload_states`."""
         self._policy: Policy = context.policy
+        self._accelerator = context.storages.accelerator
         self._live, self._overlap = context.live, overlap
         self._collectives: Collectives = context.collectives
-        largest = max((unit.layout.numel for unit in self.units), default=0)
-        limit = UNITS_IN_FLIGHT * largest if overlap else 0
+        numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True) or [0]
+        limit = (
+            UNITS_IN_FLIGHT * numels[len(numels) > 1] if overlap else 0
+        )  # a root with its embeddings is like no other
         self.reductions = Reductions(self._gradient_buckets(), self._collectives, limit, overlap=overlap)
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
@@ -93,6 +100,21 @@ class Schedule:
         self.backwards_ended = 0
         """Since the model was sharded."""
         self._last, self._present = _Order(), _Order()
+        self._park_what_was_live()
+
+    def _park_what_was_live(self) -> None:
+        """Memory that a unit gives back waits for the next one: as much as this policy lets live at once."""
+        policy = self._policy
+        units = [(unit.layout.numel, unit.flat.tensor.dtype.itemsize) for unit in self.units if unit.sharded_at_rest]
+        numels, itemsize = (
+            sorted((numel for numel, _ in units), reverse=True),
+            max((size for _, size in units), default=0),
+        )
+        limit = self._live_limit
+        if policy.reshard_after_forward:
+            ahead = (policy.prefetch_numel or 0) + policy.max_reuse_numel // 2
+            limit = min(sum(numels[:USED_AT_ONCE]) + ahead, limit)
+        self._accelerator.park_at_most(int(min(sum(numels), limit)) * itemsize)
 
     def _gradient_buckets(self) -> list[GradientBucket]:
         return [bucket for unit in self.units for bucket in unit.gradients]
@@ -102,6 +124,7 @@ class Schedule:
         position = self.units.index(unit)
         self.units[position : position + 1] = by
         self._last, self._present = _Order(), _Order()
+        self._park_what_was_live()
         self.reductions.set_buckets(self._gradient_buckets())
 
     def _move(self, move: Move) -> None:

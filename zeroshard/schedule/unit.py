@@ -27,7 +27,6 @@ from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import lay_out, lay_out_whole
 from zeroshard.parameters.away import InCpuMemory, ShardedAway
 from zeroshard.parameters.context import BucketSpec, Context
-from zeroshard.parameters.flat_buffer import FlatBuffer
 from zeroshard.parameters.parameter_bucket import ParameterBucket
 from zeroshard.policy import DTypes, Place
 from zeroshard.schedule.appearance import Appearance
@@ -56,7 +55,7 @@ class Unit:
             else lay_out(numels, world_size, context.bucket_numel)
         )
         whole = self._collect(dtypes.master, context)
-        self.flat = FlatBuffer(self.label, self.layout.numel, dtypes.param, whole.device)
+        self.flat = context.flat_buffer(self.label, self.layout.numel, dtypes.param)
         cpu_slot = self._cpu_slot(dtypes.param, context)
         self.buckets: list[ParameterBucket] = []
         self.gradients: list[GradientBucket] = []
@@ -222,6 +221,7 @@ class Unit:
         self.is_parked = True
         if not parameters:
             return
+        self.reshard()
         self.write_back()  # another tensor that was given as `.data` would be lost
         self._state_before, self.state = self.state, State.PARKED
         self.appearance.hide()

@@ -18,6 +18,7 @@ from zeroshard.schedule.schedule import Schedule
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.flat_buffer import FlatBuffer, ResizedBuffer
 from zeroshard.storage.storages import Storages
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -25,14 +26,16 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class _Parked:
-    """A storage that was given back. `content` is all of it, as bytes, wherever it is now."""
+    """Memory that was given back. `content` is all of it, as bytes, wherever it is now; if transient, until `zero_grad`."""
 
-    memory: Tensor
+    memory: FlatBuffer
     content: Slot
+    is_transient: bool
 
     def reload(self) -> None:
-        self.memory.untyped_storage().resize_(self.content.nbytes)
-        self.content.read(self.memory).wait(self.memory.device)
+        self.memory.allocate()
+        whole = self.memory.tensor
+        self.content.read(whole.view(torch.uint8)).wait(whole.device)
 
 
 class Parking:
@@ -74,34 +77,39 @@ class Parking:
         self._optimizer.park(states="optimizer" in wanted)
         self._schedule.parked = frozenset(wanted)
         for one in pending:
-            one.memory.untyped_storage().resize_(0)
+            one.memory.free()
         self._parked = pending
-        return sum(one.content.nbytes for one in pending)
+        return sum(one.content.nbytes for one in pending if not one.memory.nbytes)
 
     def _copy(self, states: Sequence[str]) -> list[_Parked]:
         assert self._storage is not None
         copied: dict[int, _Parked] = {}
-        for tensor in self._memory(states):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in copied:
-                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-                content = self._storage.slot("parked model states", storage.nbytes(), torch.uint8)
-                content.write(memory)
-                copied[storage.data_ptr()] = _Parked(memory, content)
+        for memory, is_transient in self._memory(states):
+            address = memory.tensor.untyped_storage().data_ptr()
+            if memory.nbytes and address not in copied:
+                content = self._storage.slot("parked model states", memory.nbytes, torch.uint8)
+                content.write(memory.tensor.view(torch.uint8))
+                copied[address] = _Parked(memory, content, is_transient)
         for one in copied.values():
             one.content.wait()
         return list(copied.values())
 
-    def _memory(self, states: Sequence[str]) -> Iterator[Tensor]:
-        """Memory of the accelerator, where these states rest."""
+    def _memory(self, states: Sequence[str]) -> Iterator[tuple[FlatBuffer, bool]]:
+        """Memory of the accelerator, where these states rest, and whether `zero_grad` gives it back."""
         for unit in self._schedule.units:
-            for bucket in unit.buckets:
-                if "parameters" in states:
-                    yield from bucket.tensors("parameters")
-                if "optimizer" in states and not bucket.updates_parameters_in_place:
-                    yield from bucket.tensors("master")
             for gradients in unit.gradients if "gradients" in states else ():
-                yield from gradients.tensors()
+                buffers = gradients.buffers()
+                yield from ((buffer, True) for buffer in buffers)
+                yield from ((_all_of_its_storage(tensor), False) for tensor in gradients.tensors() if not buffers)
+        for tensor in self._tensors(states):
+            yield _all_of_its_storage(tensor), False
+
+    def _tensors(self, states: Sequence[str]) -> Iterator[Tensor]:
+        for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
+            if "parameters" in states:
+                yield from bucket.tensors("parameters")
+            if "optimizer" in states and not bucket.updates_parameters_in_place:
+                yield from bucket.tensors("master")
         for state_ in self._optimizer.state.values() if "optimizer" in states else ():
             for value in state_.values():
                 if isinstance(value, Tensor) and value.ndim and value.device == self._storages.accelerator.device:
@@ -110,7 +118,8 @@ class Parking:
     def reload(self) -> None:
         """Bring back what was parked."""
         while self._parked:  # what fails stays parked, and may be tried again
-            self._parked[-1].reload()
+            if not (self._parked[-1].is_transient and self._schedule.is_between_steps):  # else forgotten meanwhile
+                self._parked[-1].reload()
             self._parked.pop()
         for unit in self._schedule.units:
             unit.unpark()
@@ -120,3 +129,9 @@ class Parking:
         if self._storage is not None and self._storage is not self._storages.accelerator:
             self._storage.close()
         self._storage = None
+
+
+def _all_of_its_storage(tensor: Tensor) -> FlatBuffer:
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+    return ResizedBuffer("parked model states", memory)

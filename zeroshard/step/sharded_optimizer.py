@@ -208,7 +208,7 @@ class ShardedOptimizer(Driven, torch.optim.Optimizer):
             parts = [view.part_of(flat) for view in resident.views]
         for view, part in zip(resident.views, parts, strict=True):
             if self._used[view.flag]:
-                view.value.grad = part
+                view.value.grad = part.detach()  # a use of the memory that shows, if somebody keeps it beyond zero_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. Their buffers stay, to be overwritten."""

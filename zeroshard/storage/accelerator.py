@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 import torch
 from torch import Tensor
 
 from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.flat_buffer import ArenaBuffer, FlatBuffer, PagedBuffer, ResizedBuffer
+from zeroshard.storage.kernel_memory import kernel_memory
 from zeroshard.storage.memory_slot import MemorySlot
+from zeroshard.storage.pages import Arena, Pages
 from zeroshard.storage.transfers import Copies
+
+SMALL_NBYTES = 64 << 10
+"""Memory that comes and goes and is smaller than this is torch's: malloc keeps such blocks, and a page would be mostly empty."""
 
 
 @final
@@ -20,6 +27,9 @@ class AcceleratorStorage(Storage):
     def __init__(self, device: torch.device, copies: Copies) -> None:
         self.device, self._copies = device, copies
         self._nbytes = 0
+        kernel = kernel_memory() if device.type == "cpu" else None
+        self._pages = None if kernel is None else Pages(kernel)
+        self._arena = None if self._pages is None else Arena(self._pages)
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         self._nbytes += numel * dtype.itemsize
@@ -29,6 +39,36 @@ class AcceleratorStorage(Storage):
         """A slot in memory that was made for it."""
         self._nbytes += memory.nbytes
         return MemorySlot(label, memory, self, self._copies, before_write=before_write)
+
+    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        """A slot whose memory is given back while it has no content, see `Slot.empty`."""
+        self._nbytes += numel * dtype.itemsize
+        buffer: FlatBuffer | None = None
+        if self._arena is not None and numel * dtype.itemsize >= SMALL_NBYTES:
+            with suppress(OSError):
+                buffer = ArenaBuffer(label, numel, dtype, self._arena)
+        if buffer is None:
+            # Live until it is first emptied: torch makes no view of a storage that is not there, and the optimizer wants its own.
+            buffer = ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
+        return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
+
+    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
+        """Zeros [numel], whose memory can be given back; one that `comes_and_goes` often does it at little cost."""
+        if comes_and_goes and self._pages is not None and numel * dtype.itemsize >= SMALL_NBYTES:
+            with suppress(OSError):
+                return PagedBuffer(label, numel, dtype, self._pages)
+        return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def park_at_most(self, nbytes: int) -> None:
+        """Memory that flat buffers gave back waits for the next, as long as both together are at most so much."""
+        if self._pages is not None:
+            self._pages.limit_nbytes = nbytes
+            self._pages.trim()
+
+    @property
+    def parked_nbytes(self) -> int:
+        """Bytes that wait so."""
+        return 0 if self._pages is None else self._pages.parked_nbytes
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
         """A slot for memory that is there, and may be a part of that of another."""

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from zeroshard.errors import UsageError
 from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.flat_buffer import FlatBuffer
 from zeroshard.storage.transfers import Transfer
 
 
@@ -36,7 +38,10 @@ class Slot(ABC):
 
     @abstractmethod
     def memory_in(self, storage: Storage) -> Tensor | None:
-        """The content itself, [numel], where it is memory of `storage`: to be used in place, after `wait`."""
+        """The content itself, [numel], where it is memory of `storage`: to be used in place, after `wait`.
+
+        Where the slot `is_empty`, nobody may read or write there.
+        """
 
     @abstractmethod
     def read(self, out: Tensor) -> Transfer:
@@ -58,6 +63,34 @@ class Slot(ABC):
     def wait(self) -> None:
         """Block until every write that was started has landed; raises what went wrong with them."""
 
+    # ------------------------------------------------------------------ content that is not always wanted
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no content, and nothing is kept for it."""
+        return False
+
+    @property
+    def buffer(self) -> FlatBuffer | None:
+        """Its memory, where that can be given back while the slot stays."""
+        return None
+
+    def empty(self) -> None:
+        """The content is not wanted any longer. Where its memory can be given back, that is done, and a `read` raises until
+        the next `write` or `fill`; views of it stay valid, and look at nothing meanwhile. What somebody else looks at stays."""
+        return
+
+    def fill(self) -> None:
+        """The end of `empty`, with undefined content."""
+        return
+
+    def refuse_empty(self) -> None:
+        """Raise where there is no content."""
+        if self.is_empty:
+            raise UsageError(
+                f"{self.label} are not there: ask for them between the last backward of a step and zero_grad()."
+            )
+
     @contextmanager
     def borrowed(
         self, storage: Storage, pool: BufferPool, *, read: bool = True, write: bool = False
@@ -69,6 +102,10 @@ class Slot(ABC):
             write: what the tensor holds on leaving becomes the content.
         """
         memory = self.memory_in(storage)
+        if read:
+            self.refuse_empty()
+        else:
+            self.fill()
         if memory is not None:
             if write:
                 self.before_write()

@@ -63,9 +63,12 @@ class Storages:
         """Where master weights and optimizer states of a bucket under `policy` rest."""
         return self._at(policy.optimizer.place, "optimizer")
 
-    def gradients(self, policy: Policy) -> Storage:
-        """Where the shards of gradients rest."""
-        return self._at(policy.gradients.place, "optimizer")
+    def gradient_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        """A slot for a shard of gradients. What it takes on the accelerator is given back while it is empty."""
+        storage = self._at(policy.gradients.place, "optimizer")
+        if storage is self.accelerator:
+            return self.accelerator.transient_slot(label, numel, dtype)
+        return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
         """A slot for parameters at rest. Of those on disk, as many stay in CPU memory as the policy allows."""

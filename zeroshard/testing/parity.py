@@ -60,7 +60,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a training: this rank's losses, the whole parameters by fqn, and what it cost."""
+    """What came of a training: this rank's losses, the whole parameters by fqn, and what it cost; memory after the last step, with
+    its gradients."""
 
     losses: Tensor
     parameters: dict[str, Tensor]
@@ -105,7 +106,7 @@ def train(
     model, optimizer = workload.build()
     sharded = shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap)
     sharded.comm_report()
-    losses, norms, times = [], [], []
+    losses, norms, times, memory = [], [], [], dict[str, int]()
     for step in range(workload.steps):
         start = time.perf_counter()
         for microbatch in range(workload.microbatches):
@@ -117,11 +118,12 @@ def train(
         if workload.max_norm is not None or workload.loss_scale != 1.0:
             norms.append(sharded.clip_grad_norm_(workload.max_norm, workload.loss_scale))
         sharded.optimizer.step()
+        memory = sharded.memory_report()  # with the gradients
         sharded.optimizer.zero_grad()
         times.append(time.perf_counter() - start)
         if inspect is not None:
             inspect(sharded)
-    sent, memory, formula = sharded.comm_report(), sharded.memory_report(), sharded.memory_formula()
+    sent, formula = sharded.comm_report(), sharded.memory_formula()
     run = Run(torch.stack(losses).float(), whole_parameters(model), norms, memory, formula, sent, times)
     sharded.remove()
     return run

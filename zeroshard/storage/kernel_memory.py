@@ -1,0 +1,103 @@
+"""Owns the system calls for memory whose addresses stay while its pages come and go. Called by pages.
+
+Addresses are plain integers here: nothing keeps them alive but who asked for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+CHUNK_NBYTES = 2 << 20
+"""What a kernel maps as one huge page, and what moves at once."""
+
+_RESERVED, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 3
+_FIXED, _NO_RESERVE = 0x10, 0x4000
+_MAY_MOVE, _MOVE_FIXED, _KEEP_OLD = 1, 2, 4
+_DONT_NEED, _HUGE_PAGES = 4, 14
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class KernelMemory:
+    """Private anonymous mappings of this process.
+
+    Raises:
+        OSError: (everywhere) the kernel would not; its own number says why.
+    """
+
+    def __init__(self) -> None:
+        self._libc: Any = ctypes.CDLL(None, use_errno=True)
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        for name, arguments in {
+            "mmap": (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+            "mremap": (pointer, size, size, ctypes.c_int, pointer),
+        }.items():
+            getattr(self._libc, name).argtypes = arguments
+            getattr(self._libc, name).restype = pointer
+        self._libc.munmap.argtypes = (pointer, size)
+        self._libc.madvise.argtypes = (pointer, size, ctypes.c_int)
+
+    def reserve(self, nbytes: int) -> int:
+        """Addresses without memory, from a multiple of CHUNK_NBYTES on where they are as many: whoever reads there dies."""
+        if nbytes < CHUNK_NBYTES:
+            return self._map(None, nbytes, _RESERVED)
+        start = self._map(None, nbytes + CHUNK_NBYTES, _RESERVED)
+        address = -(-start // CHUNK_NBYTES) * CHUNK_NBYTES
+        if address > start:
+            self.unmap(start, address - start)
+        if start + CHUNK_NBYTES > address:
+            self.unmap(address + nbytes, start + CHUNK_NBYTES - address)
+        return address
+
+    def fill(self, address: int, nbytes: int) -> None:
+        """Zeros, of which a page takes memory when it is first written to; huge pages where a chunk is asked for."""
+        self._map(address, nbytes, _READ_WRITE)
+        if nbytes == CHUNK_NBYTES:
+            self._libc.madvise(address, nbytes, _HUGE_PAGES)  # a wish
+
+    def hide(self, address: int, nbytes: int) -> None:
+        """As `reserve` left it: memory that was there goes back to the kernel."""
+        try:
+            self._map(address, nbytes, _RESERVED)
+        except OSError:  # too many mappings: then zeros are read there
+            self._libc.madvise(address, nbytes, _DONT_NEED)
+
+    def move(self, source: int, target: int, nbytes: int) -> None:
+        """Pages, not bytes: what was at `source` is at `target`, and `source` has none."""
+        flags = _MAY_MOVE | _MOVE_FIXED | _KEEP_OLD
+        self._check(self._libc.mremap(source, nbytes, nbytes, flags, target))
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """The addresses are anybody's."""
+        self._libc.munmap(address, nbytes)
+
+    def _map(self, address: int | None, nbytes: int, protection: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE | (0 if address is None else _FIXED)
+        return self._check(self._libc.mmap(address, nbytes, protection, flags, -1, 0))
+
+    def _check(self, address: int | None) -> int:
+        if address is None or address == _FAILED:
+            raise OSError(ctypes.get_errno(), "no memory mapping")
+        return address
+
+
+def kernel_memory() -> KernelMemory | None:
+    """None where the kernel cannot move pages and keep the addresses (Linux before 5.7, others, a filter of system calls)."""
+    try:
+        kernel = KernelMemory()
+        one, other = kernel.reserve(mmap.PAGESIZE), kernel.reserve(mmap.PAGESIZE)
+    except (OSError, AttributeError, TypeError):
+        return None
+    try:
+        kernel.fill(one, mmap.PAGESIZE)
+        ctypes.memset(one, 1, 1)
+        kernel.move(one, other, mmap.PAGESIZE)
+        moved = ctypes.string_at(other, 1) == b"\1" and ctypes.string_at(one, 1) == b"\0"
+        kernel.hide(one, mmap.PAGESIZE)
+        return kernel if moved else None
+    except OSError:
+        return None
+    finally:
+        for address in (one, other):
+            kernel.unmap(address, mmap.PAGESIZE)

@@ -30,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="only what the quick set leaves out")
 
 
+@pytest.fixture(params=["shared memory", "gloo"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks talk."""
+    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0" if request.param == "gloo" else "1")
+    return str(request.param)
+
+
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> int:
     """How long trainings last that are compared bit by bit: shorter in the quick set."""

@@ -44,7 +44,7 @@ def test_memory_at_rest_is_what_the_formulas_say(ranks: int, stage: int, precisi
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_transient_buffers_are_bounded_and_do_not_grow(stage: int) -> None:
+def test_transient_buffers_are_bounded_and_do_not_grow(stage: int, transport: str) -> None:
     """At most UNITS_IN_FLIGHT units' reductions travel while one is taken in and the root's bucket fills for the whole backward.
 
     Each holds its unreduced bucket and W - 1 received shards of it, so less than two buckets.
@@ -60,16 +60,18 @@ def test_transient_buffers_are_bounded_and_do_not_grow(stage: int) -> None:
             largest.append(max(unit.layout.numel for unit in units) * 4)
 
         train(rank, work(steps=6), Policy.stage(stage), inspect=inspect)
-        assert 0 < seen[-1] <= (UNITS_IN_FLIGHT + 2) * 2 * largest[0]
-        assert len(set(seen[1:])) == 1, f"buffers changed from step to step: {seen}"
+        assert seen[-1] <= (UNITS_IN_FLIGHT + 2) * 2 * largest[0]
+        assert seen[-1] > 0 or (stage < 2 and transport != "gloo")  # whose sums are read in place
+        # How many copies wait for their readers is a matter of time; what bounds them is not.
+        assert len(set(seen[1:])) == 1 or transport != "gloo", f"buffers changed from step to step: {seen}"
 
     run_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_on_the_wire(ranks: int, stage: int) -> None:
-    """What each rank's sockets sent, against 2 Psi (W-1)/W, or 3 Psi (W-1)/W under stage 3."""
+def test_bytes_on_the_wire(ranks: int, stage: int, transport: str) -> None:
+    """What each rank handed to others, against 2 Psi (W-1)/W, or 3 Psi (W-1)/W under stage 3; gloo's sockets sent all of it."""
     config = GPTConfig(layers=4, width=256, heads=4, context=16)
 
     def body(rank: int) -> None:
@@ -87,6 +89,9 @@ def test_bytes_on_the_wire(ranks: int, stage: int) -> None:
         numel = sum(parameter.numel() for parameter in GPT(config).parameters())
         unit_volume = 4 * numel * (ranks - 1) / ranks
         measured = (marks[-1] - marks[1]) / 2
+        if transport != "gloo":
+            assert measured < 0.01 * unit_volume
+            measured = counted[-1]
         if stage < 3:
             assert measured == pytest.approx(2 * unit_volume, rel=0.03)
             assert counted[-1] == pytest.approx(2 * unit_volume, rel=0.03)

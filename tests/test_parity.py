@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
 
 from zeroshard import Policy, Precision
+from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train, train_ddp, train_reference
 
 BF16 = Precision(param_dtype=torch.bfloat16)
@@ -17,11 +20,15 @@ POLICIES = [
     Policy.stage(3),
     Policy.stage(3, reshard_after_forward=False),
 ]
+SHARED, GLOO = "1", "0"
 RUNS = {
-    "overlapped": [(policy, True) for policy in POLICIES],
-    "one after another": [(POLICIES[0], True), (POLICIES[1], False), (POLICIES[2], True), (POLICIES[3], False)],
-}
-"""(policy, overlap), with one of each kind to compare with: what overlaps under stage 0 and 2 does under 1 and 3 too."""
+    "overlapped": [*((policy, True, SHARED) for policy in POLICIES), (POLICIES[1], True, GLOO), (POLICIES[3], True, GLOO)],
+    "one after another": [
+        (POLICIES[0], True, GLOO), (POLICIES[1], False, SHARED), (POLICIES[2], True, GLOO), (POLICIES[3], False, SHARED),
+        (POLICIES[4], False, GLOO),
+    ],
+}  # fmt: skip
+"""(policy, overlap, transport), with one of each kind to compare with: what overlaps under stage 0 and 2 does under 1 and 3 too."""
 SMALL_BUCKETS = 256
 """Elements: the larger parameters of the test models span several buckets."""
 LARGE_BUCKETS = 10**6
@@ -33,12 +40,13 @@ def check(
 ) -> None:
     """Every run is bit-equal to the first of its kind; with several microbatches there are two kinds (docs/design.md)."""
     first: dict[bool, Run] = {}
-    for policy, overlap in RUNS[runs]:
+    for policy, overlap, transport in RUNS[runs]:
+        os.environ[VARIABLE] = transport
         run = train(rank, work, policy, precision=precision, overlap=overlap, bucket_numel=bucket_numel)
         assert torch.isfinite(run.losses).all()
         assert ranks_agree(run), f"ranks ended with different parameters under {policy}"
         kind = work.microbatches > 1 and policy.gradients.sharded
-        assert run.equals(first.setdefault(kind, run)), f"other bits under {policy}, overlap {overlap}"
+        assert run.equals(first.setdefault(kind, run)), f"other bits under {policy}, {overlap=}, {transport=}"
     if True in first and precision is None:
         for fqn, value in first[False].parameters.items():
             torch.testing.assert_close(first[True].parameters[fqn], value, rtol=1e-4, atol=1e-6)

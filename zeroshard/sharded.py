@@ -143,7 +143,13 @@ class Sharded:
         storages = self._context.storages
         here = storages.accelerator
         kept = self.optimizer.kept_in(here)
-        report = memory_report(self._schedule.units, kept, self._context.pool, here.parked_nbytes)
+        report = memory_report(
+            self._schedule.units,
+            kept,
+            self._context.pool,
+            here.parked_nbytes + self._context.collectives.buffers_nbytes,
+            storages.emptied,
+        )
         away = storages.nbytes()
         away["cpu"] += self.optimizer.frames_nbytes
         if storages.host is not storages.accelerator:

@@ -55,7 +55,7 @@ class Collectives(ABC):
 
     def __init__(self, predivide_factor: float = 1.0) -> None:
         self.sent: Counter[str] = Counter()
-        """Bytes that this rank handed to the network, by collective."""
+        """Bytes that this rank handed to others, by collective."""
         self.predivide_factor = predivide_factor
         """What the rows of a reduce-scatter were divided by beforehand; the mean divides by the rest of the world size."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
@@ -64,6 +64,19 @@ class Collectives(ABC):
     def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
         """CPU memory [numel] of zeros, from which other ranks may be able to read."""
         return torch.zeros(numel, dtype=dtype)
+
+    def is_shareable(self, tensor: Tensor) -> bool:
+        """Whether it lies in memory that `shareable` took from the operating system, and torch cannot give back."""
+        return False
+
+    def discard(self, memory: Tensor) -> None:
+        """Give back the pages of such memory, all of it. Its content is undefined until it is written to."""
+        raise NotImplementedError
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of scratch of its own."""
+        return 0
 
     @abstractmethod
     def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.arena import Arena
+from zeroshard.collectives.shared_file import SharedFile
 
 
 class Lent(NamedTuple):
@@ -31,11 +31,11 @@ class Lending:
     """See the module's docstring.
 
     Args:
-        arena: this rank's memory.
+        file: this rank's memory.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, file: SharedFile) -> None:
+        self._file = file
         self._lent: dict[int, Lent] = {}
         """By tag."""
         self._rooms: list[Tensor] = []
@@ -45,13 +45,13 @@ class Lending:
         """Keep a contiguous tensor for these ranks.
 
         Returns:
-            Where its first element lies in the arena; whether in place: then it must stay as it is until all have read it.
+            Where its first element lies in the file; whether in place: then it must stay as it is until all have read it.
         """
-        offset, room = self._arena.offset_of(tensor), None
+        offset, room = self._file.offset_of(tensor), None
         if offset is None:
             room = self._room(tensor.nbytes)
             tensor = room[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
-            offset = self._arena.offset_of(tensor)
+            offset = self._file.offset_of(tensor)
             assert offset is not None
         self._lent[tag] = Lent(set(readers), tensor, room, label)
         return offset, room is None
@@ -64,10 +64,16 @@ class Lending:
             return room
         if self._rooms:  # one that is too small makes room
             self._drop(max(self._rooms, key=Tensor.numel))
-        return self._arena.empty(nbytes, torch.uint8)
+        return self._file.empty(nbytes, torch.uint8)
 
     def _drop(self, room: Tensor) -> None:
         self._rooms = [one for one in self._rooms if one is not room]
+
+    @property
+    def copies_nbytes(self) -> int:
+        """Bytes of memory for copies, in use and free."""
+        used = [lent.room for lent in self._lent.values() if lent.room is not None]
+        return sum(room.numel() for room in [*used, *self._rooms])
 
     def was_read(self, tag: int, reader: int) -> None:
         """A rank says so."""

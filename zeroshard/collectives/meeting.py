@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore
 
-from zeroshard.collectives.arena import Arena, Window
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import LIMIT, Neighbours
+from zeroshard.collectives.shared_file import SharedFile, Window
 
 VARIABLE = "ZEROSHARD_SHARED_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -31,12 +31,12 @@ class Met(NamedTuple):
     """What ranks that share a host have of each other.
 
     Attributes:
-        arena: this rank's memory.
+        file: this rank's memory.
         windows: the other ranks' memory, by rank.
         neighbours: the connections.
     """
 
-    arena: Arena
+    file: SharedFile
     windows: dict[int, Window]
     neighbours: Neighbours
 
@@ -49,11 +49,11 @@ def meet(members: Members) -> Met | str:
     """
     store = members.counted_store("neighbours")
     why_not = _refusal()
-    arena, listener = None, None
+    file, listener = None, None
     told: dict[str, str] = {"host": _host(), "secret": secrets.token_hex(16), "address": ""}
     if not why_not:
         try:
-            arena, listener = Arena(), _listener(members)
+            file, listener = SharedFile(), _listener(members)
             told["address"] = listener.getsockname().decode("latin-1")
         except (OSError, ValueError) as error:
             why_not = f"rank {members.own} may not share memory ({_reason(error)})"
@@ -62,27 +62,27 @@ def meet(members: Members) -> Met | str:
     if not why_not and len({one["host"] for one in everyone}) > 1:
         why_not = SEVERAL_HOSTS
     if why_not:
-        _give_up(arena, listener)
+        _give_up(file, listener)
         return why_not
-    assert arena is not None
+    assert file is not None
     assert listener is not None
     sockets: dict[int, socket.socket] = {}
     windows: dict[int, Window] = {}
     problem = ""
     try:
         sockets = _connect(listener, members, everyone)
-        windows = {peer: Window(number) for peer, number in _hand_over(sockets, arena.descriptor).items()}
+        windows = {peer: Window(number) for peer, number in _hand_over(sockets, file.descriptor).items()}
     except (OSError, ValueError) as error:
         problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
     problem = next((one for one in _agree(store, members, "met", problem) if one), "")
     if problem:
         for one in sockets.values():
             one.close()
-        _give_up(arena, listener)
+        _give_up(file, listener)
         return problem
     listener.close()
-    arena.hand_over()
-    return Met(arena, windows, Neighbours(sockets, members.timeout.total_seconds()))
+    file.hand_over()
+    return Met(file, windows, Neighbours(sockets, members.timeout.total_seconds()))
 
 
 def refusal_here() -> str:
@@ -91,9 +91,9 @@ def refusal_here() -> str:
     if why_not:
         return why_not
     try:
-        arena = Arena()
-        Window(os.dup(arena.descriptor)).close()
-        arena.close()
+        file = SharedFile()
+        Window(os.dup(file.descriptor)).close()
+        file.close()
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here.close()
         there.close()
@@ -114,9 +114,9 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _give_up(arena: Arena | None, listener: socket.socket | None) -> None:
-    if arena is not None:
-        arena.close()
+def _give_up(file: SharedFile | None, listener: socket.socket | None) -> None:
+    if file is not None:
+        file.close()
     if listener is not None:
         listener.close()
 

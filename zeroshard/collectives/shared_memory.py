@@ -1,7 +1,7 @@
 """Owns the collectives of ranks that share a host: each reads in place what the others hold in memory that all of them map.
 
 An operation is two messages between each pair of ranks: where its data lies, and that it was read. What a rank offers must
-lie in its arena (`shareable`); what does not is copied there first. Until the others have read it, it must stay as it is:
+lie in its file (`shareable`); what does not is copied there first. Until the others have read it, it must stay as it is:
 whoever waits for an operation waits for its readers too, but for two kinds of offers, whose owners ask when they need to:
 rows of a reduction (`PendingReduction.wait_readers`), and what rests from step to step (`all_gather(resting=...)`,
 `wait_readers`).
@@ -34,7 +34,7 @@ _SEQUENCE_BITS = 20
 _OFFER = struct.Struct("<QQ")
 _MESSAGE_NBYTES = 32 << 10
 _PIECE_NBYTES = 32 << 20
-"""Of a long transfer, as much passes through the arena at once."""
+"""Of a long transfer, as much passes through the file at once."""
 
 
 class NotShared(Exception):
@@ -45,7 +45,7 @@ class _Offer(NamedTuple):
     """What one rank tells another of an operation.
 
     Attributes:
-        offset: where the data lies in its arena.
+        offset: where the data lies in its file.
         nbytes: how much of it, to find out ranks that diverge.
     """
 
@@ -68,7 +68,7 @@ class SharedMemory(Grouped):
         if isinstance(met, str):
             raise NotShared(met)
         self._met: Met | None = met
-        self._made_lending: Lending | None = Lending(met.arena)
+        self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -86,12 +86,23 @@ class SharedMemory(Grouped):
         return self._made_lending
 
     def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._here.arena.empty(numel, dtype)
+        return self._here.file.empty(numel, dtype)
+
+    def is_shareable(self, tensor: Tensor) -> bool:
+        return self._met is not None and self._met.file.offset_of(tensor) is not None
+
+    def discard(self, memory: Tensor) -> None:
+        self.wait_readers()
+        self._here.file.discard(memory)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        return self._made_lending.copies_nbytes if self._made_lending is not None else 0
 
     def close(self) -> None:
         if self._met is not None:
             self._met.neighbours.close()
-            self._met.arena.close()
+            self._met.file.close()
             for window in self._met.windows.values():
                 window.close()
         self._met = self._made_lending = None

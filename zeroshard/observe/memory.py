@@ -18,13 +18,18 @@ STATES_PER_PARAMETER = {
 
 
 def memory_report(
-    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, parked_nbytes: int = 0
+    units: Sequence[Unit],
+    states: Iterable[Tensor],
+    pool: BufferPool,
+    parked_nbytes: int = 0,
+    emptied: Iterable[int] = (),
 ) -> dict[str, int]:
     """Bytes of live storage of the accelerator on this rank, each storage counted once.
 
     Args:
         states: what the optimizer keeps there.
-        parked_nbytes: what units gave back and waits for the next one.
+        parked_nbytes: what units gave back and waits for the next one, and scratch that is not the pool's.
+        emptied: addresses of storages that have no memory now.
 
     Returns:
         parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too).
@@ -33,7 +38,7 @@ def memory_report(
         buffers: scratch for communication, and what is parked.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    seen: set[int] = set()
+    seen: set[int] = set(emptied)
     return {
         "parameters": live_nbytes((tensor for unit in units for tensor in _parameters(unit)), seen),
         "gradients": live_nbytes(

@@ -18,7 +18,7 @@ from zeroshard.schedule.schedule import Schedule
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffer_pool import BufferPool
-from zeroshard.storage.flat_buffer import FlatBuffer, ResizedBuffer
+from zeroshard.storage.flat_buffer import FlatBuffer
 from zeroshard.storage.storages import Storages
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -100,9 +100,12 @@ class Parking:
             for gradients in unit.gradients if "gradients" in states else ():
                 buffers = gradients.buffers()
                 yield from ((buffer, True) for buffer in buffers)
-                yield from ((_all_of_its_storage(tensor), False) for tensor in gradients.tensors() if not buffers)
+                yield from ((self._memory_under(tensor), False) for tensor in gradients.tensors() if not buffers)
         for tensor in self._tensors(states):
-            yield _all_of_its_storage(tensor), False
+            yield self._memory_under(tensor), False
+
+    def _memory_under(self, tensor: Tensor) -> FlatBuffer:
+        return self._storages.memory_under("parked model states", tensor)
 
     def _tensors(self, states: Sequence[str]) -> Iterator[Tensor]:
         for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
@@ -129,9 +132,3 @@ class Parking:
         if self._storage is not None and self._storage is not self._storages.accelerator:
             self._storage.close()
         self._storage = None
-
-
-def _all_of_its_storage(tensor: Tensor) -> FlatBuffer:
-    storage = tensor.untyped_storage()
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-    return ResizedBuffer("parked model states", memory)

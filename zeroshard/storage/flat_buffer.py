@@ -21,6 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import StorageError
 from zeroshard.storage.pages import Arena, Pages, Range
 
@@ -166,6 +167,30 @@ class ArenaBuffer(FlatBuffer):
     @property
     def nbytes(self) -> int:
         return self._nbytes if self._is_here else 0
+
+
+@final
+class ShareableBuffer(FlatBuffer):
+    """Memory that other ranks read: all of what `Collectives.shareable` gave, as bytes.
+
+    Args:
+        emptied: addresses of those that have no memory now; kept up to date.
+    """
+
+    def __init__(self, label: str, tensor: Tensor, collectives: Collectives, emptied: set[int]) -> None:
+        super().__init__(label, tensor)
+        self._collectives, self._emptied = collectives, emptied
+
+    def _give_back(self) -> None:
+        self._collectives.discard(self.tensor)
+        self._emptied.add(self.tensor.data_ptr())
+
+    def _take(self) -> None:
+        self._emptied.discard(self.tensor.data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor.data_ptr() in self._emptied else self.tensor.nbytes
 
 
 def _no_memory(label: str, nbytes: int, error: OSError) -> StorageError:

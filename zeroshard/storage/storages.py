@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.policy import Offload, Place, Policy
@@ -10,6 +11,7 @@ from zeroshard.storage.accelerator import AcceleratorStorage
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.cpu import CpuStorage
 from zeroshard.storage.disk import DiskStorage, Staging
+from zeroshard.storage.flat_buffer import FlatBuffer, ResizedBuffer, ShareableBuffer
 from zeroshard.storage.transfers import Copies
 
 STAGING_COUNT, STAGING_SHARE = 2, 8
@@ -52,6 +54,8 @@ class Storages:
         self.host: AcceleratorStorage | CpuStorage = (
             self.accelerator if is_cpu_memory(device) else CpuStorage(self._copies, pin=self.pin)
         )
+        self.emptied: set[int] = set()
+        """Addresses of memory that other ranks read, and that has none now."""
         self._disks: dict[str, DiskStorage] = {}
         self._parameters_in_cpu = 0
 
@@ -102,6 +106,13 @@ class Storages:
 
     def _disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
         return DiskStorage(offload, self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
+
+    def memory_under(self, label: str, tensor: Tensor) -> FlatBuffer:
+        """All of the storage that a tensor looks at, as bytes, to be given back and taken again."""
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+        if self._collectives is not None and self._collectives.is_shareable(tensor):
+            return ShareableBuffer(label, memory, self._collectives, self.emptied)
+        return ResizedBuffer(label, memory)
 
     def open(self, place: Place, offload: Offload) -> Storage:
         """A storage of its own, to be closed by who opened it; where CPU memory is the accelerator's, the accelerator's."""

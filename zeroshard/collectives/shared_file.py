@@ -22,11 +22,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def reserved_nbytes() -> int:
-    """Addresses of one arena: as many as this host has memory. They cost nothing until they are used."""
+    """Addresses of one file: as many as this host has memory. They cost nothing until they are used."""
     return -(-os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PAGE) * _PAGE
 
 
-class Arena:
+class SharedFile:
     """Memory of this process that others may read. A process that is forked from it does not have it.
 
     Attributes:
@@ -67,8 +67,18 @@ class Arena:
         weakref.finalize(memory, self._give_back, start, nbytes).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype)
 
+    def discard(self, tensor: Tensor) -> None:
+        """Give back the pages of a whole tensor that `empty` gave. Its content is undefined until it is written to."""
+        self._discard(tensor.data_ptr() - self._base, -(-tensor.nbytes // _PAGE) * _PAGE)
+
+    def _discard(self, start: int, nbytes: int) -> None:
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
+        except OSError:
+            ctypes.memset(self._base + start, 0, nbytes)
+
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor's first element lies in the file; None where it is no memory of the arena's."""
+        """Where a tensor's first element lies in the file; None where it is no memory of the file's."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self._end else None
 
@@ -88,10 +98,7 @@ class Arena:
     def _give_back(self, start: int, nbytes: int) -> None:
         if self._is_closed or os.getpid() != self._process:  # somebody may read it still; it goes with the last map
             return
-        try:
-            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
-        except OSError:
-            ctypes.memset(self._base + start, 0, nbytes)
+        self._discard(start, nbytes)
         self._returned.append((start, nbytes))
 
     def hand_over(self) -> None:
@@ -117,7 +124,7 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Window:
-    """Another rank's arena, as this process reads it.
+    """Another rank's file, as this process reads it.
 
     Args:
         descriptor: of the file; ours to close.

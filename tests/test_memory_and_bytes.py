@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Policy, Precision
@@ -64,6 +64,36 @@ def test_transient_buffers_are_bounded_and_do_not_grow(stage: int, transport: st
         assert seen[-1] > 0 or (stage < 2 and transport != "gloo")  # whose sums are read in place
         # How many copies wait for their readers is a matter of time; what bounds them is not.
         assert len(set(seen[1:])) == 1 or transport != "gloo", f"buffers changed from step to step: {seen}"
+
+    run_ranks(body, 2)
+
+
+class _LargeRoot(nn.Module):
+    """Embeddings that are 60 times a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1 << 15, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(24))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_large_root_does_not_let_the_blocks_gradients_wait(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = _LargeRoot()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        seen: list[int] = []
+        model.blocks[0].register_full_backward_hook(lambda *_: seen.append(sharded._context.pool.nbytes))
+        model(batch(rank, 0)[0]).backward()  # of the root nothing has come yet when its first block is done
+        block = (2 * 64 * 256 + 320) * 4
+        assert 0 < seen[0] <= (UNITS_IN_FLIGHT + 2) * 2 * block < 24 * block
 
     run_ranks(body, 2)
 

@@ -190,6 +190,35 @@ def test_nothing_stays_behind() -> None:
     assert mappings() <= before + 5
 
 
+@moves
+@pytest.mark.full
+def test_models_that_are_made_and_removed_leave_nothing() -> None:
+    def body(rank: int) -> None:
+        def once(removes: bool) -> None:
+            model = GPT(CONFIG)
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+            model(*batch(rank, 0)).backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+            if removes:
+                sharded.remove()
+
+        def resident() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+        for number in range(12):
+            once(number % 2 == 0)
+            gc.collect()
+        before = mappings(), resident()
+        for number in range(30):
+            once(number % 2 == 0)
+            gc.collect()
+        # A model takes 20 MiB, in 60 mappings; malloc keeps a model's worth or two.
+        assert mappings() <= before[0] + 60 and resident() <= before[1] + 100 * MIB
+
+    run_ranks(body, 2)
+
+
 def test_tensors_outlive_their_buffer(storage: AcceleratorStorage) -> None:
     tensor = buffer_of(storage, 3).tensor
     del storage

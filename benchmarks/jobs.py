@@ -43,6 +43,7 @@ def run_job(
         environment: added to this process's, from which malloc's settings and the switch of the transport are removed.
         memory: the result also has "host_peak", in bytes, of all the child's processes (see host_memory).
     """
+    signal.signal(signal.SIGTERM, _exit)
     with tempfile.TemporaryDirectory(prefix="job") as name:
         folder = Path(name)
         group = None
@@ -74,6 +75,11 @@ def run_job(
             end(child)
             if meter is not None:
                 meter.close()
+
+
+def _exit(number: int, _: Any) -> None:
+    """A script that is terminated ends what it started and removes its control group, as after an exception."""
+    raise SystemExit(128 + number)
 
 
 def without_settings() -> dict[str, str]:
@@ -110,7 +116,8 @@ def read_result(result: Path, said: Path, failure: str | None) -> dict[str, Any]
     text = said.read_text(errors="replace")
     print(f"{failure or 'a run failed'}; it said:\n{text[-4000:]}", file=sys.stderr)
     errors = [line.strip() for line in text.splitlines() if "Error" in line and "RankError" not in line]
-    return failure or [*errors, "it failed"][0][-120:]
+    otherwise = "no result in time" if "hung; its stack:" in text else "it failed"
+    return failure or [*errors, otherwise][0][-120:]
 
 
 def read_job(folder: Path) -> dict[str, Any]:

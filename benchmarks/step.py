@@ -158,8 +158,8 @@ def columns(results: dict[str, Any], *, brief: bool) -> list[Column]:
         theirs = next((run["losses"] for base in bases for run in base if run), None)
         if mine is None or theirs is None or not rows[key]["is_training"]:
             return ""
-        same = [f"{a:.9f}" == f"{b:.9f}" for a, b in zip(mine, theirs, strict=True)]
-        return f"{mine[-1]:.9f} " + ("=" if all(same) else f"≠ from step {same.index(False) + 1} on")
+        apart = max(abs(round(a, 9) - round(b, 9)) for a, b in zip(mine, theirs, strict=True))
+        return f"{mine[-1]:.9f} " + ("=" if apart < 1e-10 else f"± {apart:.0e}")
 
     def peak(kind: str) -> Column:
         heading = "peak per rank" + (", not checkpointed" if kind == "plain" and about["checkpointing"] else "")
@@ -181,7 +181,7 @@ def columns(results: dict[str, Any], *, brief: bool) -> list[Column]:
         *([peak("checkpointed")] if about["checkpointing"] else []),
         peak("plain"),
     ]
-    return found if brief else [*found, ("last loss, = DDP's", loss)]
+    return found if brief else [*found, ("last loss; all as DDP's", loss)]
 
 
 def show_results(results: dict[str, Any], *, markdown: bool) -> None:
@@ -192,6 +192,7 @@ def show_results(results: dict[str, Any], *, markdown: bool) -> None:
     )
     title += f", {about['batch']} x {CONFIG.context} tokens each" + ", checkpointed" * about["checkpointing"]
     title += f"; {about['rounds']} rounds of {about['steps']} steps, {about.get('seconds', 0):.0f} s in all"
+    title += f"; load {about['load at start']:.1f} when it began"
     show(title, columns(results, brief=markdown), list(rows), markdown=markdown)
 
 
@@ -202,7 +203,7 @@ def main(
         bool, typer.Option("--checkpointing", help="Activation checkpointing of every block.")
     ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Rows by short name, as in rows.py: 'zs3*,fsdp2'.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often each row has its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each row has its turn; with 0, only peaks.")] = 3,
     steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 4,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, in runs of their own.")] = True,
     limit: Annotated[float, typer.Option(help="Seconds after which a run is ended and told.")] = 180.0,
@@ -244,11 +245,12 @@ def main(
             for key, row in rows.items():
                 line.update(f"round {turn + 1} of {rounds}: {row.label}")
                 comparison.results["rows"][key]["runs"].append(comparison.run(key, WARMUP, steps, checkpointing))
-            save(out, comparison.results)
+                save(out, comparison.results)
         for key, row in rows.items():
             for checkpointed in kinds if memory and row.measures_memory else []:
                 line.update(f"peak memory: {row.label}")
                 comparison.measure_memory(key, checkpointed)
+                save(out, comparison.results)
     about["seconds"] = time.monotonic() - began
     save(out, comparison.results)
     show_results(comparison.results, markdown=markdown)

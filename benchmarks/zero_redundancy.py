@@ -177,6 +177,7 @@ def show_results(results: dict[str, Any], *, markdown: bool) -> None:
     about = results["about"]
     title = f"ZeroRedundancyOptimizer, {about['parameters'] / 1e6:.1f} M parameters, Adam, {about['cores']} cores"
     title += f"; {about['rounds']} rounds of {about['steps']} steps, {about.get('seconds', 0):.0f} s in all"
+    title += f"; load {about['load at start']:.1f} when it began"
     show(title, columns(results), list(results["rows"]), markdown=markdown)
 
 
@@ -222,7 +223,7 @@ def main(
                 found = None if row["failure"] else run_job(__file__, todo, limit, row["environment"])
                 row["failure"] = found if isinstance(found, str) else row["failure"]
                 row["runs"].append(found if isinstance(found, dict) else None)
-            save(out, results)
+                save(out, results)
     about["seconds"] = time.monotonic() - began
     save(out, results)
     show_results(results, markdown=markdown)

@@ -18,45 +18,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from host_memory import ControlGroup, NoControlGroups
+
 MIB = 1 << 20
-ROOTS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-         (Path("/sys/fs/cgroup"), "memory.max", "memory.peak"))  # fmt: skip
-"""Version 1 and version 2: the root, the limit's file, and the one that tells the most that was used."""
 NO_CONTROL_GROUPS = 3
 BUCKET_NUMEL = 1 << 20
 
 
-class ControlGroup:
-    """Processes that together may use `limit` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        for root, limit_file, self._peak_file in ROOTS:
-            self._path = root / f"zeroshard-{os.getpid()}-{time.monotonic_ns()}"
-            try:
-                self._path.mkdir()
-                (self._path / limit_file).write_text(str(limit))
-                return
-            except OSError:
-                self.close()
-        print("no control group can be made here: run as root, or where you may make them.", file=sys.stderr)
-        raise SystemExit(NO_CONTROL_GROUPS)
-
-    def join(self) -> None:
-        """The calling process is in it from now on."""
-        (self._path / "cgroup.procs").write_text(str(os.getpid()))
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were used."""
-        return int((self._path / self._peak_file).read_text())
-
-    def close(self) -> None:
-        """Remove it; its processes have ended."""
-        if self._path.is_dir():
-            self._path.rmdir()
+def control_group(limit: int) -> ControlGroup:
+    """A new one, or the end of the script."""
+    try:
+        return ControlGroup(limit)
+    except NoControlGroups as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(NO_CONTROL_GROUPS) from None
 
 
 @contextmanager
@@ -65,7 +42,7 @@ def ranks(arguments: argparse.Namespace, limit: int | None) -> Iterator[list[dic
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    groups = [ControlGroup(limit) for _ in range(arguments.ranks)] if limit is not None else [None] * arguments.ranks
+    groups = [control_group(limit) for _ in range(arguments.ranks)] if limit is not None else [None] * arguments.ranks
     processes = []
     for rank, group in enumerate(groups):
         # What is freed goes back to the system; heaps of many threads would each keep some.

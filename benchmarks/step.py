@@ -1,18 +1,29 @@
-"""Owns `make bench`: a training step of a 50 M parameter GPT, zeroshard beside its rivals in one run.
+"""Owns the first part of `make bench`: a training step of a 50 M parameter GPT, zeroshard beside its rivals in one run.
 
-Each system trains the same model on the same tokens in fresh processes, one after another, several rounds over; a step's time is
-the median of all its steps, as a ratio to DDP's. Bytes are what rank 0's own sockets sent. Peak memory comes from a run of its own,
-in which every freed block goes back to the system (MALLOC_MMAP_THRESHOLD_), so that it counts what lives and not what
-malloc keeps.
+Each system trains the same model on the same tokens in fresh processes, one after another, several rounds over. A round begins and ends
+with DDP. A step's time is the slowest rank's. "x DDP" is the median over rounds of a ratio taken within the round: the median of the
+system's steps, over the mean of the medians of that round's two DDPs; the least and the most of the rounds stand beside it. So DDP's own
+two rows show the noise. "x FSDP2" is taken in the same way, over FSDP2 that gives its units back.
+
+CPU time (user and system), page faults (minor ones) and bytes on sockets (TCP, sent) are of one step and one rank: means over the steps
+of a run and its ranks, medians over runs. System time is also told as a share of the step.
+
+Peak memory comes from a run of its own: the most that all processes of a run used together, a page that ranks share counted once
+(host_memory.py), less what they used when the ranks had joined and before the model was made, divided by the number of ranks.
+In that run every freed block goes back to the system, so that it counts what lives, and not what malloc keeps; but rows
+that are about malloc's settings keep theirs.
+
+    python benchmarks/step.py                                    # what the README's table shows
+    python benchmarks/step.py --only 'zs3*,fsdp2' --ranks 4      # some rows; DDP is always among them
+    python benchmarks/step.py --batch 4 --checkpointing          # activation checkpointing in every system
+    python benchmarks/step.py --saved benchmarks/results/step_2_ranks.json --markdown     # the table of an earlier run
 """
 
 from __future__ import annotations
 
-import json
 import os
+import resource
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,114 +31,229 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from figures import MIB, RESULTS, Column, Run, load, machine, median_of, number, ratios, save, show, spread
+from host_memory import status, used_now
+from jobs import RETURNS_PAGES, read_job, run_job, write_result
 from rich.console import Console
-from rich.table import Table
-from systems import BASELINE, SYSTEMS
+from rows import DEEPSPEED, FIRST, LAST, RIVAL, Row, chosen
+from systems import SYSTEMS
 
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.ranks import run_ranks
 from zeroshard.testing.wire import sent_bytes
 
 CONFIG = GPTConfig(layers=16, width=512, heads=8, context=128)
-MIB = 2**20
+WARMUP = 2
+MEMORY_STEPS = 2
+"""After one to warm up: the peak of the second step is every later step's."""
 
 
-def _status(key: str) -> int:
-    """A figure of this process in bytes: VmRSS, or VmHWM, the peak of it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
-def train(rank: int, system: str, batch: int, warmup: int, steps: int) -> dict[str, Any]:
+def train(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     """One rank's part of one run."""
     torch.manual_seed(0)
-    start_bytes = _status("VmRSS")
-    model = GPT(CONFIG)
-    step = SYSTEMS[system](model)
-    tokens = torch.Generator().manual_seed(rank)
-    times, losses, before = [], [], 0
-    for i in range(warmup + steps):
-        data = torch.randint(0, CONFIG.vocabulary, (batch, CONFIG.context + 1), generator=tokens)
+    start_rss, start_host = status("VmRSS"), 0
+    if "group" in job:
         dist.barrier()
-        if i == warmup:
-            before = sent_bytes()
+        start_host = used_now(job["group"]) if rank == 0 else 0
+        dist.barrier()
+    model = GPT(CONFIG)
+    step = SYSTEMS[job["system"]](model, checkpointed=job["checkpointed"])
+    tokens = torch.Generator().manual_seed(rank)
+    times, losses, steps = [], [], job["steps"]
+    sent, used = 0, resource.getrusage(resource.RUSAGE_SELF)
+    for i in range(job["warmup"] + steps):
+        data = torch.randint(0, CONFIG.vocabulary, (job["batch"], CONFIG.context + 1), generator=tokens)
+        dist.barrier()
+        if i == job["warmup"]:
+            sent = sent_bytes()
             dist.barrier()
+            used = resource.getrusage(resource.RUSAGE_SELF)
         start = time.perf_counter()
         losses.append(float(step(data)))
         dist.barrier()
-        if i >= warmup:
+        if i >= job["warmup"]:
             times.append(time.perf_counter() - start)
-    sent = (sent_bytes() - before) / steps
-    return {"times": times, "losses": losses, "sent": sent, "peak": _status("VmHWM") - start_bytes}
-
-
-def _run(system: str, ranks: int, batch: int, warmup: int, steps: int) -> dict[str, Any]:
-    """The run of one system: in a child of its own when memory is measured, since malloc reads its settings at start."""
-    results = run_ranks(train, ranks, system, batch, warmup, steps, timeout=600, collective_timeout=300)
+    now = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "times": [max(times) for times in zip(*(result["times"] for result in results), strict=True)],
-        "loss": sum(result["losses"][-1] for result in results) / ranks,
-        "sent": results[0]["sent"],
-        "peak": max(result["peak"] for result in results),
+        "times": times,
+        "losses": losses,
+        "user": (now.ru_utime - used.ru_utime) / steps,
+        "system": (now.ru_stime - used.ru_stime) / steps,
+        "faults": (now.ru_minflt - used.ru_minflt) / steps,
+        "sent": (sent_bytes() - sent) / steps,
+        "peak": status("VmHWM") - start_rss,
+        "start_host": start_host,
     }
 
 
-def _peak(system: str, ranks: int, batch: int) -> int:
-    command = [sys.executable, __file__, "--only", system, "--ranks", str(ranks), "--batch", str(batch), "--json"]
-    environment = dict(os.environ, MALLOC_MMAP_THRESHOLD_="262144")
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    return int(json.loads(output.splitlines()[-1])["peak"])
+def run_system(job: dict[str, Any]) -> Run:
+    """One run of one system: seconds of each step, the mean loss of each; means over ranks for one step, bytes, seconds.
+
+    Args:
+        job: "system", "ranks", "batch", "checkpointed", "warmup" and "steps"; "limit" in seconds, and "group", come from jobs.py.
+    """
+    results = run_ranks(train, job["ranks"], job, timeout=job.get("limit", 3600.0), collective_timeout=300)
+    run: Run = {
+        "times": [max(times) for times in zip(*(result["times"] for result in results), strict=True)],
+        "losses": [statistics.mean(losses) for losses in zip(*(result["losses"] for result in results), strict=True)],
+        "peak_of_one": max(result["peak"] for result in results),
+        "start_host": results[0]["start_host"],
+    }
+    return run | {
+        key: statistics.mean(result[key] for result in results) for key in ("user", "system", "faults", "sent")
+    }
+
+
+class Comparison:
+    """Rows, and what their runs found: all that a table is made of, and all that is saved."""
+
+    def __init__(self, rows: dict[str, Row], about: dict[str, Any], deepspeed_path: Path | None, limit: float) -> None:
+        self.rows, self._deepspeed_path, self._limit = rows, deepspeed_path, limit
+        self.results: dict[str, Any] = {"about": about, "rows": {}}
+        for key, row in rows.items():
+            entry = {"label": row.label, "environment": row.environment, "is_training": row.is_training}
+            self.results["rows"][key] = {**entry, "runs": [], "memory": {}, "failure": None}
+
+    def run(self, key: str, warmup: int, steps: int, checkpointed: bool, *, memory: bool = False) -> Run | None:
+        """One run of a row, or none: it has failed, now or before."""
+        entry, row, about = self.results["rows"][key], self.rows[key], self.results["about"]
+        if entry["failure"]:
+            return None
+        job = {"system": row.system, "checkpointed": checkpointed, "warmup": warmup, "steps": steps}
+        environment = (RETURNS_PAGES if memory else {}) | row.environment
+        if key.startswith(DEEPSPEED) and self._deepspeed_path:
+            paths = [str(self._deepspeed_path), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        job |= {"ranks": about["ranks"], "batch": about["batch"]}
+        found = run_job(__file__, job, self._limit, environment, memory=memory)
+        if isinstance(found, str):
+            entry["failure"] = found
+            return None
+        return found
+
+    def measure_memory(self, key: str, checkpointed: bool) -> None:
+        """The peak of a row, in a run of its own."""
+        run = self.run(key, 1, MEMORY_STEPS, checkpointed, memory=True)
+        if run:
+            ranks = self.results["about"]["ranks"]
+            peak = {"per_rank": (run["host_peak"] - run["start_host"]) / ranks, "peak_of_one": run["peak_of_one"]}
+            self.results["rows"][key]["memory"]["checkpointed" if checkpointed else "plain"] = peak
+
+
+def columns(results: dict[str, Any], *, brief: bool) -> list[Column]:
+    """The table's columns. `brief` is what a README shows."""
+    rows, about = results["rows"], results["about"]
+    bases = [rows[key]["runs"] for key in (FIRST, LAST)]
+
+    def per_step(key: str, field: str, scale: float) -> str:
+        return number(median_of(rows[key]["runs"], field), scale)
+
+    def system_time(key: str) -> str:
+        runs = [run for run in rows[key]["runs"] if run]
+        shares = [run["system"] / statistics.mean(run["times"]) for run in runs]
+        return f"{per_step(key, 'system', 1e3)} ({100 * statistics.median(shares):.1f} %)" if runs else ""
+
+    def loss(key: str) -> str:
+        mine = next((run["losses"] for run in rows[key]["runs"] if run), None)
+        theirs = next((run["losses"] for base in bases for run in base if run), None)
+        if mine is None or theirs is None or not rows[key]["is_training"]:
+            return ""
+        apart = max(abs(round(a, 9) - round(b, 9)) for a, b in zip(mine, theirs, strict=True))
+        return f"{mine[-1]:.9f} " + ("=" if apart < 1e-10 else f"± {apart:.0e}")
+
+    def peak(kind: str) -> Column:
+        heading = "peak per rank" + (", not checkpointed" if kind == "plain" and about["checkpointing"] else "")
+        return f"{heading}, MiB", lambda key: number(rows[key]["memory"].get(kind, {}).get("per_rank"), 1 / MIB)
+
+    found: list[Column] = [
+        ("system", lambda key: rows[key]["label"]),
+        ("step, x DDP", lambda key: rows[key]["failure"] or spread(ratios(rows[key]["runs"], bases))),
+    ]
+    if RIVAL in rows:
+        found.append(("x FSDP2", lambda key: spread(ratios(rows[key]["runs"], [rows[RIVAL]["runs"]]))))
+    found += [("step, ms", lambda key: per_step(key, "times", 1e3))]
+    if not brief:
+        found.append(("user, ms", lambda key: per_step(key, "user", 1e3)))
+    found += [
+        ("system, ms", system_time),
+        ("page faults", lambda key: per_step(key, "faults", 1)),
+        ("sent, MiB", lambda key: per_step(key, "sent", 1 / MIB)),
+        *([peak("checkpointed")] if about["checkpointing"] else []),
+        peak("plain"),
+    ]
+    return found if brief else [*found, ("last loss; all as DDP's", loss)]
+
+
+def show_results(results: dict[str, Any], *, markdown: bool) -> None:
+    """Print the table of a run, of now or before."""
+    about, rows = results["about"], results["rows"]
+    title = (
+        f"GPT of {about['parameters'] / 1e6:.1f} M parameters, fp32, {about['ranks']} ranks on {about['cores']} cores"
+    )
+    title += f", {about['batch']} x {CONFIG.context} tokens each" + ", checkpointed" * about["checkpointing"]
+    title += f"; {about['rounds']} rounds of {about['steps']} steps, {about.get('seconds', 0):.0f} s in all"
+    title += f"; load {about['load at start']:.1f} when it began"
+    show(title, columns(results, brief=markdown), list(rows), markdown=markdown)
 
 
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     batch: Annotated[int, typer.Option(help="Sequences of 128 tokens per rank.")] = 1,
-    rounds: Annotated[int, typer.Option(help="How often each system has its turn.")] = 3,
-    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 6,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Activation checkpointing of every block.")
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Rows by short name, as in rows.py: 'zs3*,fsdp2'.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each row has its turn; with 0, only peaks.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 4,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, in runs of their own.")] = True,
-    match: Annotated[str, typer.Option(help="Only systems whose name contains this, and the baseline.")] = "",
-    only: Annotated[str, typer.Option(hidden=True)] = "",
-    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run is ended and told.")] = 180.0,
+    deepspeed_path: Annotated[
+        Path | None, typer.Option(help="A folder in which the real DeepSpeed is installed.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's table.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where all figures go as JSON. [default: benchmarks/results/step_...]")
+    ] = None,
+    saved: Annotated[Path | None, typer.Option(help="Run nothing: show an earlier run's JSON.")] = None,
+    job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Time a training step under zeroshard and its rivals."""
-    if as_json:
-        print(json.dumps(_run(only, ranks, batch, 1, 3)))
+    if job is not None:
+        write_result(job, run_system(read_job(job)))
         return
-    console = Console(width=max(120, Console().width))
-    systems = [name for name in SYSTEMS if match in name or name == BASELINE]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
-    with console.status("") as status:
+    if saved is not None:
+        show_results(load(saved), markdown=markdown)
+        return
+    try:
+        rows = chosen(only or [], has_deepspeed=deepspeed_path is not None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    about = machine() | {
+        "ranks": ranks,
+        "batch": batch,
+        "checkpointing": checkpointing,
+        "rounds": rounds,
+        "steps": steps,
+    }
+    about["parameters"] = sum(parameter.numel() for parameter in GPT(CONFIG).parameters())
+    name = f"step_{ranks}_ranks" + f"_batch_{batch}" * (batch != 1) + "_checkpointing" * checkpointing
+    out = out or RESULTS / f"{name}.json"
+    comparison, began = Comparison(rows, about, deepspeed_path, limit), time.monotonic()
+    kinds = [False, True] if checkpointing else [False]
+    with Console(stderr=True).status("") as line:
         for turn in range(rounds):
-            for name in systems:
-                status.update(f"round {turn + 1} of {rounds}: {name}")
-                runs[name].append(_run(name, ranks, batch, 2, steps))
-        peaks = {}
-        for name in systems if memory else []:
-            status.update(f"peak memory: {name}")
-            peaks[name] = _peak(name, ranks, batch)
-    numel = sum(p.numel() for p in GPT(CONFIG).parameters())
-    table = Table(
-        title=f"GPT of {numel / 1e6:.1f} M parameters, fp32, {ranks} ranks, {batch} x {CONFIG.context} tokens each"
-    )
-    for column in ("system", "step / DDP", "median step", "sent per rank", "peak over start", "last loss"):
-        table.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
-    medians = {name: statistics.median(t for run in runs[name] for t in run["times"]) for name in systems}
-    for name in systems:
-        per_round = [
-            statistics.median(a["times"]) / statistics.median(b["times"])
-            for a, b in zip(runs[name], runs[BASELINE], strict=True)
-        ]
-        table.add_row(
-            name,
-            f"{statistics.median(per_round):.2f} ({min(per_round):.2f} to {max(per_round):.2f})",
-            f"{medians[name] * 1e3:.0f} ms",
-            f"{runs[name][0]['sent'] / MIB:.0f} MiB",
-            f"{peaks[name] / MIB:.0f} MiB" if name in peaks else "",
-            f"{runs[name][0]['loss']:.9f}",
-        )
-    console.print(table)
+            for key, row in rows.items():
+                line.update(f"round {turn + 1} of {rounds}: {row.label}")
+                comparison.results["rows"][key]["runs"].append(comparison.run(key, WARMUP, steps, checkpointing))
+                save(out, comparison.results)
+        for key, row in rows.items():
+            for checkpointed in kinds if memory and row.measures_memory else []:
+                line.update(f"peak memory: {row.label}")
+                comparison.measure_memory(key, checkpointed)
+                save(out, comparison.results)
+    about["seconds"] = time.monotonic() - began
+    save(out, comparison.results)
+    show_results(comparison.results, markdown=markdown)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Owns the rivals: each entry turns a model into (forward, step) under one system. Called by benchmarks/step.py."""
+"""Owns the systems that train: each turns a model into a function that takes one step. Called by benchmarks/step.py and offload.py."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -33,26 +32,61 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def ddp(model: nn.Module) -> TrainStep:
+def _checkpoint(model: nn.Module) -> None:
+    """torch's wrapper for activation checkpointing (not reentrant) around each block."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    blocks = set(model.get_submodule("blocks").children())
+    apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+
+
+def ddp(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
     """torch's DistributedDataParallel."""
+    if checkpointed:
+        _checkpoint(model)
     return _loop(nn.parallel.DistributedDataParallel(model), _adamw(model))
 
 
-def ddp_zero_redundancy(model: nn.Module) -> TrainStep:
+def ddp_zero_redundancy(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
     """The same with torch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    if checkpointed:
+        _checkpoint(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     return _loop(nn.parallel.DistributedDataParallel(model), optimizer)
 
 
-def fsdp2(reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """torch's fully_shard, over each block and the root; with torch's wrapper for checkpointing around the blocks."""
-    if checkpointed:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+def floor(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
+    """What no system goes below: ranks that never talk, each with AdamW over its share of the elements, and no gradients kept.
 
-        blocks = set(model.get_submodule("blocks").children())
-        apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+    It trains nothing: its losses are no other system's.
+    """
+    if checkpointed:
+        _checkpoint(model)
+    parameters = list(model.parameters())
+    share = sum(p.numel() for p in parameters) / torch.distributed.get_world_size()
+    own, numel = [], 0
+    for parameter in parameters:
+        if numel < share:
+            own.append(parameter)
+            numel += parameter.numel()
+    optimizer = torch.optim.AdamW(own, lr=LEARNING_RATE, fused=True)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def fsdp2(reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
+    """torch's fully_shard, over each block and the root."""
+    if checkpointed:
+        _checkpoint(model)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -72,7 +106,7 @@ def zeroshard_stage(
     optimizer: zeroshard.Place | None = None,
     parameters: zeroshard.Place | None = None,
 ) -> TrainStep:
-    """zeroshard's plain road, with states at rest elsewhere: on disk through 64 MiB of CPU memory, in $FOLDER."""
+    """zeroshard's plain road, and its own checkpointing; with states at rest elsewhere: on disk through 64 MiB of CPU memory, in $FOLDER."""
     if checkpointed:
         zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
     policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
@@ -82,11 +116,13 @@ def zeroshard_stage(
     return _loop(model, sharded.optimizer)
 
 
-def deepspeed(stage: int, model: nn.Module) -> TrainStep:
+def deepspeed(stage: int, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
     """DeepSpeed, with torch's fused AdamW in place of its own (which needs a compiler for minutes at first use)."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed as peer
 
+    if checkpointed:
+        _checkpoint(model)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -105,29 +141,24 @@ def deepspeed(stage: int, model: nn.Module) -> TrainStep:
     return step
 
 
-SYSTEMS: dict[str, Callable[[nn.Module], TrainStep]] = {
-    "DDP, fused AdamW": ddp,
+SYSTEMS: dict[str, Callable[..., TrainStep]] = {
+    "DDP": ddp,
     "DDP + torch ZeroRedundancyOptimizer": ddp_zero_redundancy,
+    "floor: no communication": floor,
     "FSDP2, keeps units": partial(fsdp2, False),
-    "FSDP2, gives units back": partial(fsdp2, True),
+    "FSDP2": partial(fsdp2, True),
+    "DeepSpeed stage 1": partial(deepspeed, 1),
+    "DeepSpeed stage 2": partial(deepspeed, 2),
+    "DeepSpeed stage 3": partial(deepspeed, 3),
     "zeroshard stage 0": partial(zeroshard_stage, 0, True),
     "zeroshard stage 1": partial(zeroshard_stage, 1, True),
     "zeroshard stage 2": partial(zeroshard_stage, 2, True),
     "zeroshard stage 3, keeps units": partial(zeroshard_stage, 3, False),
     "zeroshard stage 3": partial(zeroshard_stage, 3, True),
-}
-SYSTEMS |= {
-    "FSDP2, checkpointed": partial(fsdp2, True, checkpointed=True),
-    "zeroshard stage 3, checkpointed": partial(zeroshard_stage, 3, True, checkpointed=True),
-}
-SYSTEMS |= {
     "zeroshard stage 3, optimizer in CPU memory": partial(zeroshard_stage, 3, True, optimizer=zeroshard.Place.CPU),
     "zeroshard stage 3, optimizer on disk": partial(zeroshard_stage, 3, True, optimizer=zeroshard.Place.DISK),
     "zeroshard stage 3, all on disk": partial(
         zeroshard_stage, 3, True, optimizer=zeroshard.Place.DISK, parameters=zeroshard.Place.DISK
     ),
 }
-if importlib.util.find_spec("deepspeed"):
-    SYSTEMS |= {f"DeepSpeed stage {stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}
-
-BASELINE = "DDP, fused AdamW"
+"""By name: `(model, checkpointed=...)` to a function that takes one step on tokens of shape [batch, length + 1]."""

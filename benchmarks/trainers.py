@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from jobs import end, read_result, wait, without_settings
 from rich.console import Console
 from rich.table import Table
 
@@ -119,25 +120,21 @@ def run(system: str, ranks: int, batch: int, steps: int, deepspeed_path: Path | 
     if name == "DeepSpeed" and deepspeed_path is None:
         return "not installed (--deepspeed-path)"
     launcher = ["zeroshard", "run"] if name == "zeroshard" else ["torch.distributed.run", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**without_settings(), "OMP_NUM_THREADS": "1"}
     if name == "DeepSpeed":
         environment["PYTHONPATH"] = os.pathsep.join([str(deepspeed_path), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
+        out, said = Path(folder, "out.json"), Path(folder, "said")
         command = [sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), __file__]
         command += ["--system", system, "--out", str(out), "--batch", str(batch), "--steps", str(steps)]
-        job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with said.open("w") as stream:
+            job = subprocess.Popen(
+                command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
-            said, _ = job.communicate(timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            job.terminate()  # the launcher ends its ranks
-            job.communicate()
-            return f"no result in {LIMIT_SECONDS} s"
-        if not out.exists():
-            errors = [line for line in said.splitlines() if "Error" in line]
-            return (errors or ["it failed"])[0][-120:]
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+            return read_result(out, said, wait(job, LIMIT_SECONDS))
+        finally:
+            end(job)
 
 
 def main(

@@ -1,0 +1,119 @@
+"""Owns what benchmarks say of repeated runs: medians, spreads, ratios within a round, tables for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+MIB = 2**20
+RESULTS = Path(__file__).parent / "results"
+Run = dict[str, Any]
+"""What one run found: "times" in seconds, one for each step, and more."""
+Column = tuple[str, Callable[[str], str]]
+"""A heading, and a row's cell by the row's name."""
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median, with the least and the most where there are several: "0.85 (0.83 to 0.88)"."""
+    if not values:
+        return ""
+    median = f"{statistics.median(values):.{digits}f}"
+    return median if len(values) == 1 else f"{median} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ratios(runs: Sequence[Run | None], bases: Sequence[Sequence[Run | None]], key: str = "times") -> list[float]:
+    """Of each round that has both: the median step over the mean of the bases' median steps.
+
+    Args:
+        runs: one for each round, None where it failed. A row that failed for good has fewer.
+        bases: the same, of each row that is compared with.
+    """
+    found = []
+    for number, run in enumerate(runs):
+        against = [one for base in bases if number < len(base) and (one := base[number])]
+        if run and against:
+            found.append(statistics.median(run[key]) / statistics.mean(statistics.median(one[key]) for one in against))
+    return found
+
+
+def median_of(runs: Sequence[Run | None], key: str) -> float | None:
+    """The median over all that the runs found: of all steps, or of one figure a run."""
+    values: list[float] = []
+    for run in runs:
+        if run:
+            values += run[key] if isinstance(run[key], list) else [run[key]]
+    return statistics.median(values) if values else None
+
+
+def number(value: float | None, scale: float = 1.0, digits: int = 0, unit: str = "") -> str:
+    """A figure for a cell; nothing where there is none."""
+    return "" if value is None else f"{value * scale:.{digits}f}{unit}"
+
+
+def show(title: str, columns: Sequence[Column], rows: Sequence[str], *, markdown: bool) -> None:
+    """Print the table: with lines and colours, or as Markdown."""
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    if markdown:
+        print("\n".join(markdown_lines([heading for heading, _ in columns], cells)))
+        return
+    table = Table(title=title, title_justify="left")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    widest = 2 + sum(
+        3 + max(map(len, column)) for column in zip([heading for heading, _ in columns], *cells, strict=True)
+    )
+    Console(width=max(widest, Console().width)).print(table)
+
+
+def markdown_lines(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table. A vertical bar in a cell would end it."""
+    assert not any("|" in cell for row in cells for cell in row)
+    lines = [headings, ["---"] * len(headings), *cells]
+    return [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: the processor, the kernel, torch, and how busy it was when the run began."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release().split("-")[0],
+        "torch": torch.__version__,
+        "load at start": os.getloadavg()[0],
+    }
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write results as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(_rounded(results), indent=1) + "\n")
+    partial.rename(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What `save` wrote."""
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to 12 significant digits: all that a table prints, and no noise in a diff."""
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,135 @@
+"""Owns one run of one system in a child process: its environment, its limit in seconds, its peak of memory.
+
+A child that fails or hangs is ended with all that it started and told in a line; what compares systems goes on without it.
+A script that runs itself as a child reads what to do from `read_job`, and writes what it found with `write_result`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from host_memory import ControlGroup, NoControlGroups, SampledSession, join
+
+KEEPS_PAGES = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""The settings of malloc (glibc) that we recommend for training on CPUs: what is freed stays with the process, for the next step."""
+RETURNS_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+"""Every freed block of 256 KiB or more goes back to the system, so that a peak counts what lives, and not what malloc keeps."""
+GLOO = {"ZEROSHARD_SHARED_MEMORY": "0"}
+"""No memory is shared between the ranks of a host: everything goes over gloo."""
+_OURS = {*KEEPS_PAGES, *RETURNS_PAGES, *GLOO}
+_GRACE_SECONDS = 15.0
+
+
+def run_job(
+    script: str, job: dict[str, Any], limit: float, environment: dict[str, str] | None = None, *, memory: bool = False
+) -> dict[str, Any] | str:
+    """Run `script --job FOLDER` in a child and return its result; a sentence where there is none.
+
+    Args:
+        job: what the child is to do, as JSON. It also gets "limit", and with `memory` "group": the control group that it is in, or None.
+        limit: seconds in which it should end its ranks and say where they hang; somewhat later it is ended.
+        environment: added to this process's, from which malloc's settings and the switch of the transport are removed.
+        memory: the result also has "host_peak", in bytes, of all the child's processes (see host_memory).
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    with tempfile.TemporaryDirectory(prefix="job") as name:
+        folder = Path(name)
+        group = None
+        if memory:
+            with suppress(NoControlGroups):
+                group = ControlGroup()
+            job = {**job, "group": str(group.path) if group else None}
+        job = {**job, "limit": limit}
+        (folder / "job.json").write_text(json.dumps(job))
+        meter: ControlGroup | SampledSession | None = group
+        command = [sys.executable, script, "--job", name]
+        with (folder / "said").open("w") as said:
+            child = subprocess.Popen(
+                command,
+                env=without_settings() | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if memory and group is None:
+            meter = SampledSession(child.pid)
+        try:
+            failure = wait(child, limit + _GRACE_SECONDS)
+            result = read_result(folder / "result.json", folder / "said", failure)
+            if meter is not None and isinstance(result, dict):
+                result["host_peak"] = meter.peak
+            return result
+        finally:
+            end(child)
+            if meter is not None:
+                meter.close()
+
+
+def _exit(number: int, _: Any) -> None:
+    """A script that is terminated ends what it started and removes its control group, as after an exception."""
+    raise SystemExit(128 + number)
+
+
+def without_settings() -> dict[str, str]:
+    """This process's environment, less what a run may set."""
+    return {key: value for key, value in os.environ.items() if key not in _OURS}
+
+
+def wait(child: subprocess.Popen[Any], limit: float) -> str | None:
+    """Wait for a child; a sentence where it had to be ended."""
+    try:
+        child.wait(limit)
+    except subprocess.TimeoutExpired:
+        end(child)
+        return f"no result in {limit:.0f} s"
+    return None
+
+
+def end(child: subprocess.Popen[Any]) -> None:
+    """End a child, which leads a session, and what is left of what it started: asked first, as launchers end their ranks."""
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def read_result(result: Path, said: Path, failure: str | None) -> dict[str, Any] | str:
+    """What a child wrote, or why it wrote nothing: the first error in what it said. All that it said goes to stderr then."""
+    if failure is None and result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+    text = said.read_text(errors="replace")
+    print(f"{failure or 'a run failed'}; it said:\n{text[-4000:]}", file=sys.stderr)
+    errors = [line.strip() for line in text.splitlines() if "Error" in line and "RankError" not in line]
+    otherwise = "no result in time" if "hung; its stack:" in text else "it failed"
+    return failure or [*errors, otherwise][0][-120:]
+
+
+def read_job(folder: Path) -> dict[str, Any]:
+    """In the child: what to do. From here on its memory counts, where that is asked for."""
+    job: dict[str, Any] = json.loads((folder / "job.json").read_text())
+    if job.get("group"):
+        join(Path(job["group"]))
+    return job
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """In the child: what was found, whole or not at all."""
+    partial = folder / "result.partial"
+    partial.write_text(json.dumps(result))
+    partial.rename(folder / "result.json")

@@ -51,6 +51,8 @@ def _print_machine(console: Console) -> None:
     import torch
     import torch.distributed as dist
 
+    from zeroshard.collectives.meeting import refusal_here
+
     console.print(
         f"Python {platform.python_version()}, torch {torch.__version__}, zeroshard {__version__}; "
         f"{os.cpu_count()} CPUs, torch uses {torch.get_num_threads()} threads",
@@ -65,6 +67,12 @@ def _print_machine(console: Console) -> None:
         name for name in ("nccl", "xccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
     ]
     console.print(f"torch.distributed: {', '.join(known) or 'not there: one rank only'}", highlight=False)
+    why_not = refusal_here()
+    console.print(
+        f"ranks of this host: talk over gloo, which is slower: {why_not}" if why_not
+        else "ranks of this host: share memory, where they compute on the CPU",
+        highlight=False,
+    )  # fmt: skip
 
 
 def _print_speeds(console: Console, speeds: Speeds, io: Path | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
 
 from zeroshard import Policy, Precision
+from zeroshard.collectives import meeting
 from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train, train_ddp, train_reference
 
@@ -157,3 +158,29 @@ def test_a_parameter_that_no_rank_used_is_left_alone() -> None:
             assert not torch.equal(run.parameters["embedding.weight"], before["embedding.weight"])
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ranks_that_share_memory_in_pairs_are_bit_equal(
+    ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on several hosts: ranks 0 and 1 share memory, and so do the others; between the two it is gloo."""
+
+    def body(rank: int) -> None:
+        runs = []
+        for transport in (GLOO, SHARED):
+            os.environ[VARIABLE] = transport
+            meeting._host = lambda: str(rank // 2)
+            runs.append(
+                train(
+                    rank,
+                    workload("tied", steps=3, microbatches=2, max_norm=1.0),
+                    Policy.stage(stage),
+                    bucket_numel=SMALL_BUCKETS,
+                )
+            )
+            assert ranks_agree(runs[-1])
+        assert runs[0].equals(runs[1])
+
+    run_ranks(body, ranks)

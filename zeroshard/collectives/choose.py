@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
-from zeroshard.collectives.meeting import SEVERAL_HOSTS, TURNED_OFF
+from zeroshard.collectives.meeting import ONE_RANK_A_HOST, TURNED_OFF
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
@@ -65,7 +65,7 @@ def _best(members: Members, device: torch.device, predivide_factor: float, watch
         try:
             return SharedMemory(members, device, predivide_factor, watch)
         except NotShared as why_not:
-            if members.rank == 0 and str(why_not) not in (SEVERAL_HOSTS, TURNED_OFF):
+            if members.rank == 0 and str(why_not) not in (ONE_RANK_A_HOST, TURNED_OFF):
                 logging.getLogger("zeroshard").warning(
                     "the ranks of this host do not share memory, and talk over gloo, which is slower: %s", why_not
                 )

@@ -23,7 +23,7 @@ from zeroshard.collectives.shared_file import SharedFile, Window
 VARIABLE = "ZEROSHARD_SHARED_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-SEVERAL_HOSTS = "the ranks are on several hosts"
+ONE_RANK_A_HOST = "every rank is on a host of its own"
 TURNED_OFF = f"{VARIABLE} turns it off"
 
 
@@ -32,7 +32,7 @@ class Met(NamedTuple):
 
     Attributes:
         file: this rank's memory.
-        windows: the other ranks' memory, by rank.
+        windows: the memory of the other ranks of this host, by rank.
         neighbours: the connections.
     """
 
@@ -42,7 +42,7 @@ class Met(NamedTuple):
 
 
 def meet(members: Members) -> Met | str:
-    """Connect with all members, where all are on this host. Every member must call it.
+    """Connect with the members that are on this host. Every member must call it.
 
     Returns:
         What there is; or why there is nothing, the same sentence on every rank.
@@ -59,8 +59,10 @@ def meet(members: Members) -> Met | str:
             why_not = f"rank {members.own} may not share memory ({_reason(error)})"
     everyone = _agree(store, members, "here", {**told, "why_not": why_not})
     why_not = next((one["why_not"] for one in everyone if one["why_not"]), "")
-    if not why_not and len({one["host"] for one in everyone}) > 1:
-        why_not = SEVERAL_HOSTS
+    hosts = [one["host"] for one in everyone]
+    if not why_not and len(set(hosts)) == len(hosts):
+        why_not = ONE_RANK_A_HOST
+    near = [peer for peer, host in enumerate(hosts) if host == hosts[members.rank] and peer != members.rank]
     if why_not:
         _give_up(file, listener)
         return why_not
@@ -70,7 +72,7 @@ def meet(members: Members) -> Met | str:
     windows: dict[int, Window] = {}
     problem = ""
     try:
-        sockets = _connect(listener, members, everyone)
+        sockets = _connect(listener, members, everyone, near)
         windows = {peer: Window(number) for peer, number in _hand_over(sockets, file.descriptor).items()}
     except (OSError, ValueError) as error:
         problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
@@ -143,16 +145,18 @@ def _listener(members: Members) -> socket.socket:
     return listener
 
 
-def _connect(listener: socket.socket, members: Members, everyone: list[dict[str, str]]) -> dict[int, socket.socket]:
+def _connect(
+    listener: socket.socket, members: Members, everyone: list[dict[str, str]], near: list[int]
+) -> dict[int, socket.socket]:
     """Each rank calls those before it, and is called by those after it."""
     sockets = {}
-    for peer in range(members.rank):
+    for peer in (peer for peer in near if peer < members.rank):
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one.settimeout(members.timeout.total_seconds())
         one.connect(everyone[peer]["address"].encode("latin-1"))
         one.send(json.dumps({"rank": members.rank, "secret": everyone[peer]["secret"]}).encode())
         sockets[peer] = one
-    while len(sockets) < len(everyone) - 1:
+    while len(sockets) < len(near):
         one, _ = listener.accept()
         one.settimeout(members.timeout.total_seconds())
         hello: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,21 @@ _SEQUENCE_BITS = 8
 
 
 class PointToPoint(Grouped):
-    """Pairwise transfers. What does not lie in CPU memory passes through it: gloo reads and writes plain memory."""
+    """Pairwise transfers. What does not lie in CPU memory passes through it: gloo reads and writes plain memory.
 
-    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
+    Args:
+        peers: with whom; the rest of the members is somebody else's business. Default: everybody.
+    """
+
+    def __init__(
+        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch,
+        peers: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(members, device, predivide_factor, watch)
+        others = range(self.world_size) if peers is None else peers
+        # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
+        turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self.peers = [peer for peer in turned if peer in others]
         self._sequence: Counter[int] = Counter()
         self._made_engine: Any = self._made(members.gloo)  # torch's stubs lack its send, recv and broadcast
 
@@ -44,10 +55,6 @@ class PointToPoint(Grouped):
         channel = bucket * 3 + kind
         self._sequence[channel] += 1
         return channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
-
-    def _peers(self) -> list[int]:
-        # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
-        return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
         # The engine's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
@@ -91,32 +98,37 @@ class PointToPoint(Grouped):
         return self._start(send, receive, TRANSFER_TAG, "transfer", label)
 
     def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
-        peers = self._peers()
         own = rows[self.rank]
-        self.sent["all_gather"] += own.nbytes * len(peers)
-        send = dict.fromkeys(peers, own)
-        return self._start(send, {peer: rows[peer] for peer in peers}, self._tag(bucket, 0), "gather", label)
+        self.sent["all_gather"] += own.nbytes * len(self.peers)
+        send = dict.fromkeys(self.peers, own)
+        return self._start(send, {peer: rows[peer] for peer in self.peers}, self._tag(bucket, 0), "gather", label)
 
     def workspace_numel(self, rows: Tensor) -> int:
-        return (self.world_size - 1) * rows.shape[1]
+        return len(self.peers) * rows.shape[1]
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        peers = self._peers()
-        received = dict(zip(peers, workspace.view(len(peers), rows.shape[1]), strict=True))
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(peers)
-        send = {peer: rows[peer] for peer in peers}
-        transfer = self._start(send, received, self._tag(bucket, 1), "reduce", label)
+        transfer, received = self.scatter(rows, workspace, bucket, label)
         contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
         return _PairwiseMean(transfer, contributions, self._divisor)
 
+    def scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> tuple[Transfer, dict[int, Tensor]]:
+        """Start to bring this rank's row of every peer to the workspace; returns where each will be."""
+        received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        send = {peer: rows[peer] for peer in self.peers}
+        return self._start(send, received, self._tag(bucket, 1), "reduce", label), received
+
     def exchange(self, data: bytes, label: str) -> list[bytes]:
+        found = {self.rank: data, **self.exchange_with_peers(data, label)}
+        return [found[rank] for rank in range(self.world_size)]
+
+    def exchange_with_peers(self, data: bytes, label: str) -> dict[int, bytes]:
+        """Every peer's `data`, of the same length."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        peers = self._peers()
-        received = {peer: torch.empty_like(own) for peer in peers}
-        self.sent["exchange"] += own.nbytes * len(peers)
-        self._start(dict.fromkeys(peers, own), received, self._tag(0, 2), "exchange", label).wait()
-        received[self.rank] = own
-        return [received[rank].numpy().tobytes() for rank in range(self.world_size)]
+        received = {peer: torch.empty_like(own) for peer in self.peers}
+        self.sent["exchange"] += own.nbytes * len(self.peers)
+        self._start(dict.fromkeys(self.peers, own), received, self._tag(0, 2), "exchange", label).wait()
+        return {peer: one.numpy().tobytes() for peer, one in received.items()}
 
 
 def _host_memory(like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ An operation is two messages between each pair of ranks: where its data lies, an
 lie in its file (`shareable`); what does not is copied there first. Until the others have read it, it must stay as it is:
 whoever waits for an operation waits for its readers too, but for two kinds of offers, whose owners ask when they need to:
 rows of a reduction (`PendingReduction.wait_readers`), and what rests from step to step (`all_gather(resting=...)`,
-`wait_readers`).
+`wait_readers`). To ranks of other hosts everything goes over gloo, pair by pair: the sums have the same order, and the same bits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Pending, PendingReduction
-from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.grouped import Grouped, Transfer
 from zeroshard.collectives.lending import Lending
 from zeroshard.collectives.meeting import Met, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
+from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.reduction import sum_into
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
@@ -71,7 +72,13 @@ class SharedMemory(Grouped):
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
-        self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self.near = [peer for peer in turned if peer in met.windows]
+        far = [peer for peer in turned if peer not in met.windows]
+        self.over_gloo = PointToPoint(members, device, predivide_factor, watch, far) if far else None
+        """To the ranks of other hosts."""
+        if self.over_gloo is not None:
+            self.over_gloo.sent = self.sent
 
     @property
     def _here(self) -> Met:
@@ -100,6 +107,8 @@ class SharedMemory(Grouped):
         return self._made_lending.copies_nbytes if self._made_lending is not None else 0
 
     def close(self) -> None:
+        if self.over_gloo is not None:
+            self.over_gloo.close()
         if self._met is not None:
             self._met.neighbours.close()
             self._met.file.close()
@@ -178,24 +187,32 @@ class SharedMemory(Grouped):
 
     def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
         own, tag = rows[self.rank] if resting is None else resting, self.tag(bucket, _GATHER)
-        self.sent["all_gather"] += own.nbytes * len(self.peers)
-        in_place = self.offer(own, tag, self.peers, label)
-        return _Gather(self, rows, tag, label, waits_for_readers=in_place and resting is None)
+        self.sent["all_gather"] += own.nbytes * len(self.near)
+        in_place = self.offer(own, tag, self.near, label)
+        far = self.over_gloo.all_gather(rows, bucket, label) if self.over_gloo is not None else None
+        return _Gather(self, rows, tag, label, far, waits_for_readers=in_place and resting is None)
 
     def workspace_numel(self, rows: Tensor) -> int:
-        return 0
+        return self.over_gloo.workspace_numel(rows) if self.over_gloo is not None else 0
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
         tag = self.tag(bucket, _REDUCE)
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
-        self.offer(rows, tag, self.peers, label)
-        return _Mean(self, rows, tag, label)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
+        self.offer(rows, tag, self.near, label)
+        far = self.over_gloo.scatter(rows, workspace, bucket, label) if self.over_gloo is not None else None
+        return _Mean(self, rows, tag, label, far)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
-        self._move(tensor, source, [peer for peer in range(self.world_size) if peer != source], "broadcast", label)
+        if self.over_gloo is not None:
+            self.over_gloo.broadcast(tensor, source)
+        else:
+            self._move(tensor, source, [peer for peer in range(self.world_size) if peer != source], "broadcast", label)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        other = target if self.rank == source else source
+        if self.over_gloo is not None and self.rank in (source, target) and other in self.over_gloo.peers:
+            return self.over_gloo.transfer(tensor, source, target, label)
         if source != target:
             self._move(tensor, source, [target], "transfer", label)
         return _DONE
@@ -227,14 +244,17 @@ class SharedMemory(Grouped):
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         tag = self.tag(0, _EXCHANGE)
-        self.sent["exchange"] += len(data) * len(self.peers)
+        self.sent["exchange"] += len(data) * len(self.near)
         pieces = [data[at : at + _MESSAGE_NBYTES] for at in range(0, max(len(data), 1), _MESSAGE_NBYTES)]
-        for peer in self.peers:
+        for peer in self.near:
             with self.waiting(label, peer):
                 for piece in pieces:
                     self._here.neighbours.send(peer, tag, piece)
         found = {self.rank: data}
-        for peer in self.peers:
+        if self.over_gloo is not None:
+            with self.measure("exchange"):
+                found |= self.over_gloo.exchange_with_peers(data, label)
+        for peer in self.near:
             with self.waiting(label, peer), self.measure("exchange"):
                 found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
                 if len(found[peer]) != len(data):
@@ -252,12 +272,13 @@ _DONE = _Done()
 
 class _Gather(Pending):
     def __init__(
-        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, *, waits_for_readers: bool
-    ) -> None:
+        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, far: Pending | None, *,
+        waits_for_readers: bool,
+    ) -> None:  # fmt: skip
         self._collectives, self._rows, self._tag, self._label = collectives, rows, tag, label
-        self._waits_for_readers = waits_for_readers
+        self._far, self._waits_for_readers = far, waits_for_readers
         self._failed: CollectiveError | None = None
-        self._left = list(collectives.peers)
+        self._left = list(collectives.near)
 
     def wait(self) -> None:
         if self._failed is not None:  # what did not arrive has not arrived since
@@ -265,6 +286,8 @@ class _Gather(Pending):
         try:
             with self._collectives.measure("gather"):
                 self._read(wanted=True)
+                if self._far is not None:
+                    self._far.wait()
                 if self._waits_for_readers:
                     self._collectives.wait_read(self._tag)
         except CollectiveError as error:
@@ -274,6 +297,8 @@ class _Gather(Pending):
     def abandon(self) -> None:
         with suppress(CollectiveError):
             self._read(wanted=False)
+        if self._far is not None:
+            self._far.abandon()
 
     def _read(self, *, wanted: bool) -> None:
         collectives = self._collectives
@@ -288,20 +313,27 @@ class _Gather(Pending):
 
 
 class _Mean(PendingReduction):
-    def __init__(self, collectives: SharedMemory, rows: Tensor, tag: int, label: str) -> None:
-        self._collectives, self._rows, self._tag, self._label = collectives, rows, tag, label
+    def __init__(
+        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str,
+        far: tuple[Transfer, dict[int, Tensor]] | None,
+    ) -> None:  # fmt: skip
+        self._collectives, self._rows, self._tag, self._label, self._far = collectives, rows, tag, label, far
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         collectives, rows, rank = self._collectives, self._rows, self._collectives.rank
         numel = rows.shape[1]
         contributions = {rank: rows[rank]}
         with collectives.measure("reduce"):
-            for peer in collectives.peers:
+            for peer in collectives.near:
                 offer = collectives.offered(peer, self._tag, rows.nbytes, self._label)
                 contributions[peer] = collectives.view(peer, offer, rank * numel, numel, rows.dtype)
+            if self._far is not None:
+                transfer, received = self._far
+                transfer.wait()
+                contributions |= received
         ordered = [contributions[one] for one in range(collectives.world_size)]
         sum_into(ordered, collectives._divisor, out, accumulate)
-        for peer in collectives.peers:
+        for peer in collectives.near:
             collectives.release(peer, self._tag, self._label)
 
     @property

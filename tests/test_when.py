@@ -132,9 +132,13 @@ STAGE3 = Policy.stage(3)
     ],
 )  # fmt: skip
 def test_what_is_whole_at_once_is_bounded(
-    policy: Policy | dict[str, int], blocks: dict[str, int], reference: dict[str, object]
+    policy: Policy | dict[str, int],
+    blocks: dict[str, int],
+    reference: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The most unsharded elements alive are those of the root and of so many blocks, whatever the depth."""
+    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0")  # where parameters travel, what is on its way has its memory
     policy = (
         policy
         if isinstance(policy, Policy)
@@ -142,6 +146,15 @@ def test_what_is_whole_at_once_is_bounded(
     )
     result = on_two_ranks(policy=policy)
     assert result["live"] == {phase: ROOT + count * BLOCK for phase, count in blocks.items()}
+    assert torch.equal(result["losses"], reference["losses"])
+    assert same_parameters(result, reference)
+
+
+@pytest.mark.parametrize("ahead", [1, 10**9])
+def test_what_is_read_in_place_takes_memory_when_it_is_used(ahead: int, reference: dict[str, object]) -> None:
+    policy = Policy(STAGE3.parameters, STAGE3.gradients, STAGE3.optimizer, prefetch_numel=ahead)
+    result = on_two_ranks(policy=policy)
+    assert result["live"] == dict.fromkeys(("forward", "backward"), ROOT + BLOCK)
     assert torch.equal(result["losses"], reference["losses"])
     assert same_parameters(result, reference)
 

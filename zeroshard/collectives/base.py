@@ -50,6 +50,8 @@ class Collectives(ABC):
 
     rank: int
     world_size: int
+    sends = True
+    """Rows go to some ranks from where they are together, and must be complete when an all-gather starts."""
     reads_in_place = False
     """Other ranks read what is offered where it lies, if that is memory from `shareable`; nothing travels by itself."""
 

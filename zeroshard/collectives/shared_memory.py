@@ -34,7 +34,7 @@ _GATHER, _REDUCE, _EXCHANGE, _MOVE = range(4)
 _SEQUENCE_BITS = 20
 _OFFER = struct.Struct("<QQ")
 _MESSAGE_NBYTES = 32 << 10
-_PIECE_NBYTES = 32 << 20
+_PIECE_NBYTES = 4 << 20
 """Of a long transfer, as much passes through the file at once."""
 
 
@@ -77,6 +77,7 @@ class SharedMemory(Grouped):
         far = [peer for peer in turned if peer not in met.windows]
         self.over_gloo = PointToPoint(members, device, predivide_factor, watch, far) if far else None
         """To the ranks of other hosts."""
+        self.sends = bool(far)
         if self.over_gloo is not None:
             self.over_gloo.sent = self.sent
 

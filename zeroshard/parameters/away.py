@@ -20,7 +20,7 @@ class Away(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start to bring them together. The flat buffer takes its storage."""
+        """Start to bring them together. The flat buffer takes its storage, or does in `land`."""
 
     @abstractmethod
     def land(self) -> None:
@@ -37,15 +37,19 @@ class ShardedAway(Away):
 
     def __init__(self, flat: FlatBuffer, buckets: Sequence[ParameterBucket], live: Live) -> None:
         self._flat, self._buckets, self._live = flat, buckets, live
+        self._is_late = False
         live.numel += flat.tensor.numel()
 
     def start(self) -> None:
-        self._flat.allocate()
+        # Where the others read what rests here, and nothing arrives by itself, the memory is taken no earlier than it is used.
+        self._is_late = all(bucket.can_be_read_at_rest for bucket in self._buckets)
         try:
+            if not self._is_late:
+                self._flat.allocate()
+                for bucket in self._buckets:
+                    bucket.start_reload()
             for bucket in self._buckets:
-                bucket.start_reload()
-            for bucket in self._buckets:
-                bucket.unshard()
+                bucket.unshard(is_late=self._is_late)
         except BaseException:
             for bucket in self._buckets:
                 bucket.abandon_unshard()
@@ -53,7 +57,11 @@ class ShardedAway(Away):
         self._live.numel += self._flat.tensor.numel()
 
     def land(self) -> None:
-        return
+        if self._is_late:
+            self._flat.allocate()
+            for bucket in self._buckets:
+                bucket.reload()
+            self._is_late = False
 
     def leave(self, *, changed: bool) -> None:
         assert not changed  # each bucket took its own row before

@@ -90,22 +90,33 @@ class ParameterBucket:
 
     # ------------------------------------------------------------------ together
 
-    def unshard(self) -> None:
-        """The parameters are about to be used: start to bring them together. The rows have storage."""
+    def unshard(self, *, is_late: bool = False) -> None:
+        """The parameters are about to be used: start to bring them together. The rows have storage.
+
+        Args:
+            is_late: they have none until they are waited for, and `reload` is called then.
+        """
         if self._resting is not None and self._gathering is None:
-            self._bring("all-gather of")
+            self._bring("all-gather of", reload=not is_late)
 
     def sync(self) -> None:
         """The optimizer has updated what rests on this rank: bring the unsharded parameters up to date."""
         if self._resting is None and self._policy.optimizer.sharded:
             self._bring("all-gather of updated")
 
-    def _bring(self, what: str) -> None:
-        self._reload()
+    def _bring(self, what: str, *, reload: bool = True) -> None:
+        if reload:
+            self.reload()
         resting = self._resting.memory_in(self._accelerator) if self._resting is not None else None
         self._gathering = self._collectives.all_gather(self.rows, self.number, f"{what} {self.label}", resting)
 
-    def _reload(self) -> None:
+    @property
+    def can_be_read_at_rest(self) -> bool:
+        """The other ranks read this rank's part where it rests: its row is filled for this rank alone, by `reload`."""
+        in_memory = self._resting is not None and self._resting.memory_in(self._accelerator) is not None
+        return in_memory and self._collectives.reads_in_place and not self._collectives.sends
+
+    def reload(self) -> None:
         """This rank's row is what rests, wherever that is."""
         if not self._rows_are_at_rest:
             self.start_reload()

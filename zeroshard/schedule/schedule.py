@@ -90,9 +90,8 @@ class Schedule:
         self._live, self._overlap = context.live, overlap
         self._collectives: Collectives = context.collectives
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True) or [0]
-        limit = (
-            UNITS_IN_FLIGHT * numels[len(numels) > 1] if overlap else 0
-        )  # a root with its embeddings is like no other
+        in_flight = 1 if self._collectives.reads_in_place else UNITS_IN_FLIGHT  # nothing travels by itself
+        limit = in_flight * numels[len(numels) > 1] if overlap else 0  # a root with its embeddings is like no other
         self.reductions = Reductions(self._gradient_buckets(), self._collectives, limit, overlap=overlap)
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None

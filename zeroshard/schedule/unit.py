@@ -152,6 +152,8 @@ class Unit:
         if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self.pins or self.is_held:
             return
         assert self._away is not None
+        if self.state is State.ARRIVING:
+            self._away.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
         if self.state is State.UNSHARDED:

@@ -204,12 +204,14 @@ class SharedMemory(Grouped):
         """Bring one rank's tensor to others, piece by piece, and wait until it is there."""
         if tensor.numel() == 0 or (self.rank != source and self.rank not in targets):
             return
+        # Ranks that sit out a transfer do not count it: a broadcast has a channel of its own.
+        channel = source * self.world_size + (targets[0] if kind == "transfer" else source)
         if self.rank == source:
             self.sent[kind] += tensor.nbytes
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
         last = None
         for piece in flat.split(max(_PIECE_NBYTES // flat.dtype.itemsize, 1)):
-            tag = self.tag(source * self.world_size + targets[0], _MOVE)
+            tag = self.tag(channel, _MOVE)
             if self.rank == source:
                 self.offer(piece, tag, targets, label)
                 if last is not None:

@@ -119,9 +119,9 @@ class SharedMemory(Grouped):
     def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
         """Let these ranks read a contiguous tensor. Returns whether in place: then it must stay as it is until `wait_read(tag)`."""
         readers = sorted(peers)
-        with self.waiting(label):
-            offset, in_place = self._lending.lend(tensor, tag, readers, label)
-            for peer in readers:
+        offset, in_place = self._lending.lend(tensor, tag, readers, label)
+        for peer in readers:
+            with self.waiting(label, peer):
                 self._here.neighbours.send(peer, tag, _OFFER.pack(offset, tensor.nbytes))
         return in_place
 

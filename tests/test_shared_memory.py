@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, tokens, workload
+from models import Stack, Untied, tokens, workload
 from torch import Tensor, nn
 
 import zeroshard
@@ -46,9 +46,9 @@ def shared(group: dist.ProcessGroup | None = None) -> SharedMemory:
     return collectives
 
 
-def build(stage: int, model: nn.Module | None = None) -> tuple[nn.Module, zeroshard.Sharded]:
+def build(stage: int, make_model: Callable[[], nn.Module] = Stack) -> tuple[nn.Module, zeroshard.Sharded]:
     torch.manual_seed(0)
-    model = model or Stack()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     return model, zeroshard.shard(model, optimizer, Policy.stage(stage))
 
@@ -464,7 +464,7 @@ def both_ways(body: Callable[[int], dict[str, Tensor]], count: int = 2) -> None:
 @STAGES
 def test_whoever_writes_does_not_overwrite_what_a_slow_rank_still_reads(stage: int, count: int, tmp_path: Path) -> None:
     def body(rank: int) -> dict[str, Tensor]:
-        model, sharded = build(stage)
+        model, sharded = build(stage, Untied)
         start = {fqn: value + 0.25 for fqn, value in whole_parameters(model).items()}
         sharded.save(tmp_path, f"{os.environ[VARIABLE]}")
         for number in range(3):
@@ -523,7 +523,7 @@ def test_a_backward_that_breaks_off_on_all_ranks_is_forgotten(stage: int) -> Non
             return self.blocks[2](self.blocks[1](x))
 
     def body(rank: int) -> dict[str, Tensor]:
-        model, sharded = build(stage, Model())
+        model, sharded = build(stage, Model)
         for number in range(3):
             model.breaks = True
             with pytest.raises(ValueError, match="broken"):

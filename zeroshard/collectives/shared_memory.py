@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -92,7 +92,7 @@ class SharedMemory(Grouped):
         return self._met is not None and self._met.file.offset_of(tensor) is not None
 
     def discard(self, memory: Tensor) -> None:
-        self.wait_readers()
+        self._wait_in_place(lambda _: True)
         self._here.file.discard(memory)
 
     @property
@@ -135,8 +135,13 @@ class SharedMemory(Grouped):
                 return
 
     def wait_readers(self) -> None:
+        # Not of rows: a peer may read those only after what this rank does next.
+        self._wait_in_place(lambda tag: tag >> _SEQUENCE_BITS & 3 == _GATHER)
+
+    def _wait_in_place(self, concerns: Callable[[int], bool]) -> None:
         for tag in self._made_lending.in_place() if self._made_lending is not None else ():
-            self.wait_read(tag)
+            if concerns(tag):
+                self.wait_read(tag)
 
     def is_lent(self, tag: int) -> bool:
         """Whether anybody still reads in place what was offered under this tag."""

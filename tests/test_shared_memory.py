@@ -449,6 +449,7 @@ def both_ways(body: Callable[[int], dict[str, Tensor]], count: int = 2) -> None:
         os.environ[VARIABLE] = "0"
         expected = body(rank)
         os.environ[VARIABLE] = "1"
+        gc.collect()
         for slow in range(count):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == slow:
@@ -554,8 +555,9 @@ def test_forked_children_change_nothing(stage: int) -> None:
                 if stage < 3:
                     for parameter in model.parameters():
                         parameter.data.fill_(7)
-                del model, sharded
-                gc.collect()
+                if os.environ[VARIABLE] == "1":  # gloo's own object waits for threads that a child does not have
+                    del model, sharded
+                    gc.collect()
                 code = 0 if new.eq(1).all() else 3
                 if number % 2:
                     os._exit(code)
@@ -598,7 +600,8 @@ class Numbers(torch.utils.data.Dataset[Tensor]):
         return 12
 
     def __getitem__(self, index: int) -> Tensor:
-        gc.collect()
+        if os.environ[VARIABLE] == "1":  # see above
+            gc.collect()
         return tokens(index, 0)[0][0]
 
 

@@ -47,7 +47,7 @@ class Lending:
         Returns:
             Where its first element lies in the file; whether in place: then it must stay as it is until all have read it.
         """
-        offset, room = self._file.offset_of(tensor), None
+        offset, room = self._file.offset_of(tensor) if tensor.numel() else 0, None
         if offset is None:
             room = self._room(tensor.nbytes)
             tensor = room[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))

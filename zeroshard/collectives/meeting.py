@@ -10,7 +10,9 @@ import json
 import os
 import secrets
 import socket
-from contextlib import suppress
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 ONE_RANK_A_HOST = "every rank is on a host of its own"
 TURNED_OFF = f"{VARIABLE} turns it off"
+_LOOK_SECONDS = 0.2
+"""Whoever is waited for may have given up; that often the store is asked."""
+
+
+class _Forsaken(OSError):
+    """Another rank gave up, and knows why."""
 
 
 class Met(NamedTuple):
@@ -53,11 +61,16 @@ def meet(members: Members) -> Met | str:
     told: dict[str, str] = {"host": _host(), "secret": secrets.token_hex(16), "address": ""}
     if not why_not:
         try:
-            file, listener = SharedFile(), _listener(members)
+            file = SharedFile()
+            listener = _listener(members)
             told["address"] = listener.getsockname().decode("latin-1")
         except (OSError, ValueError) as error:
             why_not = f"rank {members.own} may not share memory ({_reason(error)})"
-    everyone = _agree(store, members, "here", {**told, "why_not": why_not})
+    try:
+        everyone = _agree(store, members, "here", {**told, "why_not": why_not})
+    except BaseException:
+        _give_up(file, listener)
+        raise
     why_not = next((one["why_not"] for one in everyone if one["why_not"]), "")
     hosts = [one["host"] for one in everyone]
     if not why_not and len(set(hosts)) == len(hosts):
@@ -68,21 +81,26 @@ def meet(members: Members) -> Met | str:
         return why_not
     assert file is not None
     assert listener is not None
-    sockets: dict[int, socket.socket] = {}
-    windows: dict[int, Window] = {}
-    problem = ""
-    try:
-        sockets = _connect(listener, members, everyone, near)
-        windows = {peer: Window(number) for peer, number in _hand_over(sockets, file.descriptor).items()}
-    except (OSError, ValueError) as error:
-        problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
-    problem = next((one for one in _agree(store, members, "met", problem) if one), "")
-    if problem:
-        for one in sockets.values():
-            one.close()
-        _give_up(file, listener)
-        return problem
-    listener.close()
+    with ExitStack() as undo:
+        undo.callback(file.close)
+        sockets: dict[int, socket.socket] = {}
+        windows: dict[int, Window] = {}
+        problem, is_cause = "", False
+        with listener:
+            try:
+                _connect(listener, members, everyone, near, store, sockets)
+                _hand_over(sockets, file.descriptor, windows)
+            except (OSError, ValueError) as error:
+                is_cause = not isinstance(error, _Forsaken)
+                problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
+        undo.callback(_close_all, [*sockets.values(), *windows.values()])
+        if problem:
+            undo.close()  # whoever waits for this rank hears of it
+        problems = [(not cause, one) for one, cause in _agree(store, members, "met", (problem, is_cause)) if one]
+        problem = min(problems, default=(False, ""))[1]
+        if problem:
+            return problem
+        undo.pop_all()
     file.hand_over()
     return Met(file, windows, Neighbours(sockets, members.timeout.total_seconds()))
 
@@ -123,6 +141,11 @@ def _give_up(file: SharedFile | None, listener: socket.socket | None) -> None:
         listener.close()
 
 
+def _close_all(held: Iterable[socket.socket | Window]) -> None:
+    for one in held:
+        one.close()
+
+
 def _host() -> str:
     """One boot of one kernel; and its network namespace, in which such addresses are known."""
     with suppress(OSError):
@@ -141,23 +164,29 @@ def _listener(members: Members) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")  # in no folder
     listener.listen(len(members.ranks))
-    listener.settimeout(members.timeout.total_seconds())
+    listener.settimeout(_LOOK_SECONDS)
     return listener
 
 
 def _connect(
-    listener: socket.socket, members: Members, everyone: list[dict[str, str]], near: list[int]
-) -> dict[int, socket.socket]:
-    """Each rank calls those before it, and is called by those after it."""
-    sockets = {}
+    listener: socket.socket, members: Members, everyone: list[dict[str, str]], near: list[int],
+    store: PrefixStore, sockets: dict[int, socket.socket],
+) -> None:  # fmt: skip
+    """Each rank calls those before it, and is called by those after it. Into `sockets`, by rank."""
+    deadline = time.monotonic() + members.timeout.total_seconds()
     for peer in (peer for peer in near if peer < members.rank):
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one.settimeout(members.timeout.total_seconds())
         one.connect(everyone[peer]["address"].encode("latin-1"))
         one.send(json.dumps({"rank": members.rank, "secret": everyone[peer]["secret"]}).encode())
-        sockets[peer] = one
     while len(sockets) < len(near):
-        one, _ = listener.accept()
+        try:
+            one, _ = listener.accept()
+        except TimeoutError:
+            missing = set(near) - set(sockets)
+            if time.monotonic() > deadline or any(store.check([f"met/{peer}"]) for peer in missing):
+                raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come") from None
+            continue
         one.settimeout(members.timeout.total_seconds())
         hello: dict[str, Any] = {}
         with suppress(ValueError):
@@ -166,17 +195,20 @@ def _connect(
             one.close()  # a stranger
             continue
         sockets[int(hello["rank"])] = one
-    return sockets
 
 
-def _hand_over(sockets: dict[int, socket.socket], descriptor: int) -> dict[int, int]:
-    """Every rank's descriptor to every other."""
+def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:
+    """Every rank's descriptor to every other. Into `windows`, by rank."""
     for one in sockets.values():
-        socket.send_fds(one, [b"zeroshard"], [descriptor])
-    found = {}
+        with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, as will be found below
+            socket.send_fds(one, [b"zeroshard"], [descriptor])
     for peer, one in sockets.items():
-        _, numbers, _, _ = socket.recv_fds(one, LIMIT, 1)
+        try:
+            data, numbers, _, _ = socket.recv_fds(one, LIMIT, 1)
+        except ConnectionResetError:
+            data, numbers = b"", []
+        if not data:
+            raise _Forsaken("a rank of this host handed nothing over")
         if not numbers:
-            raise OSError("a rank of this host handed nothing over")
-        found[peer] = numbers[0]
-    return found
+            raise OSError("no descriptor is left")
+        windows[peer] = Window(numbers[0])

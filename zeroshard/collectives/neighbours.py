@@ -105,6 +105,7 @@ class Neighbours:
             except BlockingIOError:
                 deadline = deadline or time.monotonic() + self._timeout
                 self._take_in(0.001)  # it may wait for room here, too
+                self._refuse_absent(peer)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out: rank {peer} takes no messages") from None
             except OSError as error:
@@ -154,13 +155,17 @@ class Neighbours:
 
     def _refuse_silence(self, peer: int) -> None:
         """Raise where this rank would wait for this peer in vain."""
+        self._refuse_absent(peer)
+        stuck = self._stuck.get(peer)
+        if stuck is not None and stuck.heard == self._sent[peer]:
+            raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
+
+    def _refuse_absent(self, peer: int) -> None:
+        """Raise where a process is gone, or this one takes part in nothing any longer."""
         if self._dead:
             raise self._lost(min(self._dead), "its process is gone")
         if peer in self._finished | self._failed:
             raise self._lost(peer, "it has finished" if peer in self._finished else "a wait of it failed")
-        stuck = self._stuck.get(peer)
-        if stuck is not None and stuck.heard == self._sent[peer]:
-            raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
 
     def _lost(self, peer: int, why: str) -> Lost:
         return Lost(f"Connection closed by peer [{peer}] ({why})", frozenset(self._dead))

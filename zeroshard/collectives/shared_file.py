@@ -41,12 +41,11 @@ class SharedFile:
         self.descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, self._size)
-            self._map = mmap.mmap(self.descriptor, self._size, flags=mmap.MAP_SHARED | _NO_RESERVE)
+            self._base = _mapped(self.descriptor, self._size, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(self.descriptor)
             raise
-        self._map.madvise(mmap.MADV_DONTFORK)  # a child's writes would be ours
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _unmap_with(self, self._base, self._size)
         self._end, self._process, self._is_closed = 0, os.getpid(), False
         self._free: list[tuple[int, int]] = []
         """(start, bytes) of ranges that were given back, by start; neighbours are one."""
@@ -63,7 +62,8 @@ class SharedFile:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         start = self._take(nbytes)
-        memory = (ctypes.c_char * nbytes).from_buffer(self._map, start)
+        memory = (ctypes.c_char * nbytes).from_address(self._base + start)
+        # Which keeps this object, and so the map, as long as the memory is in use.
         weakref.finalize(memory, self._give_back, start, nbytes).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype)
 
@@ -72,9 +72,7 @@ class SharedFile:
         self._discard(tensor.data_ptr() - self._base, -(-tensor.nbytes // _PAGE) * _PAGE)
 
     def _discard(self, start: int, nbytes: int) -> None:
-        try:
-            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
-        except OSError:
+        if _advise(self._base + start, nbytes, mmap.MADV_REMOVE):
             ctypes.memset(self._base + start, 0, nbytes)
 
     def offset_of(self, tensor: Tensor) -> int | None:
@@ -136,26 +134,45 @@ class Window:
     def __init__(self, descriptor: int) -> None:
         try:
             size = os.fstat(descriptor).st_size
-            self._base = _mapped_to_read(descriptor, size)
+            self._base = _mapped(descriptor, size, mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        self.close = weakref.finalize(self, _LIBC.munmap, ctypes.c_void_p(self._base), ctypes.c_size_t(size))
-        self.close.atexit = False
+        self.close = _unmap_with(self, self._base, size)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The other rank's elements, 1-D, not to be written to. Valid as long as the window."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
         nbytes = numel * dtype.itemsize
         memory = (ctypes.c_char * nbytes).from_address(self._base + offset)
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype)
 
 
-def _mapped_to_read(descriptor: int, size: int) -> int:
-    """The address of the whole file. Python's own mmap tells no address of what may not be written to."""
+def _mapped(descriptor: int, size: int, protection: int) -> int:
+    """The address of the whole file. Children that are forked do not have it: their writes would be ours, and a worker that
+    lives on would keep the memory."""
     map_file = _LIBC.mmap
     map_file.restype = ctypes.c_void_p
     map_file.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    address: int | None = map_file(None, size, mmap.PROT_READ, mmap.MAP_SHARED | _NO_RESERVE, descriptor, 0)
+    address: int | None = map_file(None, size, protection, mmap.MAP_SHARED | _NO_RESERVE, descriptor, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+    _advise(address, size, mmap.MADV_DONTFORK)
     return address
+
+
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    return int(_LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice))
+
+
+def _unmap_with(owner: object, address: int, size: int) -> weakref.finalize[..., object]:
+    """The map goes with its owner."""
+    finalizer = weakref.finalize(owner, _unmap, os.getpid(), address, size)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _unmap(process: int, address: int, size: int) -> None:
+    if os.getpid() == process:  # in a child, something else may lie there
+        _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))

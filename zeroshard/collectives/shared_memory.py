@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -100,7 +100,7 @@ class SharedMemory(Grouped):
         return self._met is not None and self._met.file.offset_of(tensor) is not None
 
     def discard(self, memory: Tensor) -> None:
-        self.wait_readers()
+        self._wait_in_place(lambda _: True)
         self._here.file.discard(memory)
 
     @property
@@ -129,9 +129,9 @@ class SharedMemory(Grouped):
     def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
         """Let these ranks read a contiguous tensor. Returns whether in place: then it must stay as it is until `wait_read(tag)`."""
         readers = sorted(peers)
-        with self.waiting(label):
-            offset, in_place = self._lending.lend(tensor, tag, readers, label)
-            for peer in readers:
+        offset, in_place = self._lending.lend(tensor, tag, readers, label)
+        for peer in readers:
+            with self.waiting(label, peer):
                 self._here.neighbours.send(peer, tag, _OFFER.pack(offset, tensor.nbytes))
         return in_place
 
@@ -145,8 +145,13 @@ class SharedMemory(Grouped):
                 return
 
     def wait_readers(self) -> None:
+        # Not of rows: a peer may read those only after what this rank does next.
+        self._wait_in_place(lambda tag: tag >> _SEQUENCE_BITS & 3 == _GATHER)
+
+    def _wait_in_place(self, concerns: Callable[[int], bool]) -> None:
         for tag in self._made_lending.in_place() if self._made_lending is not None else ():
-            self.wait_read(tag)
+            if concerns(tag):
+                self.wait_read(tag)
 
     def is_lent(self, tag: int) -> bool:
         """Whether anybody still reads in place what was offered under this tag."""
@@ -222,12 +227,14 @@ class SharedMemory(Grouped):
         """Bring one rank's tensor to others, piece by piece, and wait until it is there."""
         if tensor.numel() == 0 or (self.rank != source and self.rank not in targets):
             return
+        # Ranks that sit out a transfer do not count it: a broadcast has a channel of its own.
+        channel = source * self.world_size + (targets[0] if kind == "transfer" else source)
         if self.rank == source:
             self.sent[kind] += tensor.nbytes
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
         last = None
         for piece in flat.split(max(_PIECE_NBYTES // flat.dtype.itemsize, 1)):
-            tag = self.tag(source * self.world_size + targets[0], _MOVE)
+            tag = self.tag(channel, _MOVE)
             if self.rank == source:
                 self.offer(piece, tag, targets, label)
                 if last is not None:

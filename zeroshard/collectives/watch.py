@@ -140,7 +140,8 @@ class Watch:
         if self._thread.is_alive():
             self._question = question
             self._wake.set()
-            question.answered.wait(REPORT_SECONDS + 1)
+            # The store may be gone with a rank: the thread then waits for it in vain, and nobody for the thread.
+            question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
         return dict(question.found)
 
     def close(self) -> None:

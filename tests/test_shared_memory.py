@@ -1,0 +1,810 @@
+"""Ranks of one host that share memory: deaths, forks, slow readers, systems that forbid it; nothing is left, nothing grows."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, Untied, tokens, workload
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import CollectiveError, Policy
+from zeroshard.collectives import meeting
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives, create_control
+from zeroshard.collectives.meeting import VARIABLE
+from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.testing import RankError, run_ranks, train, whole_parameters
+
+CPU = torch.device("cpu")
+STAGES = pytest.mark.parametrize("stage", range(4))
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def shared(group: dist.ProcessGroup | None = None) -> SharedMemory:
+    collectives = create_collectives(group, CPU)
+    assert isinstance(collectives, SharedMemory)
+    return collectives
+
+
+def build(stage: int, make_model: Callable[[], nn.Module] = Stack) -> tuple[nn.Module, zeroshard.Sharded]:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, zeroshard.shard(model, optimizer, Policy.stage(stage))
+
+
+def collectives_of(sharded: zeroshard.Sharded) -> Collectives:
+    return sharded._context.collectives
+
+
+def step(model: nn.Module, sharded: zeroshard.Sharded, rank: int, number: int) -> None:
+    model(*tokens(rank, number)).backward()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def maps(pid: int | str = "self") -> list[str]:
+    """Inodes of the files that a process shares, or looks at."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended, or is somebody else's
+        return []
+    return [line.split()[4] for line in lines if "memfd:zeroshard" in line]
+
+
+def held_anywhere() -> set[str]:
+    """Inodes of such files that any process has: a file that has no name and nobody holds is gone, with its memory."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        found |= set(maps(folder.name))
+    return found
+
+
+def eventually(look: Callable[[], Any], expected: Any, seconds: float = 3.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while look() != expected and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return look()
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path.name
+        time.sleep(0.005)
+
+
+def write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.rename(path)
+
+
+# ---------------------------------------------------------------------- who dies
+
+
+def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, with_child: bool = False) -> float:
+    """One training in which a rank is killed after so many seconds. Returns how long the others took to hear of it."""
+    folder.mkdir()
+
+    def body(rank: int) -> None:
+        before = descriptors()
+        model, sharded = build(stage)
+        step(model, sharded, rank, 0)
+        write(folder / f"maps.{rank}", " ".join(maps()))
+        if rank == victim:
+            if with_child and not os.fork():
+                write(folder / "child", str(os.getpid()))
+                time.sleep(60)
+                os._exit(0)
+
+            def end() -> None:
+                write(folder / "killed", str(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            threading.Timer(delay, end).start()
+        message = ""
+        try:
+            for number in range(1, 100_000):
+                step(model, sharded, rank, number)
+        except CollectiveError as error:
+            write(folder / f"error.{rank}", f"{time.monotonic()}\n{error}")
+            message = str(error)
+        assert f"rank {victim} closed the connection" in message, message
+        sharded.abandon()
+        collectives_of(sharded).close()
+        del model, sharded
+        gc.collect()
+        # With rank 0 the store is gone, to which the watch may try to connect for a while.
+        assert eventually(lambda: descriptors() <= before + (victim == 0), True)
+        assert len(maps()) <= 1  # torch may keep its own part of a backward that broke off
+        os._exit(0)
+
+    try:
+        with pytest.raises(
+            RankError, match=f"1 of {count} ranks failed\n--- rank {victim} failed:\nended with exit status -9"
+        ):
+            run_ranks(body, count, collective_timeout=60, timeout=40)
+        if with_child:
+            assert Path(f"/proc/{(folder / 'child').read_text()}").exists()
+    finally:
+        if with_child:
+            os.kill(int((folder / "child").read_text()), signal.SIGKILL)
+    mapped = {inode for rank in range(count) for inode in (folder / f"maps.{rank}").read_text().split()}
+    assert len(mapped) == count
+    assert not mapped & held_anywhere()
+    killed = float((folder / "killed").read_text())
+    heard = [float((folder / f"error.{rank}").read_text().split()[0]) for rank in range(count) if rank != victim]
+    assert max(heard) - killed < 5  # the promise is one second, on a machine that has nothing else to do
+    return max(heard) - killed
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing(tmp_path: Path, count: int, stage: int) -> None:
+    before = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
+    chance = random.Random(10 * count + stage)
+    seconds = dies(tmp_path / "one", count, stage, chance.randrange(count), chance.uniform(0, 0.2))
+    print(f"\nheard after {seconds:.3f} s")
+    assert not {name for name in os.listdir("/dev/shm") if "zeroshard" in name} - set(before)
+
+
+@pytest.mark.full
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    took = []
+    for number in range(100):
+        count = chance.choice([2, 3])
+        victim, delay = chance.randrange(count), chance.uniform(0, 0.3)
+        took.append(dies(tmp_path / str(number), count, chance.choice([1, 2, 3]), victim, delay))
+    took.sort()
+    print(f"\nheard after {took[50]:.3f} s (median), {took[-1]:.3f} s (longest)")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_whose_children_hold_its_sockets_is_noticed(tmp_path: Path, victim: int) -> None:
+    dies(tmp_path / "one", 2, 2, victim, 0.05, with_child=True)
+
+
+def test_a_sender_to_a_dead_rank_whose_children_hold_its_sockets_does_not_wait(tmp_path: Path) -> None:
+    """Its sockets take messages until they are full, and no error comes of them."""
+
+    def body(rank: int) -> None:
+        collectives = shared()
+        if rank == 1:
+            if not os.fork():
+                write(tmp_path / "child", str(os.getpid()))
+                time.sleep(60)
+                os._exit(0)
+            until(tmp_path / "child")
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CollectiveError, match="rank 1 closed the connection"):
+            collectives.exchange(bytes(8 << 20), "much")
+        (tmp_path / "heard").touch()
+        os._exit(0)
+
+    try:
+        with pytest.raises(RankError, match="1 of"):
+            run_ranks(body, 2, collective_timeout=60, timeout=30)
+        assert (tmp_path / "heard").exists()
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_a_rank_that_leaves_disturbs_nobody_who_does_not_need_it(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        pair = dist.new_group([1, 2])
+        everybody = shared()
+        own = shared(pair) if rank else None
+        tensor = torch.full((1000,), float(rank))
+        everybody.broadcast(tensor, 2)
+        if own is None:
+            everybody.close()
+            (tmp_path / "left").touch()
+            until(tmp_path / "done")
+            return
+        until(tmp_path / "left")
+        for number in range(20):
+            everybody.transfer(torch.full((1000,), float(number)), 1, 2, "a transfer").wait()
+            assert own.exchange(bytes([rank]), "ranks") == [b"\1", b"\2"]
+        with pytest.raises(CollectiveError, match="rank 0"):
+            everybody.exchange(b"x", "everybody")
+        dist.barrier(pair)
+        (tmp_path / "done").touch()
+
+    run_ranks(body, 3)
+
+
+def test_ranks_that_wait_for_each_other_in_vain_say_so_before_the_timeout() -> None:
+    def body(rank: int) -> None:
+        collectives = shared()
+        start = time.monotonic()
+        with pytest.raises(CollectiveError) as caught:
+            if rank == 0:
+                collectives.exchange(b"x", "an exchange of words")
+            else:
+                rows = collectives.shareable(20, torch.float32).view(2, 10)
+                collectives.reduce_scatter(rows, rows, 3, "a reduction").finish(torch.empty(10), accumulate=False)
+        assert "rank 0 waited for an exchange of words" in str(caught.value)
+        assert "rank 1 waited for a reduction" in str(caught.value)
+        assert time.monotonic() - start < 30  # the timeout is 60
+
+    run_ranks(body, 2, timeout=50)
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(tmp_path: Path) -> None:
+    """As in a notebook: the messages that came are not lost."""
+
+    def body(rank: int) -> None:
+        collectives = shared()
+        rows = collectives.shareable(20, torch.float32).view(2, 10)
+        rows[rank] = rank + 1
+        if rank == 0:
+            pending = collectives.all_gather(rows, 0, "a gather")
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                pending.wait()
+            (tmp_path / "go").touch()
+        else:
+            until(tmp_path / "go")
+            pending = collectives.all_gather(rows, 0, "a gather")
+        pending.wait()
+        assert rows.tolist() == [[1.0] * 10, [2.0] * 10]
+        assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
+
+    run_ranks(body, 2)
+
+
+# ---------------------------------------------------------------------- nothing grows
+
+
+def many_engines(number: int) -> None:
+    def body(rank: int) -> None:
+        def once() -> None:
+            model, sharded = build(1 + rank_free % 3)
+            step(model, sharded, rank, 0)
+            if rank_free % 2:
+                sharded.remove()
+            del model, sharded
+
+        for rank_free in range(6):  # whatever is made once in a process
+            once()
+        gc.collect()
+        before = eventually(threads, threads(), 0.1), descriptors(), len(maps()), peak()
+        for rank_free in range(number):
+            once()
+        gc.collect()
+        assert eventually(threads, before[0]) == before[0]
+        assert eventually(descriptors, before[1]) == before[1]
+        assert len(maps()) == before[2] == 0
+        assert peak() - before[3] < 24 << 10
+
+    def peak() -> int:
+        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        return int(fields["VmRSS"].split()[0])
+
+    run_ranks(body, 2, timeout=60 + number)
+
+
+def test_engines_that_come_and_go_leave_nothing() -> None:
+    many_engines(50)
+
+
+@pytest.mark.full
+def test_a_thousand_engines_leave_nothing() -> None:
+    many_engines(1000)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_forwards_without_a_step_keep_no_messages(count: int) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(3)
+        collectives = collectives_of(sharded)
+        assert isinstance(collectives, SharedMemory)
+        sizes = []
+        with torch.no_grad():
+            for number in range(300 if count == 3 else 500):
+                model(*tokens(rank, 0))
+                inbox = collectives._here.neighbours._inbox
+                sizes.append(len(collectives._lending._lent) + sum(len(one) for one in inbox.values()))
+                if number == 50:
+                    before = descriptors(), collectives.buffers_nbytes
+        assert max(sizes[50:]) <= 12 * count
+        assert (descriptors(), collectives.buffers_nbytes) == before
+
+    run_ranks(body, count)
+
+
+# ---------------------------------------------------------------------- the shape of things
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 10_007])
+def test_shapes_and_dtypes(numel: int, dtype: torch.dtype) -> None:
+    """No element, one, an odd number; memory that is shared, and memory that is not."""
+
+    def body(rank: int) -> None:
+        collectives = shared()
+        count = collectives.world_size
+        for number, make in enumerate((collectives.shareable, partial(torch.zeros))):
+            rows = make(count * numel, dtype=dtype).view(count, numel)
+            rows[rank] = rank + 1
+            collectives.all_gather(rows, number, "a gather").wait()
+            assert rows.tolist() == [[one + 1.0] * numel for one in range(count)]
+            pending = collectives.reduce_scatter(rows, rows, number, "a reduction")
+            out = torch.ones(numel, dtype=dtype)
+            pending.finish(out, accumulate=True)
+            assert torch.equal(out, torch.full((numel,), rank + 2.0, dtype=dtype))
+            pending.wait_readers()
+            scalar = torch.tensor(float(rank), dtype=dtype)
+            collectives.broadcast(scalar, 2)
+            assert scalar.item() == 2
+            crosswise = torch.full((3, numel), float(rank), dtype=dtype).t()
+            collectives.broadcast(crosswise, 1)
+            assert crosswise.eq(1).all()
+
+    run_ranks(body, 3)
+
+
+def test_transfers_that_a_rank_sits_out_do_not_make_it_miscount() -> None:
+    def body(rank: int) -> None:
+        collectives = shared()
+        for source in range(3):
+            for target in range(3):
+                value = torch.tensor([float(rank)])
+                collectives.transfer(value, source, target, "a transfer").wait()
+                assert value.item() == (source if rank == target else rank)
+                collectives.broadcast(value, source)
+                assert value.item() == source
+
+    run_ranks(body, 3, timeout=30, collective_timeout=20)
+
+
+def test_groups_that_cross_each_other() -> None:
+    def body(rank: int) -> None:
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 3))}
+        own = {ranks: shared(group) for ranks, group in groups.items() if rank in ranks} | {(0, 1, 2, 3): shared()}
+        controls = {ranks: create_control(one) for ranks, one in own.items()}
+        for number in range(10):
+            for ranks, one in own.items():
+                mine = ranks.index(rank)
+                rows = one.shareable(len(ranks) * 7, torch.float32).view(-1, 7)
+                rows[mine] = rank + number
+                one.all_gather(rows, 0, "a gather").wait()
+                assert rows[:, 0].tolist() == [float(other + number) for other in ranks]
+                assert controls[ranks].exchange(bytes([rank]), "ranks") == [bytes([other]) for other in ranks]
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.parametrize("side", ["memory", "copy"])
+def test_who_closes_does_not_take_away_what_others_still_read(tmp_path: Path, side: str) -> None:
+    def body(rank: int) -> None:
+        collectives = shared()
+        make = collectives.shareable if side == "memory" else torch.zeros
+        rows = make(2 << 18, dtype=torch.float32).view(2, -1)
+        resting = make(1 << 18, dtype=torch.float32).fill_(rank + 1)
+        pending = collectives.all_gather(rows, 0, "a gather", resting)
+        (tmp_path / f"offered.{rank}").touch()
+        if rank == 0:
+            until(tmp_path / "offered.1")
+            collectives.close()
+            del collectives, rows, resting, pending
+            gc.collect()
+            torch.ones(1 << 20).sum()
+            (tmp_path / "closed").touch()
+            return
+        until(tmp_path / "closed")
+        pending.wait()
+        assert rows[0].eq(1).all()
+
+    run_ranks(body, 2)
+
+
+# ---------------------------------------------------------------------- slow readers
+
+
+def slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank reads late what others offer in place."""
+    original = SharedMemory.view
+
+    def view(self: SharedMemory, *arguments: Any) -> Tensor:
+        time.sleep(0.003)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(SharedMemory, "view", view)
+
+
+def both_ways(body: Callable[[int], dict[str, Tensor]], count: int = 2) -> None:
+    """What `body` returns is the same over gloo, and over shared memory with any one rank that is slow."""
+
+    def run(rank: int) -> None:
+        os.environ[VARIABLE] = "0"
+        expected = body(rank)
+        os.environ[VARIABLE] = "1"
+        gc.collect()
+        for slow in range(count):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == slow:
+                    slow_reader(patch)
+                found = body(rank)
+            for fqn, value in expected.items():
+                assert torch.equal(found[fqn], value), (slow, fqn)
+
+    run_ranks(run, count, timeout=120)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@STAGES
+def test_whoever_writes_does_not_overwrite_what_a_slow_rank_still_reads(stage: int, count: int, tmp_path: Path) -> None:
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(stage, Untied)
+        start = {fqn: value + 0.25 for fqn, value in whole_parameters(model).items()}
+        sharded.save(tmp_path, f"{os.environ[VARIABLE]}")
+        for number in range(3):
+            model(*tokens(rank, number)).backward()
+            sharded.clip_grad_norm_(1.0)
+            sharded.optimizer.step()
+            if stage < 3:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+            sharded.optimizer.zero_grad()
+            model(*tokens(rank, 10 + number)).backward()
+            with zeroshard.unsharded(model, modifier_rank=0):
+                if rank == 0:
+                    for parameter in model.parameters():
+                        parameter.data.add_(0.125)
+            sharded.optimizer.zero_grad()
+            model(*tokens(rank, 20 + number)).backward()
+            sharded.optimizer.zero_grad()
+            if number == 0:
+                with zeroshard.unsharded(model, modifier_rank=0):
+                    model.load_state_dict(start)
+            if number == 1:
+                with torch.no_grad():
+                    model(*tokens(rank, 3))
+                sharded.load(tmp_path, os.environ[VARIABLE])
+                step(model, sharded, rank, 4)
+        with torch.no_grad():
+            model(*tokens(rank, 5))
+        sharded.remove()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        return {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
+
+    both_ways(body, count)
+
+
+@STAGES
+def test_a_backward_that_breaks_off_on_all_ranks_is_forgotten(stage: int) -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ValueError("broken")
+
+    class Model(Stack):
+        breaks = False
+
+        def run(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            x = Breaks.apply(x) if self.breaks else x
+            return self.blocks[2](self.blocks[1](x))
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(stage, Model)
+        for number in range(3):
+            model.breaks = True
+            with pytest.raises(ValueError, match="broken"):
+                model(*tokens(rank, number)).backward()
+            sharded.optimizer.zero_grad()
+            model.breaks = False
+            step(model, sharded, rank, number)
+        return whole_parameters(model)
+
+    both_ways(body)
+
+
+# ---------------------------------------------------------------------- forks
+
+
+@STAGES
+def test_forked_children_change_nothing(stage: int) -> None:
+    """They write to copies of the parameters, collect garbage, drop the model, and end as a process does."""
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(stage)
+        children = []
+        for number in range(4):
+            step(model, sharded, rank, number)
+            pid = os.fork()
+            if not pid:
+                new = torch.ones(16 << 20)
+                if stage < 3:
+                    for parameter in model.parameters():
+                        parameter.data.fill_(7)
+                if os.environ[VARIABLE] == "1":  # gloo's own object waits for threads that a child does not have
+                    del model, sharded
+                    gc.collect()
+                code = 0 if new.eq(1).all() else 3
+                if number % 2:
+                    os._exit(code)
+                os.execv(sys.executable, [sys.executable, "-c", f"raise SystemExit({code})"])
+            children.append(pid)
+            step(model, sharded, rank, 10 + number)
+        assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * len(children)
+        found = whole_parameters(model)
+        sharded.remove()
+        return found
+
+    both_ways(body)
+
+
+def test_a_child_that_lives_on_keeps_no_memory() -> None:
+    def body(rank: int) -> None:
+        collectives = shared()
+        memory = collectives.shareable(1 << 20, torch.float32).fill_(1)
+        mapped = set(maps())
+        pid = os.fork()
+        if not pid:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert not maps(pid)
+            collectives.exchange(b"x", "forked")
+            collectives.close()
+            del memory, collectives
+            gc.collect()
+            dist.barrier()
+            assert not mapped & held_anywhere()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+    run_ranks(body, 2)
+
+
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        if os.environ[VARIABLE] == "1":  # see above
+            gc.collect()
+        return tokens(index, 0)[0][0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_workers_of_a_data_loader(stage: int) -> None:
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(stage)
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers=True)
+        for _ in range(2):
+            for batch in loader:
+                model(batch).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+        return whole_parameters(model)
+
+    both_ways(body)
+
+
+# ---------------------------------------------------------------------- systems that forbid it
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+NUMBERS = {"memfd_create": (319, 279), "pidfd_open": (434, 434), "socket": (41, 198), "connect": (42, 203)}
+"""Of system calls, on x86-64 and on ARM."""
+
+
+def forbid(call: str, error: int, first: int | None = None) -> None:
+    """From now on this process may not call it (with this first argument)."""
+    number = NUMBERS[call][os.uname().machine != "x86_64"]
+    load, equal, give = 0x20, 0x15, 0x06
+    checks = [(load, 0, 0, 0), (equal, 0, 1 if first is None else 3, number)]
+    if first is not None:
+        checks += [(load, 0, 0, 16), (equal, 0, 1, first)]
+    code = b"".join(
+        struct.pack("HBBI", *one) for one in [*checks, (give, 0, 0, 0x50000 | error), (give, 0, 0, 0x7FFF0000)]
+    )
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.addressof(buffer))
+    assert not _LIBC.prctl(38, 1, 0, 0, 0)
+    if _LIBC.prctl(22, 2, ctypes.byref(program), 0, 0):
+        pytest.skip("no seccomp here")
+
+
+def little_address_space() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
+
+
+def few_descriptors() -> None:
+    """Room for a file, a listener and one connection."""
+    highest = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
+    for _ in range(highest + 2 - descriptors()):
+        os.open("/dev/null", os.O_RDONLY)
+    highest = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def another_user() -> None:
+    if os.geteuid() == 0:
+        os.setegid(65534)
+        os.seteuid(65534)
+
+
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+
+
+def without_dev_shm() -> None:
+    if _LIBC.unshare(CLONE_NEWNS):
+        os.environ["SKIPPED"] = "no mount namespaces for this user"
+        return
+    assert not _LIBC.mount(b"none", b"/", None, 0x44000, None)  # private
+    assert not _LIBC.mount(b"none", b"/dev/shm", b"tmpfs", 1, b"size=4k")  # read-only
+    with pytest.raises(OSError):
+        Path("/dev/shm/x").write_text("x")
+
+
+WAYS: dict[str, tuple[Callable[[], None], str | None]] = {
+    "turned off": (lambda: os.environ.update({VARIABLE: "0"}), ""),
+    "memfd EPERM": (partial(forbid, "memfd_create", 1), "rank 1 may not share memory (Operation not permitted)"),
+    "memfd ENOSYS": (partial(forbid, "memfd_create", 38), "rank 1 may not share memory (Function not implemented)"),
+    "unix sockets": (partial(forbid, "socket", 1, 1), "rank 1 may not share memory (Operation not permitted)"),
+    "addresses": (little_address_space, "rank 1 may not share memory (Cannot allocate memory)"),
+    "pidfd": (partial(forbid, "pidfd_open", 1), None),
+    "another user": (another_user, None),
+    "no /dev/shm": (without_dev_shm, None),
+}
+"""What is done in ranks, and what is said then; None: they share memory all the same."""
+
+
+@pytest.mark.parametrize("where", ["everywhere", "rank 1"])
+@pytest.mark.parametrize("way", WAYS)
+def test_where_it_is_forbidden_ranks_fall_back_by_themselves(way: str, where: str, tmp_path: Path) -> None:
+    apply, text = WAYS[way]
+
+    def body(rank: int) -> tuple[str, list[str], bool, bool]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("zeroshard").addHandler(handler)
+        refused: list[str] = []
+        original = meeting.meet
+
+        def meet(members: Any) -> Any:
+            met = original(members)
+            refused.append(met if isinstance(met, str) else "")
+            return met
+
+        os.environ[VARIABLE] = "0"
+        expected = train(rank, workload(steps=2), Policy.stage(2))
+        os.environ[VARIABLE] = "1"
+        before = descriptors()
+        if rank == 1 or where == "everywhere":
+            apply()
+        from zeroshard.collectives import shared_memory
+
+        shared_memory.meet = meet  # type: ignore[attr-defined]
+        collectives = create_collectives(None, CPU)
+        kind = type(collectives)
+        collectives.close()
+        if kind is PointToPoint:
+            gc.collect()
+            assert eventually(descriptors, before) == before
+        found = train(rank, workload(steps=2), Policy.stage(2))
+        if os.getuid() == 0:
+            os.seteuid(0)  # the result goes to a folder of root's
+        return refused[0], said, kind is SharedMemory, found.equals(expected)
+
+    results = run_ranks(body, 2, collective_timeout=20)
+    assert all(same for *_, same in results)
+    assert results[0][0] == results[1][0]
+    assert [works for _, _, works, _ in results] == [text is None] * 2
+    wanted = (text or "").replace("rank 1", "rank 0" if where == "everywhere" else "rank 1")
+    for rank, (why, said, *_) in enumerate(results):
+        assert (wanted in why) if text else not text or not why
+        assert [wanted in line for line in said] == ([True] * 2 if wanted and not rank else [])
+
+
+@pytest.mark.parametrize("where", [[0, 1, 2], [0], [2]])
+@pytest.mark.parametrize("way", ["connect", "descriptors"])
+def test_who_cannot_connect_keeps_nobody_waiting(way: str, where: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may make memory, and finds out later: the others hear of it at once, and not when the timeout is over."""
+
+    def body(rank: int) -> tuple[str, float]:
+        members = zeroshard.collectives.members.Members.of(dist.group.WORLD, CPU)  # type: ignore[attr-defined]
+        assert dist.group.WORLD is not None
+        before = descriptors()
+        if rank in where:
+            if way == "descriptors":
+                few_descriptors()
+                before = descriptors()
+            else:
+
+                def refuse(*_: object) -> None:
+                    raise PermissionError(1, "Operation not permitted")
+
+                monkeypatch.setattr(meeting, "_connect", refuse)
+        start = time.monotonic()
+        met = meeting.meet(members)
+        took = time.monotonic() - start
+        gc.collect()
+        assert descriptors() == before
+        assert not maps()
+        assert isinstance(met, str)
+        return met, took
+
+    results = run_ranks(body, 3, collective_timeout=60)
+    assert len({why for why, _ in results}) == 1, results
+    assert f"rank {where[0]} " in results[0][0]
+    assert "come" not in results[0][0]
+    assert all(took < 30 for _, took in results)
+
+
+def test_ranks_of_two_networks_talk_over_gloo_and_say_nothing(tmp_path: Path) -> None:
+    def body(rank: int) -> bool:
+        said: list[str] = []
+        logging.getLogger("zeroshard").addFilter(lambda record: said.append(record.getMessage()) or True)
+        os.environ[VARIABLE] = "0"
+        expected = train(rank, workload(steps=2), Policy.stage(1))
+        os.environ[VARIABLE] = "1"
+        if rank == 1:
+            host = meeting._host()
+            meeting._host = lambda: host + " of another host"  # type: ignore[assignment]
+        collectives = create_collectives(None, CPU)
+        assert isinstance(collectives, PointToPoint)
+        assert not said
+        return train(rank, workload(steps=2), Policy.stage(1)).equals(expected)
+
+    assert run_ranks(body, 2) == [True, True]
+
+
+def test_another_network_namespace_is_another_host() -> None:
+    before = meeting._host()
+    pid = os.fork()
+    if not pid:
+        if _LIBC.unshare(CLONE_NEWNET):
+            os._exit(2)
+        os._exit(0 if meeting._host() != before else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 2:
+        pytest.skip("no network namespaces for this user")
+    assert code == 0

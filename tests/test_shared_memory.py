@@ -149,7 +149,9 @@ def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, wit
         os._exit(0)
 
     try:
-        with pytest.raises(RankError, match=f"1 of {count} ranks failed\n--- rank {victim} failed:\nended with exit status -9"):
+        with pytest.raises(
+            RankError, match=f"1 of {count} ranks failed\n--- rank {victim} failed:\nended with exit status -9"
+        ):
             run_ranks(body, count, collective_timeout=60, timeout=40)
         if with_child:
             assert Path(f"/proc/{(folder / 'child').read_text()}").exists()
@@ -638,7 +640,9 @@ def forbid(call: str, error: int, first: int | None = None) -> None:
     checks = [(load, 0, 0, 0), (equal, 0, 1 if first is None else 3, number)]
     if first is not None:
         checks += [(load, 0, 0, 16), (equal, 0, 1, first)]
-    code = b"".join(struct.pack("HBBI", *one) for one in [*checks, (give, 0, 0, 0x50000 | error), (give, 0, 0, 0x7FFF0000)])
+    code = b"".join(
+        struct.pack("HBBI", *one) for one in [*checks, (give, 0, 0, 0x50000 | error), (give, 0, 0, 0x7FFF0000)]
+    )
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     assert not _LIBC.prctl(38, 1, 0, 0, 0)

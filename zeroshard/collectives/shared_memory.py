@@ -129,6 +129,8 @@ class SharedMemory(Grouped):
     def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
         """Let these ranks read a contiguous tensor. Returns whether in place: then it must stay as it is until `wait_read(tag)`."""
         readers = sorted(peers)
+        if not readers:  # alone on this host
+            return False
         offset, in_place = self._lending.lend(tensor, tag, readers, label)
         for peer in readers:
             with self.waiting(label, peer):

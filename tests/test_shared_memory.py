@@ -574,6 +574,22 @@ def test_forked_children_change_nothing(stage: int) -> None:
     both_ways(body)
 
 
+def test_a_child_takes_no_message_of_its_parents() -> None:
+    def body(rank: int) -> None:
+        collectives = shared()
+        pid = os.fork()
+        if not pid:
+            try:
+                collectives.exchange(b"c", "a child's")
+            except zeroshard.UsageError as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
+
+    run_ranks(body, 2, timeout=20)
+
+
 def test_a_child_that_lives_on_keeps_no_memory() -> None:
     def body(rank: int) -> None:
         collectives = shared()

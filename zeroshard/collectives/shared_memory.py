@@ -9,6 +9,7 @@ rows of a reduction (`PendingReduction.wait_readers`), and what rests from step 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,6 +70,7 @@ class SharedMemory(Grouped):
         if isinstance(met, str):
             raise NotShared(met)
         self._met: Met | None = met
+        self._process = os.getpid()
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
@@ -85,6 +87,8 @@ class SharedMemory(Grouped):
     def _here(self) -> Met:
         if self._met is None:
             raise UsageError("these collectives were closed, by remove(): nothing can be sent any more.")
+        if os.getpid() != self._process:  # it would take the messages that are for its parent
+            raise UsageError("a forked process used a model that its parent trains: only the ranks themselves can.")
         return self._met
 
     @property

@@ -56,15 +56,15 @@ class Grouped(Collectives):
         return self.watch.operation(name)
 
     @contextmanager
-    def guarded(self, label: str) -> Iterator[None]:
-        """Inside this rank waits for others: watched, and what fails becomes a `CollectiveError`."""
+    def guarded(self, label: str, peer: int | None = None) -> Iterator[None]:
+        """Inside this rank waits for others, or for one `peer`: watched, and what fails becomes a `CollectiveError`."""
         self.watch.enter(label)
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, ZeroshardError):
                 raise
-            raise self.failure(label, error) from error
+            raise self.failure(label, error, peer) from error
         finally:
             self.watch.leave()
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Pending, PendingReduction
-from zeroshard.collectives.grouped import Grouped, Transfer
+from zeroshard.collectives.grouped import Grouped, Transfer, Work
 from zeroshard.collectives.lending import Lending
 from zeroshard.collectives.meeting import Met, meet
 from zeroshard.collectives.members import Members
@@ -29,7 +29,7 @@ from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.reduction import sum_into
 from zeroshard.collectives.watch import Watch
-from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
+from zeroshard.errors import CollectiveError, UsageError
 
 _GATHER, _REDUCE, _EXCHANGE, _MOVE = range(4)
 _SEQUENCE_BITS = 20
@@ -66,11 +66,12 @@ class SharedMemory(Grouped):
 
     def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
         super().__init__(members, device, predivide_factor, watch)
+        self._met: Met | None = None
+        self._process = os.getpid()
         met = self._made(lambda: meet(members))
         if isinstance(met, str):
             raise NotShared(met)
-        self._met: Met | None = met
-        self._process = os.getpid()
+        self._met = met
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
@@ -137,7 +138,7 @@ class SharedMemory(Grouped):
             return False
         offset, in_place = self._lending.lend(tensor, tag, readers, label)
         for peer in readers:
-            with self.waiting(label, peer):
+            with self.guarded(label, peer):
                 self._here.neighbours.send(peer, tag, _OFFER.pack(offset, tensor.nbytes))
         return in_place
 
@@ -145,7 +146,7 @@ class SharedMemory(Grouped):
         """Block until everybody has read what was offered under this tag."""
         for peer in self._lending.readers(tag):
             label = f"the readers of {self._lending.label(tag)}"
-            with self.waiting(label, peer):
+            with self.guarded(label, peer):
                 self._here.neighbours.block(peer, partial(self._lending.was_read_by, tag, peer), label)
             if not self._lending.readers(tag):
                 return
@@ -165,7 +166,7 @@ class SharedMemory(Grouped):
 
     def offered(self, peer: int, tag: int, nbytes: int, label: str) -> _Offer:
         """Wait for a rank's offer of so many bytes. `view` shows it; `release` says that it was read."""
-        with self.waiting(label, peer):
+        with self.guarded(label, peer):
             found = _Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
             if found.nbytes != nbytes:
                 raise RuntimeError(f"rank {peer} offers {found.nbytes} bytes, and this rank expects {nbytes}")
@@ -177,23 +178,16 @@ class SharedMemory(Grouped):
 
     def release(self, peer: int, tag: int, label: str) -> None:
         """An offer was read."""
-        with self.waiting(label, peer):
+        with self.guarded(label, peer):
             self._here.neighbours.tell_read(peer, tag)
 
-    @contextmanager
-    def waiting(self, label: str, peer: int | None = None) -> Iterator[None]:
-        """Inside this rank waits for others: watched, and what fails becomes a `CollectiveError` that names them."""
-        self.watch.enter(label)
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, ZeroshardError):
-                raise
-            self._here.neighbours.tell_failure()
-            gone = error.peers if isinstance(error, Lost) else frozenset()
-            raise self.failure(label, error, peer, gone=gone) from error
-        finally:
-            self.watch.leave()
+    def failure(
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = (),
+        gone: Collection[int] = (),
+    ) -> CollectiveError:  # fmt: skip
+        if self._met is not None:
+            self._met.neighbours.tell_failure()
+        return super().failure(label, error, peer, works, gone or (error.peers if isinstance(error, Lost) else ()))
 
     # ------------------------------------------------------------------ operations
 
@@ -261,7 +255,7 @@ class SharedMemory(Grouped):
         self.sent["exchange"] += len(data) * len(self.near)
         pieces = [data[at : at + _MESSAGE_NBYTES] for at in range(0, max(len(data), 1), _MESSAGE_NBYTES)]
         for peer in self.near:
-            with self.waiting(label, peer):
+            with self.guarded(label, peer):
                 for piece in pieces:
                     self._here.neighbours.send(peer, tag, piece)
         found = {self.rank: data}
@@ -269,7 +263,7 @@ class SharedMemory(Grouped):
             with self.measure("exchange"):
                 found |= self.over_gloo.exchange_with_peers(data, label)
         for peer in self.near:
-            with self.waiting(label, peer), self.measure("exchange"):
+            with self.guarded(label, peer), self.measure("exchange"):
                 found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
                 if len(found[peer]) != len(data):
                     raise RuntimeError(f"rank {peer} says {len(found[peer])} bytes, and this rank expects {len(data)}")

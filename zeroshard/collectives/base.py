@@ -88,8 +88,8 @@ class Collectives(ABC):
             resting: [shard_numel], the same values in memory that stays as it is until `wait_readers`.
         """
 
-    def wait_readers(self) -> None:
-        """What rests here is about to change: block until no other rank reads it."""
+    def wait_readers(self, memory: Tensor | None = None) -> None:
+        """What rests here (default: all of it) is about to change: block until no other rank reads it."""
         return
 
     @abstractmethod

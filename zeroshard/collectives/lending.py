@@ -94,8 +94,12 @@ class Lending:
         """Who has not."""
         return sorted(self._lent[tag].readers) if tag in self._lent else []
 
-    def label(self, tag: int) -> str:
+    def tensor(self, tag: int) -> Tensor:
         """What is lent under a tag."""
+        return self._lent[tag].tensor
+
+    def label(self, tag: int) -> str:
+        """What it is called."""
         return self._lent[tag].label
 
     def in_place(self) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -75,6 +76,7 @@ class SharedMemory(Grouped):
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
+        self._unread: weakref.WeakSet[_Gather] = weakref.WeakSet()
         turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.near = [peer for peer in turned if peer in met.windows]
         far = [peer for peer in turned if peer not in met.windows]
@@ -151,13 +153,21 @@ class SharedMemory(Grouped):
             if not self._lending.readers(tag):
                 return
 
-    def wait_readers(self) -> None:
-        # Not of rows: a peer may read those only after what this rank does next.
-        self._wait_in_place(lambda tag: tag >> _SEQUENCE_BITS & 3 == _GATHER)
+    def wait_readers(self, memory: Tensor | None = None) -> None:
+        # What this rank has not read yet others may wait for in the same way.
+        for gather in [one for one in self._unread if memory is None or one.rests_in(memory)]:
+            gather.read_early()
+
+        def concerns(tag: int) -> bool:
+            # Not rows: a peer may read those only after what this rank does next.
+            is_gather = tag >> _SEQUENCE_BITS & 3 == _GATHER
+            return is_gather and (memory is None or _overlap(self._lending.tensor(tag), memory))
+
+        self._wait_in_place(concerns)
 
     def _wait_in_place(self, concerns: Callable[[int], bool]) -> None:
         for tag in self._made_lending.in_place() if self._made_lending is not None else ():
-            if concerns(tag):
+            if self.is_lent(tag) and concerns(tag):  # while one is waited for, others end
                 self.wait_read(tag)
 
     def is_lent(self, tag: int) -> bool:
@@ -196,7 +206,14 @@ class SharedMemory(Grouped):
         self.sent["all_gather"] += own.nbytes * len(self.near)
         in_place = self.offer(own, tag, self.near, label)
         far = self.over_gloo.all_gather(rows, bucket, label) if self.over_gloo is not None else None
-        return _Gather(self, rows, tag, label, far, waits_for_readers=in_place and resting is None)
+        gather = _Gather(self, rows, tag, label, far, resting, waits_for_readers=in_place and resting is None)
+        if resting is not None:
+            self._unread.add(gather)
+        return gather
+
+    def was_read(self, gather: _Gather) -> None:
+        """Nothing of it is left to be read."""
+        self._unread.discard(gather)
 
     def workspace_numel(self, rows: Tensor) -> int:
         return self.over_gloo.workspace_numel(rows) if self.over_gloo is not None else 0
@@ -280,11 +297,13 @@ _DONE = _Done()
 
 class _Gather(Pending):
     def __init__(
-        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, far: Pending | None, *,
-        waits_for_readers: bool,
+        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, far: Pending | None,
+        resting: Tensor | None, *, waits_for_readers: bool,
     ) -> None:  # fmt: skip
         self._collectives, self._rows, self._tag, self._label = collectives, rows, tag, label
         self._far, self._waits_for_readers = far, waits_for_readers
+        self._resting = resting
+        self._early: dict[int, Tensor] = {}
         self._failed: CollectiveError | None = None
         self._left = list(collectives.near)
 
@@ -308,16 +327,33 @@ class _Gather(Pending):
         if self._far is not None:
             self._far.abandon()
 
+    def rests_in(self, memory: Tensor) -> bool:
+        """Whether this rank's own row lies in this memory."""
+        return self._resting is not None and _overlap(self._resting, memory)
+
+    def read_early(self) -> None:
+        """Read the others' rows now, to be put where they belong in `wait`: that place may have no memory yet."""
+        for peer in [peer for peer in self._left if peer not in self._early]:
+            row = self._rows[peer]
+            offer = self._collectives.offered(peer, self._tag, row.nbytes, self._label)
+            self._early[peer] = self._collectives.view(peer, offer, 0, row.numel(), row.dtype).clone()
+            self._collectives.release(peer, self._tag, self._label)
+
     def _read(self, *, wanted: bool) -> None:
         collectives = self._collectives
         while self._left:
             peer = self._left[0]
             row = self._rows[peer]
-            offer = collectives.offered(peer, self._tag, row.nbytes, self._label)
-            if wanted:
-                row.copy_(collectives.view(peer, offer, 0, row.numel(), row.dtype))
-            collectives.release(peer, self._tag, self._label)
+            early = self._early.pop(peer, None)
+            if early is None:
+                offer = collectives.offered(peer, self._tag, row.nbytes, self._label)
+                if wanted:
+                    row.copy_(collectives.view(peer, offer, 0, row.numel(), row.dtype))
+                collectives.release(peer, self._tag, self._label)
+            elif wanted:
+                row.copy_(early)
             del self._left[0]
+        collectives.was_read(self)
 
 
 class _Mean(PendingReduction):
@@ -350,3 +386,7 @@ class _Mean(PendingReduction):
 
     def wait_readers(self) -> None:
         self._collectives.wait_read(self._tag)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

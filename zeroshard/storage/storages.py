@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,7 @@ class Storages:
             storage = self.host
         if storage is self.accelerator and self._collectives is not None and self._collectives.reads_in_place:
             memory = self._collectives.shareable(numel, dtype)
-            return self.accelerator.taking(label, memory, self._collectives.wait_readers)
+            return self.accelerator.taking(label, memory, partial(self._collectives.wait_readers, memory))
         return storage.slot(label, numel, dtype)
 
     def _at(self, place: Place, states: str) -> Storage:

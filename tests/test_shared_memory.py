@@ -538,6 +538,33 @@ def test_a_backward_that_breaks_off_on_all_ranks_is_forgotten(stage: int) -> Non
     both_ways(body)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_forward_that_breaks_off_leaves_what_was_on_its_way(count: int, tmp_path: Path) -> None:
+    """The next block was offered, and nobody has read it: writing to what rests must not wait for that."""
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(3)
+        for number in range(2):
+            step(model, sharded, rank, number)
+        sharded.save(tmp_path / os.environ[VARIABLE], "x")
+
+        def fail(*_: object) -> None:
+            raise ValueError("a mistake")
+
+        for module in [model.get_submodule(name) for name, _ in model.named_children()]:
+            handle = (module[1] if isinstance(module, nn.ModuleList) else module).register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="a mistake"):
+                model(*tokens(rank, 5))
+            handle.remove()
+        sharded.load(tmp_path / os.environ[VARIABLE], "x")
+        step(model, sharded, rank, 6)
+        found = whole_parameters(model)
+        sharded.remove()
+        return found
+
+    both_ways(body, count)
+
+
 # ---------------------------------------------------------------------- forks
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
     from zeroshard.optim.muon import MuonWithAdamW
     from zeroshard.parameter_states import ParameterStates, parameter_states
+    from zeroshard.plan import Plan, plan
     from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
     from zeroshard.recompute import checkpointing
     from zeroshard.shard import shard
@@ -52,6 +53,7 @@ __all__ = [
     "Offload",
     "ParameterStates",
     "Place",
+    "Plan",
     "Policy",
     "PolicyError",
     "Precision",
@@ -73,6 +75,7 @@ __all__ = [
     "load_pretrained",
     "materialise",
     "parameter_states",
+    "plan",
     "shard",
     "sharded_init",
     "unsharded",
@@ -89,6 +92,7 @@ _HOMES = {
     "optim.loss_scaler": ("DynamicLossScaler", "StaticLossScaler"),
     "optim.muon": ("MuonWithAdamW",),
     "parameter_states": ("ParameterStates", "parameter_states"),
+    "plan": ("Plan", "plan"),
     "policy": ("Offload", "Place", "Policy", "Precision", "Residency", "Units"),
     "recompute": ("checkpointing",),
     "shard": ("shard",),

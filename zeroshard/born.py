@@ -62,7 +62,9 @@ class Births:
     def collectives(self, device: torch.device) -> Collectives:
         """For tensors on `device`: a model may be moved after its birth."""
         if device.type not in self._collectives:
-            self._collectives[device.type] = create_collectives(self._group, device, what="sharded_init()")
+            self._collectives[device.type] = create_collectives(
+                self._group, device, what="sharded_init()", lasting=False
+            )
         return self._collectives[device.type]
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from zeroshard.launch import join_ranks, local_device
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import Floor, create_scheduler
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
-from zeroshard.shard import refuse_sharded, shard
+from zeroshard.shard import BACKEND, Backend, refuse_sharded, shard_on
 from zeroshard.sharded import Sharded
 from zeroshard.step.sharded_optimizer import ShardedOptimizer
 
@@ -77,15 +78,31 @@ def initialize(
     if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
         refuse_without_batch_size(resolved)
     refuse_sharded(model)
-    model.to(device)
-    checkpointing = _checkpoint_units(resolved, model)
-    optimizer = _choose_optimizer(resolved, model, optimizer, model_parameters)
-    sharded = _shard(resolved, model, optimizer, group, attributes)
-    lr_scheduler = _choose_scheduler(resolved, sharded.optimizer, lr_scheduler)
+    engine = make_engine(resolved, model, device, optimizer, model_parameters, lr_scheduler, group, attributes)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
-    engine = Engine(sharded, resolved, lr_scheduler, device, checkpointing)
     engine.training_dataloader = loader
-    return engine, sharded.optimizer, loader, lr_scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def make_engine(
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    group: dist.ProcessGroup | None = None,
+    attributes: type | None = None,
+    backend: Backend = BACKEND,
+) -> Engine:
+    """The engine of a resolved config. Arguments are as those of `initialize`; `backend`: what it runs on."""
+    if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
+        model.to(device)
+    checkpointing = _checkpoint_units(config, model)
+    optimizer = _choose_optimizer(config, model, optimizer, model_parameters)
+    sharded = _shard(config, model, optimizer, group, attributes, backend)
+    lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
+    return Engine(sharded, config, lr_scheduler, device, checkpointing)
 
 
 def _show(config: Config) -> None:
@@ -94,9 +111,15 @@ def _show(config: Config) -> None:
 
 
 def _shard(
-    config: Config, model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None, attributes: type | None
+    config: Config,
+    model: nn.Module,
+    optimizer: Any,
+    group: dist.ProcessGroup | None,
+    attributes: type | None,
+    backend: Backend,
 ) -> Sharded:
-    return shard(
+    return shard_on(
+        backend,
         model,
         optimizer,
         config.policy,

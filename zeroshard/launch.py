@@ -1,7 +1,8 @@
 """Owns how this process meets the ranks that a launcher started with it, and leaves them at exit. Called by initialize and shard.
 
-The launchers, in this order: torchrun and its kin (RANK, WORLD_SIZE, MASTER_ADDR), Slurm's srun, Open MPI's mpirun, and those that
-speak PMI (MPICH, Intel MPI). A process that no launcher started is one rank.
+The launchers, the nearest first: torchrun and its kin (RANK, WORLD_SIZE, MASTER_ADDR); Open MPI's mpirun, and that of MPICH and
+Intel MPI, which may run inside of a Slurm job, whose own variables are the batch script's then; Slurm's srun, which may speak PMI
+to its tasks; and others that speak PMI. A process that no launcher started is one rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,21 +59,49 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     env = os.environ if environment is None else environment
     if "WORLD_SIZE" in env:
         return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
+    if _OPEN_MPI.size in env:
+        return _read_mpi(env, _OPEN_MPI)
+    if _PMI.size in env and (_PMI.local_rank in env or "SLURM_PROCID" not in env):
+        return _read_mpi(env, _PMI)
     if "SLURM_PROCID" in env:
-        count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-        address = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
-        return _launch(env, "Slurm", "SLURM_PROCID", count, "SLURM_LOCALID", address)
-    for launcher, rank, size, local, here in (
-        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ):  # fmt: skip
-        if size in env:
-            one_machine = env.get(here) == env[size]
-            return _launch(
-                env, launcher, rank, size, local, env.get("MASTER_ADDR") or ("127.0.0.1" if one_machine else None)
-            )
+        return _read_slurm(env)
     return None
+
+
+class _Mpi(NamedTuple):
+    """The variables of an MPI."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_OPEN_MPI = _Mpi(
+    "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)  # fmt: skip
+_PMI = _Mpi("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _read_mpi(env: Mapping[str, str], mpi: _Mpi) -> Launch | None:
+    is_one_machine = env.get(mpi.local_size) == env[mpi.size]
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if is_one_machine else None)
+    return _launch(env, mpi.name, mpi.rank, mpi.size, mpi.local_rank, address)
+
+
+def _read_slurm(env: Mapping[str, str]) -> Launch | None:
+    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    address = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
+    launch = _launch(env, "Slurm", "SLURM_PROCID", count, "SLURM_LOCALID", address)
+    is_batch_script = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env and "MASTER_ADDR" not in env
+    if launch is not None and is_batch_script:
+        raise UsageError(
+            f"the Slurm job has {launch.world_size} tasks, and this process is its batch script, not one of them: start it with "
+            "srun (`srun python train.py`), or with torchrun."
+        )
+    return launch
 
 
 def _launch(

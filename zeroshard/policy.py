@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -37,10 +38,16 @@ class Place(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Residency:
-    """How one kind of model state rests between its uses."""
+    """How one kind of model state rests between its uses.
+
+    Attributes:
+        sharded: over all ranks, or each rank has the whole.
+        per_host: parameters: sharded over the ranks of a host (`Policy.within`) alone, so that each host has the whole.
+    """
 
     sharded: bool
     place: Place = Place.ACCELERATOR
+    per_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class Policy:
             are used before its backward. 0: only the last of the forward is.
         offload_parameters, offload_optimizer: how these states travel, where they rest on cpu or disk; gradients as the
             optimizer.
+        within: how many ranks are one host, in the order of ranks, or "host" for those that share a machine. Sums over ranks are
+            then those over hosts of each host's: other bits than without, and the same for every policy of the same `within`.
     """
 
     parameters: Residency
@@ -120,8 +129,10 @@ class Policy:
     max_reuse_numel: int = 0
     offload_parameters: Offload = Offload()
     offload_optimizer: Offload = Offload()
+    within: int | Literal["host"] | None = None
 
     def __post_init__(self) -> None:
+        self._refuse_hosts()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
                 "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole "
@@ -158,21 +169,41 @@ class Policy:
                 "gradients are to rest on disk, and no folder is named: offload_optimizer=Offload(path=...)."
             )
 
+    def _refuse_hosts(self) -> None:
+        if not (self.within in (None, "host") or (type(self.within) is int and self.within >= 1)):
+            raise PolicyError(f'within is a number of ranks, "host" or None, not {self.within!r}.')
+        if self.gradients.per_host or self.optimizer.per_host:
+            raise PolicyError("gradients and optimizer states are sharded over all ranks: per_host is for parameters.")
+        if self.parameters.per_host and not (self.parameters.sharded and self.within is not None):
+            raise PolicyError("per_host says how parameters are sharded: with sharded=True, and Policy(within=...).")
+        if self.parameters.per_host and self.parameters.place is Place.DISK:
+            raise PolicyError(
+                "parameters are to rest on disk and on each host as a whole (within): every host would write what all have. Let "
+                "them rest in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
+            )
+
     @property
     def uses_disk(self) -> bool:
         """Whether anything rests on disk, so that CPU memory is bounded by the buffers."""
         return Place.DISK in (self.parameters.place, self.gradients.place, self.optimizer.place)
 
     @classmethod
-    def stage(cls, stage: int, *, reshard_after_forward: bool = True) -> Policy:
-        """The preset of a ZeRO stage, 0 to 3."""
+    def stage(
+        cls, stage: int, *, reshard_after_forward: bool = True, within: int | Literal["host"] | None = None
+    ) -> Policy:
+        """The preset of a ZeRO stage, 0 to 3.
+
+        Args:
+            within: the ranks of a host, see `Policy`. Stage 3: parameters rest over these, gradients and optimizer states over all.
+        """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}.")
         return cls(
-            parameters=Residency(sharded=stage >= 3),
+            parameters=Residency(sharded=stage >= 3, per_host=stage >= 3 and within is not None),
             gradients=Residency(sharded=stage >= 2),
             optimizer=Residency(sharded=stage >= 1),
             reshard_after_forward=reshard_after_forward,
+            within=within,
         )
 
     def offloaded(
@@ -231,13 +262,14 @@ class Precision:
 
     Attributes:
         param_dtype: dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.
-        reduce_dtype: dtype in which gradients travel between ranks; None is the parameter's.
+        reduce_dtype: dtype in which gradients travel between ranks; None is the parameter's, but fp32 where that has 16 bits
+            and the backend rounds after each addition (NCCL does).
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches; None is
             `master_dtype`, since sums over microbatches in 16 bits lose digits.
         master_dtype: dtype of the weights that the optimizer updates.
         buffer_dtype: dtype of the model's floating-point buffers; None is the parameters'.
         predivide_factor: gradients are divided by it before they travel, and the sum over ranks by world_size / it: a
-            backend that sums in 16 bits then overflows later. (Sums over gloo are in fp32 in any case.)
+            backend that sums in 16 bits then overflows later. (Sums over gloo are in fp32 in any case; NCCL divides as it adds.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -247,14 +279,19 @@ class Precision:
     buffer_dtype: torch.dtype | None = None
     predivide_factor: float = 1.0
 
-    def resolve(self, own_dtype: torch.dtype) -> DTypes:
-        """The concrete dtypes for a parameter whose own dtype is `own_dtype`."""
+    def resolve(self, own_dtype: torch.dtype, *, rounds_each_sum: bool = False) -> DTypes:
+        """The concrete dtypes for a parameter whose own dtype is `own_dtype`.
+
+        Args:
+            rounds_each_sum: the backend does, see `reduce_dtype`.
+        """
         if not own_dtype.is_floating_point:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
         # A double-precision parameter keeps its digits: the master is never narrower than what the user built.
         master = torch.promote_types(self.master_dtype, param)
-        return DTypes(param, self.reduce_dtype or param, self.accumulate_dtype or master, master)
+        wire = torch.promote_types(param, torch.float32) if rounds_each_sum else param
+        return DTypes(param, self.reduce_dtype or wire, self.accumulate_dtype or master, master)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from zeroshard.layout.bucketing import Group, group_parameters
 from zeroshard.parameters.context import Context
 from zeroshard.parameters.shown import whole_class
 from zeroshard.policy import Place, Policy, Precision, Units
+from zeroshard.schedule.compiled import refuse_cuda_graphs
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.schedule import Schedule
@@ -41,6 +43,26 @@ from zeroshard.unsharded import is_taken, register
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """As DeepSpeed's reduce_bucket_size: in practice, a bucket is a unit or a large parameter."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a sharded model runs on.
+
+    Attributes:
+        collectives: how its ranks talk, see `create_collectives`.
+        storages: where its states rest.
+        join_ranks: makes one group of the ranks that a launcher started.
+        parameter_class: of the model's parameters.
+    """
+
+    collectives: Callable[..., Collectives] = create_collectives
+    storages: Callable[..., Storages] = Storages
+    join_ranks: Callable[[torch.device], None] = join_ranks
+    parameter_class: type = nn.Parameter
+
+
+BACKEND = Backend()
 
 
 def shard(
@@ -78,12 +100,43 @@ def shard(
     Raises:
         UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
     """
+    return shard_on(
+        BACKEND,
+        model,
+        optimizer,
+        policy,
+        precision=precision,
+        bucket_numel=bucket_numel,
+        overlap=overlap,
+        elementwise=elementwise,
+        units=units,
+        group=group,
+        attributes=attributes,
+    )
+
+
+def shard_on(
+    backend: Backend,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    policy: Policy | None = None,
+    *,
+    precision: Precision | None = None,
+    bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+    overlap: bool = True,
+    elementwise: bool | None = None,
+    units: Units | None = None,
+    group: dist.ProcessGroup | None = None,
+    attributes: type | None = None,
+) -> Sharded:
+    """As `shard`, on what the caller names."""
     policy, precision = policy or Policy.stage(2), precision or Precision()
     parameters = list(model.parameters())
     if not parameters:
         raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
-    join_ranks(parameters[0].device)
+    backend.join_ranks(parameters[0].device)
     refuse_sharded(model)
+    refuse_cuda_graphs(model)
     shown = [name for name, p in model.named_parameters() if is_shown(p)]
     if shown:
         raise UsageError(f"shard() inside zeroshard.unsharded(), which holds {shown[0]}. Call it outside.")
@@ -96,11 +149,11 @@ def shard(
     whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
-    collectives = create_collectives(group, device, precision.predivide_factor, what="shard()")
-    storages = Storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
+    collectives = backend.collectives(group, device, precision.predivide_factor, what="shard()", within=policy.within)
+    storages = backend.storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
     context = Context(
         policy, precision, collectives, BufferPool(device, collectives.shareable), storages, bucket_numel, whole_parameters=whole,
-        whole_class=whole_class(attributes if policy.parameters.sharded else None),
+        whole_class=whole_class(attributes if policy.parameters.sharded else None, backend.parameter_class),
     )  # fmt: skip
     try:
         with collectives.operation("shard()"):

@@ -51,7 +51,7 @@ class Sharded:
     _context: Context
     _parking: Parking
 
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
         Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ raises: after that,
@@ -61,6 +61,10 @@ class Sharded:
             max_norm: None leaves the norm as it is.
             loss_scale: what the loss was multiplied by before the backward, see `DynamicLossScaler`; the gradients are
                 divided by it first. A norm that is not finite leaves them as they are: do not step then.
+
+        Returns:
+            A number; where an accelerator computes it, a tensor of shape [] there, as torch's own clipping returns: `float(norm)`
+            waits for it, and who does not ask does not wait.
         """
         return self.optimizer.clip_grad_norm_(max_norm, loss_scale)
 
@@ -187,12 +191,13 @@ class Sharded:
     def memory_formula(self, states: int = 2) -> dict[str, float]:
         """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
-        return formula(self.policy, self.dtypes, numel, self._context.collectives.world_size, states)
+        collectives = self._context.collectives
+        return formula(self.policy, self.dtypes, numel, collectives.world_size, states, collectives.inside.world_size)
 
     @property
     def dtypes(self) -> DTypes:
         """Of the model states, where the model's parameters have one dtype."""
-        return self._context.precision.resolve(next(self.model.parameters()).dtype)
+        return self._context.dtypes(next(self.model.parameters()).dtype)
 
     def comm_report(self) -> dict[str, int]:
         """Bytes that this rank sent since the last call, by collective, counted as they are sent."""

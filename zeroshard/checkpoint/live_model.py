@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.collectives.base import Collectives
+from zeroshard.layout.names import name_of
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
@@ -62,4 +63,4 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer.detach()
+                yield name_of(f"{prefix}.{name}" if prefix else name), buffer.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroshard.cli.options import nbytes_of, parameters_of
+from zeroshard.cli.options import nbytes_of, output_file, parameters_of
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ def doctor(
     size: Annotated[
         int, typer.Option(parser=nbytes_of, metavar="BYTES", help="What is written and read to measure: 512MiB, 1GB.")
     ] = 512 << 20,
+    net: Annotated[
+        bool,
+        typer.Option(
+            "--net",
+            help="Measure the links between ranks instead, on every host: torchrun ... -m zeroshard doctor --net",
+        ),
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Measure this machine for `zeroshard plan --machine`, and write it to this file."),
+    ] = None,
 ) -> None:
     """Say what there is on this machine, measure it, and reckon what step time offload would allow for a model."""
     from rich.console import Console
@@ -40,7 +52,19 @@ def doctor(
     from zeroshard.cli.speeds import measure
 
     console = Console()
+    if net:
+        _print_links(console, parameters, 4 if fp32 else 2, size)
+        return
     _print_machine(console)
+    if profile is not None:
+        from zeroshard.cli.profile import measured_machine
+
+        output_file(profile, "--profile")
+        with console.status("measuring"):
+            machine = measured_machine(profile.stem, io, size)
+        profile.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
+        console.print(f"this machine is written to {profile}: zeroshard plan --machine {profile}", highlight=False)
+        return
     with console.status("measuring"):
         speeds = measure(io, size)
     _print_speeds(console, speeds, io)
@@ -73,6 +97,48 @@ def _print_machine(console: Console) -> None:
         else "ranks of this host: share memory, where they compute on the CPU",
         highlight=False,
     )  # fmt: skip
+
+
+def _print_links(console: Console, parameters: float, itemsize: int, size: int) -> None:
+    from rich.table import Table
+
+    from zeroshard.cli.links import has_launcher, measure_links, own_name, problem_of, seconds_across
+    from zeroshard.errors import UsageError
+
+    if not has_launcher():
+        raise UsageError(
+            "doctor --net measures the links between ranks, and no launcher started any: torchrun --nnodes 2 --nproc-per-node 8 "
+            "--rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
+        )
+    name, address = own_name()
+    problem = problem_of(name, address)
+    if (
+        problem is not None and int(os.environ.get("LOCAL_RANK", "0")) == 0
+    ):  # now: the others may wait for this host in vain
+        console.print(problem, highlight=False)
+    rank, hosts, links = measure_links(size)
+    if rank != 0:
+        return
+    for host in hosts:
+        ranks = ", ".join(str(one) for one in host.ranks)
+        console.print(f"{host.name} ({host.address or 'its name has no address'}): ranks {ranks}", highlight=False)
+    table = Table("link", "ranks", "latency, us", "GB/s")
+    for link in links:
+        where = "across hosts" if link.is_across else "inside a host"
+        table.add_row(
+            where, f"{link.ranks[0]}, {link.ranks[1]}", f"{link.latency * 1e6:.0f}", f"{link.bandwidth / 1e9:.3f}"
+        )
+    console.print(table)
+    across = [link.bandwidth for link in links if link.is_across]
+    if not across:
+        return
+    steps = Table(
+        "policy", "a host's link takes", title=f"seconds of a step: {parameters:.3g} parameters of {itemsize} bytes"
+    )
+    most = max(len(host.ranks) for host in hosts)
+    for policy, seconds in seconds_across(parameters, itemsize, len(hosts), most, min(across)).items():
+        steps.add_row(policy, f"{seconds:.2f}")
+    console.print(steps)
 
 
 def _print_speeds(console: Console, speeds: Speeds, io: Path | None) -> None:

@@ -2,7 +2,9 @@
 
 `PointToPoint` is for gloo: each pair of ranks exchanges exactly the rows that the other one owns, straight from and into the
 bucket's storage, under a tag of its own, so two ranks that diverge never mistake one transfer for another. `Native` is for
-backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank.
+backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank. `TwoLevel` composes two of them, inside
+hosts and across.
 
-All of them sum over ranks in rank order and divide by the world size after, so a result does not depend on who asks.
+All of them sum over ranks in rank order (with hosts: inside each, then over hosts) and divide by the world size after, so a result
+does not depend on who asks.
 """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -46,14 +47,22 @@ class PendingReduction(ABC):
 
 
 class Collectives(ABC):
-    """What a bucket asks of the other ranks. `rows` is a [world_size, shard_numel] tensor; row r belongs to rank r."""
+    """What a bucket asks of the other ranks. `rows` is a [world_size, shard_numel] tensor, of which each rank owns one row."""
 
     rank: int
     world_size: int
     sends = True
     """Rows go to some ranks from where they are together, and must be complete when an all-gather starts."""
+    launches_together = False
+    """What starts inside of one `together` is one launch: to start a unit's buckets at once costs less than one after the other."""
+    rounds_each_sum = False
+    """A sum over ranks is rounded after each addition, to the dtype that travels; else it is made in fp32 at least."""
     reads_in_place = False
-    """Other ranks read what is offered where it lies, if that is memory from `shareable`; nothing travels by itself."""
+    """Other ranks read what is offered where it lies, if that is memory from `shareable`."""
+    travels = True
+    """What was started goes on behind the computation."""
+    arrives_by_itself = True
+    """An all-gather is complete without a further call of the others."""
 
     def __init__(self, predivide_factor: float = 1.0) -> None:
         self.sent: Counter[str] = Counter()
@@ -62,6 +71,36 @@ class Collectives(ABC):
         """What the rows of a reduce-scatter were divided by beforehand; the mean divides by the rest of the world size."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Wraps each wait for other ranks: "reduce", "gather" or "exchange". For clocks."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """What starts inside (of one kind, mostly) may be launched as one when it ends; none of it may be waited for inside.
+
+        Every rank must enter it, also one that only sits out transfers.
+        """
+        return nullcontext()
+
+    @property
+    def shard(self) -> int:
+        """The number of the row that this rank owns."""
+        return self.rank
+
+    def owner(self, shard: int) -> int:
+        """The rank that owns a row."""
+        return shard
+
+    def by_shard(self, by_rank: Tensor) -> Tensor:
+        """Values [world_size] of ranks, in the order of the rows that these own."""
+        return by_rank
+
+    @property
+    def inside(self) -> Collectives:
+        """Those over the ranks of this host, whose rows lie together; these themselves where hosts make no difference."""
+        return self
+
+    @property
+    def across(self) -> Collectives | None:
+        """Those over the ranks that hold the same rows, one on each host; None where hosts make no difference."""
+        return None
 
     def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
         """CPU memory [numel] of zeros, from which other ranks may be able to read."""
@@ -98,7 +137,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        """Start to bring this rank's row of every rank together. `rows` and `workspace` are busy until `finish`."""
+        """Start to bring what every rank has in this rank's row together. `rows` and `workspace` are busy until `finish`."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -114,6 +153,36 @@ class Collectives(ABC):
         lengths = self.exchange(len(data).to_bytes(8, "little"), f"the length of {label}")
         longest = max(int.from_bytes(length, "little") for length in lengths)
         return [json.loads(message) for message in self.exchange(data.ljust(longest), label)]
+
+    def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
+        """Every rank's `value` (fp64, shape []), as [world_size], and its `data`, as `exchange`; in rank order.
+
+        Where messages do not pass through the device, the host does not wait for it either: the values are there when the device
+        comes so far. With no `value`, on any rank, they are zeros.
+
+        Raises:
+            CollectiveError: some ranks gave a value, and some did not.
+        """
+        own = struct.pack("<d", 0.0 if value is None else float(value))
+        messages = self.agreed(value is not None, own + data, label)
+        values = [struct.unpack_from("<d", message)[0] for message in messages]
+        return torch.tensor(values, dtype=torch.float64), [message[8:] for message in messages]
+
+    @final
+    def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:
+        """As `exchange`, of ranks that all go on in the same way.
+
+        Raises:
+            CollectiveError: they do not.
+        """
+        messages = self.exchange(bytes([answer]) + data, label)
+        others = [rank for rank, message in enumerate(messages) if message[0] != answer]
+        if others:
+            raise CollectiveError(
+                f"rank {self.rank} {'asked' if answer else 'did not ask'} for {label}, and of the group's ranks {others} did the "
+                "opposite: every rank must make the same calls."
+            )
+        return [message[1:] for message in messages]
 
     @abstractmethod
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:

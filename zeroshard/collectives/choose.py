@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import NotShared, SharedMemory
+from zeroshard.collectives.two_level import OneHost, TwoLevel, Within, cut
 from zeroshard.collectives.watch import Watch, notice_seconds_from
 from zeroshard.launch import mark_use
 
@@ -26,6 +27,9 @@ def create_collectives(
     predivide_factor: float = 1.0,
     notice_seconds: float | None = None,
     what: str | None = None,
+    *,
+    lasting: bool = True,
+    within: Within | None = None,
 ) -> Collectives:
     """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised).
 
@@ -35,22 +39,27 @@ def create_collectives(
         notice_seconds: after so long a wait is told, on stderr, with who is missing; default: 30, or what the environment
             variable ZEROSHARD_NOTICE_SECONDS says.
         what: the operation that needs them, such as "shard()": named where a rank does not come.
+        lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
+            dear then uses the group's own: there is nothing to make, and nothing to close.
+        within: as the policy's: sums are made host by host.
 
     Raises:
         CollectiveError: not every rank came; names them.
+        UsageError: the ranks cannot be cut so.
     """
     mark_use()
-    if not dist.is_available() or not dist.is_initialized():
-        return Alone(predivide_factor)
-    parent = group if group is not None else dist.group.WORLD
-    assert parent is not None
-    if dist.get_world_size(parent) == 1:
+    parent = None
+    if dist.is_available() and dist.is_initialized():
+        parent = group if group is not None else dist.group.WORLD
+        assert parent is not None
+    if parent is None or dist.get_world_size(parent) == 1:
+        cut(1, within or 1)
         return Alone(predivide_factor)
     members = Members.of(parent, device)
     watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds))
     try:
         with watch.operation(what) if what else nullcontext():
-            collectives = _best(members, device, predivide_factor, watch)
+            collectives = _of_levels(members, device, predivide_factor, watch, within, lasting=lasting)
     except BaseException:
         watch.close()
         raise
@@ -58,9 +67,26 @@ def create_collectives(
     return collectives
 
 
-def _best(members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> Grouped:
+def _of_levels(
+    members: Members,
+    device: torch.device,
+    predivide_factor: float,
+    watch: Watch,
+    within: Within | None,
+    *,
+    lasting: bool,
+) -> Grouped:
+    if within is not None:
+        with suppress(OneHost):
+            return TwoLevel(members, device, predivide_factor, watch, within, _best)
+    return _best(members, device, predivide_factor, watch, lasting=lasting)
+
+
+def _best(
+    members: Members, device: torch.device, predivide_factor: float, watch: Watch, *, lasting: bool = True
+) -> Grouped:
     if members.backend != "gloo":
-        return Native(members, device, predivide_factor, watch)
+        return Native(members, device, predivide_factor, watch, lasting=lasting)
     if device.type == "cpu":
         try:
             return SharedMemory(members, device, predivide_factor, watch)

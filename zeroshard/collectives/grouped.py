@@ -44,6 +44,8 @@ class Grouped(Collectives):
         self.members, self.watch, self._device = members, watch, device
         self.rank, self.world_size = members.rank, len(members.ranks)
         self._end_watch: Callable[[], object] = lambda: None
+        self.warn_others: Callable[[], None] = lambda: None
+        """Lets those know of a wait that failed who wait for this rank over other connections."""
 
     def owns_watch(self) -> None:
         """The watch ends with this object."""
@@ -68,6 +70,12 @@ class Grouped(Collectives):
         finally:
             self.watch.leave()
 
+    def follow(self, label: str) -> None:
+        """The current stream of the device, if it is one, will wait for `label`."""
+        if self._device.type != "cpu":
+            event = torch.accelerator.current_stream(self._device).record_event()
+            self.watch.follow(label, event.query)
+
     def _made(self, make: Callable[[], T]) -> T:
         """An engine. Every member must come here."""
         with self.guarded("the others, to make connections"):
@@ -85,6 +93,7 @@ class Grouped(Collectives):
             works: the rest of the same operation.
             gone: members whose processes have ended; nobody waits for their word.
         """
+        self.warn_others()
         ranks, operation = self.members.ranks, self.watch.operation_name
         closed = _closed_peers(works) | set(gone)
         if peer is not None and _says_closed(error) and not gone:
@@ -94,13 +103,15 @@ class Grouped(Collectives):
         return CollectiveError(
             describe_failure(
                 self.members.own,
-                ranks,
+                self.watch.ranks,
                 text,
                 operation,
                 others,
                 {ranks[one] for one in closed},
                 self.members.timeout,
                 error,
+                awaited=None if peer is None else ranks[peer],
+                reaches_store=self.watch.reaches_store,
             )
         )
 
@@ -125,19 +136,25 @@ def _closed_peers(works: Sequence[Work]) -> set[int]:
 
 
 class Transfer(Pending):
-    """The works of one operation. `land` is called when they are done."""
+    """The works of one operation, None until they `begin`. `land` is called when they are done."""
 
     def __init__(
-        self, collectives: Grouped, works: Sequence[Work], kind: str, label: str, land: Callable[[], None] | None = None
-    ) -> None:
+        self, collectives: Grouped, works: Sequence[Work] | None, kind: str, label: str,
+        land: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._collectives, self._works, self._kind, self._label = collectives, works, kind, label
         self._land = land
         self._failed: CollectiveError | None = None
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """They were launched."""
+        self._works = works
 
     def wait(self) -> None:
         if self._failed is not None:  # what did not arrive has not arrived since
             raise self._failed
         collectives = self._collectives
+        assert self._works is not None, f"{self._label} was waited for before it was launched"
         works, self._works = self._works, ()
         with collectives.measure(self._kind):
             collectives.watch.enter(self._label)

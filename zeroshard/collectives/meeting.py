@@ -58,7 +58,7 @@ def meet(members: Members) -> Met | str:
     store = members.counted_store("neighbours")
     why_not = _refusal()
     file, listener = None, None
-    told: dict[str, str] = {"host": _host(), "secret": secrets.token_hex(16), "address": ""}
+    told: dict[str, str] = {"host": host_id(), "secret": secrets.token_hex(16), "address": ""}
     if not why_not:
         try:
             file = SharedFile()
@@ -105,6 +105,12 @@ def meet(members: Members) -> Met | str:
     return Met(file, windows, Neighbours(sockets, members.timeout.total_seconds()))
 
 
+def hosts_of(members: Members) -> list[list[int]]:
+    """Which members share a host, in their order. Every member must call it."""
+    everyone = _agree(members.counted_store("hosts"), members, "host", host_id())
+    return [[place for place, host in enumerate(everyone) if host == one] for one in dict.fromkeys(everyone)]
+
+
 def refusal_here() -> str:
     """Why this process could not share memory with others of its host; empty where it could. For `zeroshard doctor`."""
     why_not = _refusal()
@@ -146,7 +152,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
         one.close()
 
 
-def _host() -> str:
+def host_id() -> str:
     """One boot of one kernel; and its network namespace, in which such addresses are known."""
     with suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"

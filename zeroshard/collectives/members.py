@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -25,6 +27,7 @@ class Members:
         world: how many ranks there are in all.
         timeout: the user's word on how long to wait.
         backend: of the group, for one type of device.
+        own_group: the user's own, as long as it is there: whoever holds it keeps torch from destroying it.
         store: of the group.
         root: the store of all ranks.
     """
@@ -34,6 +37,7 @@ class Members:
     world: int
     timeout: timedelta
     backend: str
+    own_group: weakref.ref[dist.ProcessGroup]
     store: Store
     root: Store
 
@@ -45,8 +49,10 @@ class Members:
         timeout: timedelta = parent._get_backend(known[0]).options._timeout
         config = dist.distributed_c10d.get_backend_config(parent)
         backends = dict(part.split(":") for part in config.split(",") if ":" in part)
-        # Tensors on the CPU travel over gloo, also where the group's backend serves accelerators alone.
-        backend = backends.get(device.type, "gloo" if device.type == "cpu" else config)
+        # Tensors on the CPU travel over gloo, also where the group's backend serves accelerators alone; those of an accelerator
+        # that the group does not serve pass through CPU memory.
+        through_cpu = device.type == "cpu" or "gloo" in backends.values()
+        backend = backends.get(device.type, "gloo" if through_cpu else config)
         ranks = tuple(dist.get_process_group_ranks(parent))
         world = dist.group.WORLD
         assert world is not None
@@ -56,9 +62,22 @@ class Members:
             world.size(),
             timeout,
             backend,
+            weakref.ref(parent),
             parent.get_group_store(),
             world.get_group_store(),
         )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The user's own.
+
+        Raises:
+            UsageError: it was destroyed.
+        """
+        group = self.own_group()
+        if group is None:
+            raise UsageError("the process group was destroyed: nothing can be sent any more.")
+        return group
 
     @property
     def is_subgroup(self) -> bool:
@@ -69,6 +88,10 @@ class Members:
     def own(self) -> int:
         """This process's rank among all."""
         return self.ranks[self.rank]
+
+    def only(self, places: Sequence[int]) -> Members:
+        """Some of them, this process among them, in this order; by their places here."""
+        return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
 
     def gloo(self) -> dist.ProcessGroupGloo:
         """Connections over gloo, which go when the object goes. Every member must call it; it waits for them.

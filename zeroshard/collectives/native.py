@@ -1,35 +1,151 @@
-"""Owns the collectives of backends that are right as they are: NCCL and its kin."""
+"""Owns the collectives of backends that are right as they are: NCCL and its kin.
+
+Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts, over gloo: what a step has to
+know of other ranks does not make it wait for the device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from zeroshard.collectives.base import Pending, PendingReduction
-from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer, Work
+from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer
 from zeroshard.collectives.members import Members
+from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.watch import Watch
+
+_GATHER, _REDUCE = "gather", "reduce"
+_SUMS_ALONE = ("gloo", "mpi")
+"""Backends without ReduceOp.AVG."""
+
+
+class _Launch(NamedTuple):
+    """A collective that is to be launched."""
+
+    output: Tensor
+    input: Tensor
+    transfer: Transfer
+
+
+class _Move(NamedTuple):
+    """One end of a transfer that is to be started."""
+
+    operation: dist.P2POp
+    peer: int
+    transfer: Transfer
+
+
+class _OnDevice(Transfer):
+    """The host goes on: that the device still waits is for the watch to see."""
+
+    def wait(self) -> None:
+        super().wait()
+        self._collectives.follow(self._label)
 
 
 class Native(Grouped):
-    """The backend's own collectives, reduce and gather on groups of their own so that neither waits for the other."""
+    """The backend's own collectives, reduce and gather on groups of their own so that neither waits for the other.
 
-    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
+    The two are two communicators, and a device may run one operation at a time: so all start in one order on every rank.
+
+    Args:
+        lasting: False: all on the user's own group.
+    """
+
+    rounds_each_sum = True
+
+    def __init__(
+        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, *, lasting: bool = True
+    ) -> None:
         super().__init__(members, device, predivide_factor, watch)
-        self._group = self._made(members.registered)
-        self._gather_group = self._made(members.registered)
-        # torch 2.13 renamed them; 2.11 has the old names only.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._group = self._made(members.registered) if lasting else members.group
+        self._gather_group = self._made(members.registered) if lasting else members.group
+        self._is_lasting = lasting
+        self._messages: PointToPoint | None = None
+        backend = self._group._get_backend(device)  # torch has no public way to ask a group for it
+        self.launches_together = bool(getattr(backend, "supports_coalescing", False))
+        self._open: dict[str, list[_Launch]] | None = None
+        self._moves: list[_Move] = []
+        if lasting:  # the first of a group's collectives is one of all ranks, which a transfer is not
+            self.broadcast(torch.zeros(1, device=device))
+            self.sent.clear()
+        # The mean comes from the backend where it can divide as it adds: nothing grows by the number of ranks on its way.
+        self._averages = predivide_factor == 1.0 and members.backend not in _SUMS_ALONE
 
     def close(self) -> None:
         super().close()
+        if self._messages is not None:
+            self._messages.close()
         # torch names a subgroup by how many groups there are: one that is gone gives its name, and its stale addresses in
         # the store, to the next. So subgroups stay until the process ends.
-        if dist.is_initialized() and not self.members.is_subgroup:
+        if self._is_lasting and dist.is_initialized() and not self.members.is_subgroup:
             dist.destroy_process_group(self._gather_group)
             dist.destroy_process_group(self._group)
+
+    # ------------------------------------------------------------------ launches
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if self._open is not None or not self.launches_together:
+            yield
+            return
+        self._open = {_GATHER: [], _REDUCE: []}
+        try:
+            yield
+        finally:  # also after an error: what was begun is waited for, by this rank and by others
+            begun, self._open = self._open, None
+            for kind, launches in begun.items():
+                if launches:
+                    self._launch(kind, launches)
+            moves, self._moves = self._moves, []
+            if moves:
+                self._move(moves, "transfers between ranks")
+
+    def _begin(self, kind: str, output: Tensor, source: Tensor, label: str) -> Transfer:
+        transfer = _OnDevice(self, None, kind, label)
+        launch = _Launch(output, source, transfer)
+        if self._open is not None:
+            self._open[kind].append(launch)
+        else:
+            self._launch(kind, [launch])
+        return transfer
+
+    def _launch(self, kind: str, launches: list[_Launch]) -> None:
+        names = _NAMES[kind]
+        group: dist.ProcessGroup = self._gather_group
+        options: Any = AllgatherOptions()
+        if kind == _REDUCE:
+            group, options = self._group, ReduceScatterOptions()
+            options.reduceOp = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        options.asyncOp = True
+        if len(launches) == 1:
+            work = _method(group, names.one)(launches[0].output, launches[0].input, options)
+        else:
+            outputs, inputs = [one.output for one in launches], [one.input for one in launches]
+            work = _method(group, names.several)(outputs, inputs, options)
+        for launch in launches:
+            launch.transfer.begin([(work, None)])
+
+    # ------------------------------------------------------------------ operations
+
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+        self.sent["all_gather"] += rows[self.rank].nbytes * (self.world_size - 1)
+        return self._begin(_GATHER, rows.view(-1), rows[self.rank], label)
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return rows.shape[1]
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
+        divisor = 1.0 if self._averages else self._divisor
+        return _NativeMean(self._begin(_REDUCE, workspace, rows.view(-1), label), workspace, divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if tensor.numel() == 0:
@@ -39,36 +155,64 @@ class Native(Grouped):
             dist.broadcast(tensor, src=self.members.ranks[source], group=self._group)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
-        works: list[Work] = []
+        transfer = _OnDevice(self, (), "transfer", label)
+        if self.rank not in (source, target) or source == target:
+            return transfer
+        self.sent["transfer"] += tensor.nbytes if self.rank == source else 0
+        operation, peer = (dist.isend, target) if self.rank == source else (dist.irecv, source)
+        move = _Move(dist.P2POp(operation, tensor, self.members.ranks[peer], self._group, TRANSFER_TAG), peer, transfer)
+        if self._open is not None:
+            self._moves.append(move)
+        else:
+            self._move([move], label)
+        return transfer
+
+    def _move(self, moves: list[_Move], label: str) -> None:
+        """Send and receive, all at once: one after the other each pair of ranks would need a communicator of its own."""
         with self.guarded(label):
-            if self.rank == source:
-                self.sent["transfer"] += tensor.nbytes
-                works = [(self._group.send([tensor], target, TRANSFER_TAG), target)]
-            elif self.rank == target:
-                works = [(self._group.recv([tensor], source, TRANSFER_TAG), source)]
-        return Transfer(self, works, "transfer", label)
-
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
-        self.sent["all_gather"] += rows[self.rank].nbytes * (self.world_size - 1)
-        work = self._all_gather(rows.view(-1), rows[self.rank], group=self._gather_group, async_op=True)
-        return Transfer(self, [(work, None)], "gather", label)
-
-    def workspace_numel(self, rows: Tensor) -> int:
-        return rows.shape[1]
-
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        work = self._reduce_scatter(workspace, rows.view(-1), group=self._group, async_op=True)
-        return _NativeMean(Transfer(self, [(work, None)], "reduce", label), workspace, self._divisor)
+            works = dist.batch_isend_irecv([move.operation for move in moves])
+        one_each = len(works) == len(moves)  # or one for all
+        for number, move in enumerate(moves):
+            move.transfer.begin([(work, move.peer) for work in (works[number : number + 1] if one_each else works)])
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        everyone = own.new_empty(self.world_size * own.numel())
-        self.sent["exchange"] += own.nbytes * (self.world_size - 1)
-        work = self._all_gather(everyone, own, group=self._group, async_op=True)
-        Transfer(self, [(work, None)], "exchange", label).wait()
-        with self.guarded(label):  # an accelerator's wait ends here
-            return [row.numpy().tobytes() for row in everyone.view(self.world_size, -1).cpu()]
+        if self._messages is None:
+            self._messages = PointToPoint(self.members, torch.device("cpu"), 1.0, self.watch)
+            self._messages.sent = self.sent
+        with self.measure("exchange"):
+            return self._messages.exchange(data, label)
+
+    def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
+        # First the messages: a rank that gives no value would leave the others' gather to meet another of its own.
+        messages = self.agreed(value is not None, data, label)
+        values = torch.zeros(self.world_size, 1, dtype=torch.float64, device=self._device)
+        if value is not None:
+            values[self.rank].copy_(value)
+            self.all_gather(values, 0, label).wait()
+        return values.view(-1), messages
+
+
+class _Names(NamedTuple):
+    """A group's methods, by torch 2.13's name and the one before."""
+
+    one: tuple[str, str]
+    several: tuple[str, str]
+
+
+_NAMES = {
+    _GATHER: _Names(
+        ("all_gather_single", "_allgather_base"), ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    ),
+    _REDUCE: _Names(
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    ),
+}
+
+
+def _method(group: dist.ProcessGroup, names: tuple[str, str]) -> Any:
+    """The group's own methods, as in `PointToPoint`: of several tensors there is no public function."""
+    return getattr(group, names[0], None) or getattr(group, names[1])
 
 
 class _NativeMean(PendingReduction):
@@ -77,7 +221,9 @@ class _NativeMean(PendingReduction):
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._transfer.wait()
-        if accumulate:
+        if self._divisor == 1.0:
+            out.add_(self._total) if accumulate else out.copy_(self._total)
+        elif accumulate:
             out.add_(self._total.to(out.dtype).div_(self._divisor))
         else:
             out.copy_(self._total).div_(self._divisor)

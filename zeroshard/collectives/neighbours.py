@@ -127,7 +127,7 @@ class Neighbours:
             Lost: the other process is gone, or any of this host; or waits in vain for this one, too.
             RuntimeError: the timeout is over.
         """
-        self._block(peer, lambda: bool(self._inbox[peer].get(tag)), label)
+        self.block(peer, lambda: bool(self._inbox[peer].get(tag)), label)
         waiting = self._inbox[peer][tag]
         found = waiting.popleft()
         if not waiting:
@@ -136,9 +136,6 @@ class Neighbours:
 
     def block(self, peer: int, is_over: Callable[[], bool], label: str) -> None:
         """Block until what this rank says of the messages that came is true. Raises as `receive` does."""
-        self._block(peer, is_over, label)
-
-    def _block(self, peer: int, is_over: Callable[[], bool], label: str) -> None:
         if is_over():
             return
         self._drain(peer)

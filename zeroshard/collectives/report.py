@@ -49,13 +49,15 @@ def _is(ranks: Sequence[int]) -> str:
 
 def describe_failure(
     own: int, ranks: Sequence[int], text: str, operation: str | None, others: Mapping[int, Told], gone: Iterable[int],
-    timeout: timedelta, error: BaseException,
+    timeout: timedelta, error: BaseException, *, awaited: int | None = None, reaches_store: bool = True,
 ) -> str:  # fmt: skip
     """What is raised when a wait failed: what each rank waited for, as far as it is known. Ranks are those of all.
 
     Args:
         others: what other ranks said that they waited for.
         gone: ranks whose connections are closed.
+        awaited: whose message did not come.
+        reaches_store: what others said would have been heard.
     """
     closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
     waiting = {own: text} | {rank: told.text for rank, told in others.items() if rank not in closed}
@@ -63,7 +65,11 @@ def describe_failure(
     if closed:
         lines.append(f"{spell(closed)} closed the connection, and said nothing: dead, or finished")
     silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
-    if silent:
+    if silent and not reaches_store:
+        if awaited in silent:
+            lines.append(f"rank {awaited} did not answer")
+        lines.append(f"of {spell(silent)} nothing is heard, nor of the store: its host, or this one, may be cut off")
+    elif silent:
         were = "were" if len(silent) > 1 else "was"
         lines.append(f"{spell(silent)} {were} not waiting for any rank (dead, finished, or still in other code)")
     advice = (

@@ -64,6 +64,8 @@ class SharedMemory(Grouped):
     """
 
     reads_in_place = True
+    travels = False
+    arrives_by_itself = False
 
     def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
         super().__init__(members, device, predivide_factor, watch)
@@ -73,6 +75,8 @@ class SharedMemory(Grouped):
         if isinstance(met, str):
             raise NotShared(met)
         self._met = met
+        # Who lets go of these without `close` leaves what others have not read yet.
+        weakref.finalize(self, met.file.close).atexit = False
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
@@ -195,9 +199,13 @@ class SharedMemory(Grouped):
         self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = (),
         gone: Collection[int] = (),
     ) -> CollectiveError:  # fmt: skip
+        self.tell_failure()
+        return super().failure(label, error, peer, works, gone or (error.peers if isinstance(error, Lost) else ()))
+
+    def tell_failure(self) -> None:
+        """A wait of this rank failed: who waits for it need not wait until the timeout."""
         if self._met is not None:
             self._met.neighbours.tell_failure()
-        return super().failure(label, error, peer, works, gone or (error.peers if isinstance(error, Lost) else ()))
 
     # ------------------------------------------------------------------ operations
 
@@ -248,7 +256,7 @@ class SharedMemory(Grouped):
         channel = source * self.world_size + (targets[0] if kind == "transfer" else source)
         if self.rank == source:
             self.sent[kind] += tensor.nbytes
-        flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
+        flat = tensor.detach().reshape(-1)
         last = None
         for piece in flat.split(max(_PIECE_NBYTES // flat.dtype.itemsize, 1)):
             tag = self.tag(channel, _MOVE)

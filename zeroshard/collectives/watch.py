@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -75,6 +76,7 @@ class _Question:
     text: str
     gone: Sequence[int] = ()
     found: dict[int, Told] = field(default_factory=dict)
+    is_heard: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
 
 
@@ -89,13 +91,18 @@ class Watch:
     """
 
     def __init__(self, store: Store, ranks: Sequence[int], own: int, notice_seconds: float) -> None:
-        self._ranks, self._own, self._notice_seconds = tuple(ranks), own, notice_seconds
+        self.ranks, self._own, self._notice_seconds = tuple(ranks), own, notice_seconds
         self._waits: dict[int, Wait] = {}
+        self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
+        """What the device waits for, in its order."""
+        self._behind_lock = threading.Lock()
         self._operations = threading.local()
         self._question: _Question | None = None
+        self.reaches_store = True
+        """Whether it did when it was last asked."""
         self._is_posted = self._has_failed = self._is_closed = False
         self._quiet_until = 0.0
-        self._notice_key = f"zeroshard/notice/{sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
+        self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(store,), name="zeroshard watch", daemon=True)
         self._thread.start()
@@ -128,6 +135,27 @@ class Watch:
         """This thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
+    def follow(self, label: str, is_over: Callable[[], bool]) -> None:
+        """The device will wait for `label`, while this thread goes on: told as a wait is, until it `is_over`.
+
+        A backend that gives up may end the process: so this is told before.
+        """
+        wait = Wait(self.operation_name, label, time.monotonic())
+        with self._behind_lock:
+            self._drop_what_is_over()
+            self._behind.append((wait, is_over))
+
+    def _drop_what_is_over(self) -> None:
+        while self._behind and self._behind[0][1]():
+            self._behind.popleft()
+
+    def _present(self) -> list[Wait]:
+        """The waits of all threads, and what the device waits for, if anything."""
+        with self._behind_lock:
+            self._drop_what_is_over()
+            behind = [self._behind[0][0]] if self._behind else []
+        return [*self._waits.values(), *behind]
+
     def ask(self, text: str, gone: Sequence[int] = ()) -> dict[int, Told]:
         """Tell the others that a wait for `text` failed, and learn what they wait for, by rank of all.
 
@@ -142,6 +170,7 @@ class Watch:
             self._wake.set()
             # The store may be gone with a rank: the thread then waits for it in vain, and nobody for the thread.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
+        self.reaches_store = question.is_heard
         return dict(question.found)
 
     def close(self) -> None:
@@ -159,7 +188,7 @@ class Watch:
             self._wake.clear()
             question, self._question = self._question, None
             try:
-                if question is None and not self._waits and not self._is_posted:
+                if question is None and not self._present() and not self._is_posted:
                     continue
                 if not self._is_connected:
                     self._connect(store)
@@ -190,16 +219,16 @@ class Watch:
 
     def _stagger(self) -> float:
         """Ranks that began to wait together speak in their order: the first of them is the only one."""
-        return self._tick * self._ranks.index(self._own) / len(self._ranks)
+        return self._tick * self.ranks.index(self._own) / len(self.ranks)
 
     def _nap(self) -> float:
         now, due = time.monotonic(), self._notice_seconds + self._stagger()
-        soon = [wait.since + due - now for wait in list(self._waits.values())]
+        soon = [wait.since + due - now for wait in self._present()]
         return min([self._tick, *(one for one in soon if one > 0)])
 
     def _look(self) -> None:
         now = time.monotonic()
-        long = [wait for wait in list(self._waits.values()) if now - wait.since >= self._tick]
+        long = [wait for wait in self._present() if now - wait.since >= self._tick]
         if not long:
             if self._is_posted:
                 self._store.set(self._key(self._own), "")
@@ -213,7 +242,7 @@ class Watch:
         if overdue and now >= self._quiet_until and self._may_speak():
             self._quiet_until = now + REPEAT_SECONDS
             logging.getLogger("zeroshard").warning(
-                sentence(self._own, now - overdue[0].since, overdue[0].text, self._ranks, self._read_others())
+                sentence(self._own, now - overdue[0].since, overdue[0].text, self.ranks, self._read_others())
             )
 
     def _may_speak(self) -> bool:
@@ -232,7 +261,8 @@ class Watch:
             # That a rank waits may have been said before it died; that its wait failed is its last word.
             heard = [rank for rank, told in question.found.items() if told.has_failed]
             question.found.update(self._read_others(heard))
-            if len({*heard, *question.gone}) == len(self._ranks) - 1:
+            question.is_heard = True
+            if len({*heard, *question.gone}) == len(self.ranks) - 1:
                 break
             time.sleep(_POLL_SECONDS)
 
@@ -256,7 +286,7 @@ class Watch:
     def _read_others(self, known: Sequence[int] = ()) -> dict[int, Told]:
         """What the other members say, but for those that are known."""
         found = {}
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank != self._own and rank not in known:
                 told = self._read(self._key(rank))
                 if told:

@@ -90,7 +90,9 @@ class Config:
             read_ahead=optimizer.pipeline_read is not False,
             write_behind=optimizer.pipeline_write is not False,
         )
-        policy = Policy.stage(self.stage).offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
+        policy = Policy.stage(self.stage, within=_ranks_of_a_host(zero, self.batch.world_size)).offloaded(
+            parameters=_PLACES[parameters.device], offload=of_parameters
+        )
         policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)
         return replace(
             policy,
@@ -239,6 +241,24 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
         return ActivationCheckpointingBlock.model_validate(block)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
+
+
+def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
+    """What ZeRO++ and MiCS call by names of their own."""
+    said = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
+        "mics_shard_size": zero.mics_shard_size if zero.mics_shard_size > 0 else None,
+    }
+    given = {key: ranks for key, ranks in said.items() if ranks is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"zero_optimization says two numbers of ranks of a host: {given}. Leave one of them out.")
+    for key, ranks in given.items():
+        if world_size % ranks:
+            raise ConfigError(
+                f"zero_optimization.{key} = {ranks} does not divide the {world_size} ranks: give the number of ranks of a host, or "
+                "a divisor of it."
+            )
+    return next(iter(given.values()), None)
 
 
 def _offload(block: OffloadParamBlock | OffloadOptimizerBlock, common: Offload) -> Offload:

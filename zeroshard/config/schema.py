@@ -289,7 +289,10 @@ class Schema(BaseModel):
     torch_autocast: Annotated[AutocastBlock, works("mixed precision by torch.autocast.")] = AutocastBlock()
     data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
     communication_data_type: Annotated[
-        DType | None, works("dtype in which gradients travel; left out: the parameters'.")
+        DType | None,
+        works(
+            "dtype in which gradients travel; left out: the parameters', or fp32 where that has 16 bits and the backend rounds each sum (NCCL)."
+        ),
     ] = None
     seq_parallel_communication_data_type: Annotated[Any, no_meaning("there is no sequence parallelism.")] = "fp32"
     gradient_predivide_factor: Annotated[

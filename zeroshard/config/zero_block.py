@@ -171,8 +171,23 @@ class ZeroBlock(Block):
         bool, no_meaning("memory for offload is pinned; pin_memory of a block says otherwise.")
     ] = False
     zero_hpz_partition_size: Annotated[
-        Annotated[int, Field(ge=0, le=1)], works("1: secondary shards (ZeRO++ hpZ) are not offered.")
+        Count,
+        works(
+            "ranks of a host (ZeRO++ hpZ): parameters of stage 3 are sharded over these, gradients and optimizer states over all, and sums "
+            "are made host by host. There is no second copy. 0, 1: parameters are sharded over all ranks."
+        ),
     ] = 1
+    mics_shard_size: Annotated[
+        int,
+        Field(ge=-1),
+        works(
+            "ranks of a host (MiCS), as zero_hpz_partition_size: optimizer states are sharded over all ranks, where MiCS repeats them. "
+            "-1, 0: parameters are sharded over all ranks."
+        ),
+    ] = -1
+    mics_hierarchical_params_gather: Annotated[
+        bool, no_meaning("parameters are gathered inside mics_shard_size ranks alone.")
+    ] = False
     zero_quantized_weights: Annotated[bool, refused("quantised all-gathers (ZeRO++ qwZ) change the result.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, refused("quantised all-gathers change the result.")] = False
     zero_quantized_gradients: Annotated[bool, refused("quantised reductions (ZeRO++ qgZ) change the result.")] = False

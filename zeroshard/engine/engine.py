@@ -173,8 +173,8 @@ class Engine(Saving, Readers, nn.Module):
         self._refuse_untrained("step")
         self._microbatches.refuse_inside_no_sync()
         ends_step = self._ends_step
-        self.micro_steps += 1
         self._microbatches.end(ends_step=ends_step)
+        self.micro_steps += 1
         if not ends_step:
             self._was_applied = False
             count = self.gradient_accumulation_steps()
@@ -193,7 +193,7 @@ class Engine(Saving, Readers, nn.Module):
         not_finite: tuple[str, ...] = ()
         reason = None
         multiple = self._microbatches.multiple(self.gradient_accumulation_steps(), self.resolved)
-        norm = self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple)
+        norm = float(self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple))
         if not math.isfinite(norm):
             not_finite = self.optimizer.not_finite()
             reason = why_not_finite(norm, not_finite)

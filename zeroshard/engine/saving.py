@@ -17,6 +17,7 @@ from zeroshard.engine.checkpoint_values import COUNTERS, Resumable
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
 from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.layout.names import name_of
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.sharded import Sharded
 
@@ -246,7 +247,7 @@ class _OnRank0(dict[str, Tensor]):
 
 def _save(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: _as(value, dtype) for name, value in state.items()}, path)
+    torch.save({name_of(name): _as(value, dtype) for name, value in state.items()}, path)
 
 
 def _as(value: Any, dtype: torch.dtype) -> Any:

@@ -25,6 +25,7 @@ from zeroshard.born import Births, BornSharded, Shard, born, cut_parameter, shar
 from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.model_files import INDEX, SINGLE
+from zeroshard.layout.names import name_of
 
 
 def load_pretrained(
@@ -64,11 +65,12 @@ def load_pretrained(
         missing: list[str] = []
         used: set[str] = set()
         for fqns, tensor in _named_tensors(model):
-            name = next((rename(fqn) for fqn in fqns if rename(fqn) in home), None)
+            names = [rename(name_of(fqn)) for fqn in fqns]
+            name = next((one for one in names if one in home), None)
             if name is None:
-                missing.append(fqns[0])
+                missing.append(name_of(fqns[0]))
                 continue
-            used.update(rename(fqn) for fqn in fqns)
+            used.update(names)
             _read(model, fqns, tensor, home[name], name, births)
     unexpected = sorted(home.keys() - used)
     if strict and (missing or unexpected):

@@ -57,12 +57,14 @@ class _Microbatch:
         is_closed: none will come any longer.
         whole: [n] in scratch; or a part of the tensor that autograd made, which is not ours to write to.
         is_scratch: it is scratch.
+        arrived: gradients, each with its place, that are not there yet: where launches are dear, they go there together.
     """
 
     missing: frozenset[int]
     is_closed: bool = False
     whole: Tensor | None = None
     is_scratch: bool = False
+    arrived: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -105,7 +107,7 @@ class GradientBucket:
         if not self._policy.gradients.sharded:
             self._rows = self._make_rows(spec.dtypes.accumulate, parameters.rows.device)
         self.shards = self._make_shards(parameters, context)
-        self._own = next(shard for shard in self.shards if shard.rank == parameters.rank)
+        self._own = next(shard for shard in self.shards if shard.number == parameters.own_shard)
         self._everything = frozenset(piece.index for piece in self.layout.pieces)
         self.holds = Holds.NOTHING
         self._microbatch = _Microbatch(self._everything)
@@ -127,14 +129,14 @@ class GradientBucket:
         policy, storages = context.policy, context.storages
         places, label = Places(storages.step(policy), storages.optimizer(policy)), f"gradients of {self.label}"
         shards = []
-        for rank, master in parameters.masters.items():
+        for number, master in parameters.masters.items():
             if self._rows is None:
                 gradient = storages.gradient_slot(policy, label, self.layout.shard_numel, self._dtypes.accumulate)
             else:
-                gradient = self._accelerator.around(label, self._rows[rank])
-            rest = parameters.rests[rank]
+                gradient = self._accelerator.around(label, self._rows[number])
+            rest = parameters.rests[number]
             is_shown = master is rest and not parameters.is_sharded_at_rest
-            shards.append(Shard(rank, self.layout.shard_pieces(rank), rest, master, gradient, places, is_shown))
+            shards.append(Shard(number, self.layout.shard_pieces(number), rest, master, gradient, places, is_shown))
         return tuple(shards)
 
     def _move(self, event: str) -> None:
@@ -147,6 +149,11 @@ class GradientBucket:
     def is_ready(self) -> bool:
         """Every parameter of the bucket has its gradient of this microbatch, or will have none."""
         return not self._microbatch.missing or self._microbatch.is_closed
+
+    @property
+    def is_closed(self) -> bool:
+        """No further gradient is expected in this microbatch."""
+        return self._microbatch.is_closed
 
     def close(self) -> None:
         """No further gradient is expected in this microbatch: what is missing counts as zeros."""
@@ -174,8 +181,19 @@ class GradientBucket:
                 return
             target = whole[piece.start : piece.start + piece.numel]
             first = piece.index in self._microbatch.missing
-        target.copy_(part) if first else target.add_(part)
         self._microbatch.missing -= {piece.index}
+        if first and self._collectives.launches_together:
+            self._microbatch.arrived.append((target, part))
+            return
+        self._take_arrived()
+        target.copy_(part) if first else target.add_(part)
+
+    def _take_arrived(self) -> None:
+        """One launch brings what has arrived to where it belongs."""
+        arrived, self._microbatch.arrived = self._microbatch.arrived, []
+        if arrived:
+            targets, parts = zip(*arrived, strict=True)
+            torch._foreach_copy_(targets, parts)
 
     def local_sum(self, index: int) -> Tensor | None:
         """This rank's sum so far of one parameter's gradient, 1-D, where all of it is here and nothing was reduced yet."""
@@ -183,6 +201,7 @@ class GradientBucket:
         if piece is None or self.holds is not Holds.LOCAL_SUM or index not in self._summed:
             return None
         assert self._rows is not None
+        self._take_arrived()
         return self._rows.view(-1)[piece.start : piece.start + piece.numel]
 
     def _room_for(self, piece: Piece, part: Tensor) -> Tensor | None:
@@ -213,6 +232,7 @@ class GradientBucket:
         Returns whether one was started: unsharded gradients wait for the last microbatch.
         """
         self.finish_reduction()  # the microbatch's before may be in flight still, where no gradient has come since
+        self._take_arrived()
         now, self._microbatch = self._microbatch, _Microbatch(self._everything)
         if self._sums_before_reducing:
             if not is_last_microbatch:

@@ -2,10 +2,13 @@
 
 The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64: so the
 norm, and with it a clipped step, has the same bits whoever holds the shards.
+
+What is computed on an accelerator stays there, as a tensor of shape []: nobody waits for it but who reads it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +19,37 @@ ROW_NUMEL = 1024
 6e-4 on a CPU, rows of 1024 by 1e-10, at the same speed."""
 
 
+def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of squares of each of several 1-D tensors, as fp64 of shape []."""
+    found: dict[int, Tensor] = {}
+    for alike in _by_kind(flats):
+        found |= zip(map(id, alike), _sums_of_squares(alike), strict=True)
+    return [found[id(flat)] for flat in flats]
+
+
+def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Apart by device and dtype: one kernel takes those that are alike."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for flat in flats:
+        found.setdefault((flat.device, flat.dtype), []).append(flat)
+    return list(found.values())
+
+
+def _sums_of_squares(flats: list[Tensor]) -> Sequence[Tensor]:
+    device, dtype = flats[0].device, flats[0].dtype
+    if device.type == "cpu":
+        return [_sum_of_squares(flat) for flat in flats]
+    # Few launches, however many there are; the sums run within blocks of threads, so fp32 does.
+    norms = torch._foreach_norm(flats, 2, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).double().square().unbind()
+
+
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """The sum of squares of a 1-D tensor, as fp64 of shape []."""
+    """Of one."""
+    return sums_of_squares([flat])[0]
+
+
+def _sum_of_squares(flat: Tensor) -> Tensor:
     whole_rows = flat.numel() // ROW_NUMEL * ROW_NUMEL
     dtype = torch.promote_types(flat.dtype, torch.float32)
     rows = torch.linalg.vector_norm(flat[:whole_rows].view(-1, ROW_NUMEL), dim=1, dtype=dtype)
@@ -31,14 +63,43 @@ def clip_coefficient(total_norm: float, max_norm: float) -> float:
     return min(max_norm / (total_norm + 1e-6), 1.0)
 
 
-def scale_(flats: Sequence[Tensor], coefficient: float) -> None:
-    """Multiply in place; a coefficient of 1 touches nothing."""
-    if coefficient != 1.0:
-        for flat in flats:
-            flat.mul_(coefficient)
+def norm_of(squares: Tensor) -> float | Tensor:
+    """The norm, of the sums of squares by number of shard, [world_size]. On an accelerator a tensor of shape []."""
+    if squares.device.type == "cpu":
+        return math.sqrt(sum(squares.tolist()))
+    return squares.sum().sqrt()
 
 
-def sum_of_parts(parts: Sequence[Tensor]) -> float:
+def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
+    """What to multiply scaled gradients by, so that their norm is at most `max_norm`; 1 where the norm is not finite.
+
+    Args:
+        norm: of the gradients without their scale.
+        max_norm: None leaves it as it is.
+    """
+    if isinstance(norm, Tensor):
+        clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return torch.where(norm.isfinite(), clip / loss_scale, 1.0)
+    if not math.isfinite(norm):
+        return 1.0
+    return (1.0 if max_norm is None else clip_coefficient(norm, max_norm)) / loss_scale
+
+
+def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
+    """Multiply in place; a number 1 touches nothing. A tensor of shape [] is on the same device."""
+    if not isinstance(coefficient, Tensor) and coefficient == 1.0:
+        return
+    for alike in _by_kind(flats):
+        if alike[0].device.type == "cpu":
+            for flat in alike:
+                flat.mul_(coefficient)
+        elif isinstance(coefficient, Tensor):
+            torch._foreach_mul_(alike, coefficient.to(alike[0].dtype))
+        else:
+            torch._foreach_mul_(alike, coefficient)
+
+
+def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
     """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
     device = parts[0].device
-    return float(torch.stack([part.to(device) for part in parts]).sum())
+    return torch.stack([part.to(device) for part in parts]).sum()

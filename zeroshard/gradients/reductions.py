@@ -6,49 +6,64 @@ that skips a parameter), so reductions follow one fixed order of buckets: a comp
 incomplete when the backward ends is reduced then, with zeros for what is missing. The fixed order is the one in which rank 0
 completed its buckets in the first backward.
 
-Under sharded parameters a rank waits for all-gathers inside its backward. A rank must not wait there while another waits for one
-of its reductions, so a unit whose backward is over is closed, with zeros for what is missing, before the next unit is waited for.
+What the backend launches at once is in groups: the buckets of a unit are reduced when the last of them is complete.
+
+Where several units are sharded, a rank starts all-gathers inside its backward, and waits for them. A rank must not wait there while
+another waits for one of its reductions, so a unit whose backward is over is closed, with zeros for what is missing, before the next
+unit is waited for. And no reduction starts before that (`in_turn`): when a unit's last gradient comes depends on the rank, and when
+it is closed does not. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
+So gathers and reductions start in one order on all ranks, too, which backends need whose kernels wait for their turn on the device.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
+
+Group = tuple[GradientBucket, ...]
+"""Buckets that are reduced at once."""
 
 
 class Reductions:
     """The reductions of one model.
 
     Args:
-        buckets: those of all trainable units, in the order of registration.
+        units: the buckets of each trainable unit, in the order of registration.
         limit_numel: elements of buckets that may be under way while the next gradients are made, or one bucket; 0 waits for each at
             once.
         overlap: gathers run behind the computation. Off: each is waited for where it starts.
+        in_turn: a unit's reductions start when it is closed: several are brought together inside a backward.
     """
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], collectives: Collectives, limit_numel: int, *, overlap: bool
-    ) -> None:
+        self, units: Sequence[Sequence[GradientBucket]], collectives: Collectives, limit_numel: int, *, overlap: bool,
+        in_turn: bool = False,
+    ) -> None:  # fmt: skip
         self._collectives, self._limit, self._overlap = collectives, limit_numel, overlap
-        self._in_flight: deque[GradientBucket] = deque()
+        self._in_turn = in_turn
+        self._in_flight: deque[Group] = deque()
         self._in_flight_numel = 0
         self.is_last_microbatch = True
-        self.set_buckets(buckets)
+        self.set_units(units)
 
-    def set_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+    def set_units(self, units: Sequence[Sequence[GradientBucket]]) -> None:
         """Between steps: these are the model's buckets from now on. Their order is agreed upon anew."""
-        self._set_order(buckets[::-1])  # a first guess, see [Note: order]
-        self._completed: dict[GradientBucket, None] = {}
+        turned = [tuple(reversed(unit)) for unit in reversed(units) if unit]  # a first guess, see [Note: order]
+        if not self._collectives.launches_together:
+            turned = [(bucket,) for unit in turned for bucket in unit]
+        self._set_order(turned)
+        self._completed: dict[Group, None] = {}
         self._is_agreed = False
 
-    def _set_order(self, order: Sequence[GradientBucket]) -> None:
+    def _set_order(self, order: Sequence[Group]) -> None:
         self._order = list(order)
-        self._position = {bucket: position for position, bucket in enumerate(order)}
+        self._position = {bucket: position for position, group in enumerate(order) for bucket in group}
         self._next = 0
 
     # ------------------------------------------------------------------ one microbatch
@@ -56,10 +71,14 @@ class Reductions:
     def start_ready(self, buckets: Sequence[GradientBucket]) -> None:
         """These may have become complete: start to reduce what is, and has its turn."""
         if not self._is_agreed:
-            self._completed.update(dict.fromkeys(bucket for bucket in buckets if bucket.is_ready))
-        while self._next < len(self._order) and self._order[self._next].is_ready:
+            groups = dict.fromkeys(self._order[self._position[bucket]] for bucket in buckets)
+            self._completed.update(dict.fromkeys(group for group in groups if self._may_start(group)))
+        while self._next < len(self._order) and self._may_start(self._order[self._next]):
             self._reduce(self._order[self._next])
             self._next += 1
+
+    def _may_start(self, group: Group) -> bool:
+        return all(bucket.is_closed for bucket in group) if self._in_turn else _is_ready(group)
 
     def close(self, buckets: Sequence[GradientBucket]) -> None:
         """Their unit's backward is over on every rank that has come this far: what it did not give counts as zeros."""
@@ -71,31 +90,37 @@ class Reductions:
 
     def end_microbatch(self) -> None:
         """All of this microbatch's gradients are here: reduce the rest, in the fixed order."""
-        for bucket in self._order[self._next :]:
-            self._reduce(bucket)
-        for bucket in self._order:
+        for group in self._order[self._next :]:
+            self._reduce(group)
+        for bucket in self._buckets():
             if bucket.has_unreduced:  # a second gradient, after the bucket's turn
-                self._reduce(bucket)
+                self._reduce((bucket,))
         self._next = 0
 
-    def _reduce(self, bucket: GradientBucket) -> None:
-        if not bucket.reduce_gradients(self.is_last_microbatch):
+    def _buckets(self) -> Iterator[GradientBucket]:
+        return chain.from_iterable(self._order)
+
+    def _reduce(self, group: Group) -> None:
+        with self._collectives.together():
+            started = tuple([bucket for bucket in group if bucket.reduce_gradients(self.is_last_microbatch)])
+        if not started:
             return
-        self._in_flight.append(bucket)
-        self._in_flight_numel += bucket.layout.numel
+        self._in_flight.append(started)
+        self._in_flight_numel += _numel(started)
         while self._in_flight_numel > self._limit and (len(self._in_flight) > 1 or not self._limit):
             self._land()
 
     def _land(self) -> None:
-        bucket = self._in_flight[0]
-        bucket.finish_reduction()  # which may fail where gradients rest on disk, and is then tried again
-        self._take_off()
-        bucket.start_gather()
+        group = self._in_flight[0]
+        for bucket in group:
+            bucket.finish_reduction()  # which may fail where gradients rest on disk, and is then tried again
+        self._in_flight_numel -= _numel(self._in_flight.popleft())
+        with self._collectives.together():
+            for bucket in group:
+                bucket.start_gather()
         if not self._overlap:
-            bucket.wait_gather()
-
-    def _take_off(self) -> None:
-        self._in_flight_numel -= self._in_flight.popleft().layout.numel
+            for bucket in group:
+                bucket.wait_gather()
 
     # ------------------------------------------------------------------ one step
 
@@ -103,30 +128,38 @@ class Reductions:
         """Block until every gradient that this rank updates with is the mean over ranks."""
         while self._in_flight:
             self._land()
-        unreduced = [bucket.label for bucket in self._order if bucket.holds is Holds.LOCAL_SUM]
+        unreduced = [bucket.label for bucket in self._buckets() if bucket.holds is Holds.LOCAL_SUM]
         if unreduced:
             raise UsageError(
                 "a step or a gradient norm was asked for, but the last backward was not declared the last microbatch: "
                 f"the gradients of {len(unreduced)} buckets (one is {unreduced[0]}) were summed on this rank and never "
                 "reduced. Run the last backward of a step outside of `accumulate()`."
             )
-        for bucket in self._order:
+        for bucket in self._buckets():
             bucket.wait_gather()
         self._agree_on_order()
 
     def _agree_on_order(self) -> None:
         if self._is_agreed:
             return
-        rest = [bucket for bucket in self._order if bucket not in self._completed]
-        numbers = struct.pack(f"<{len(self._order)}I", *[bucket.number for bucket in [*self._completed, *rest]])
+        rest = [group for group in self._order if group not in self._completed]
+        numbers = struct.pack(f"<{len(self._order)}I", *[group[0].number for group in [*self._completed, *rest]])
         first = self._collectives.exchange(numbers, "the order of buckets")[0]
-        by_number = {bucket.number: bucket for bucket in self._order}
+        by_number = {group[0].number: group for group in self._order}
         self._set_order([by_number[number] for number in struct.unpack(f"<{len(self._order)}I", first)])
         self._completed, self._is_agreed = {}, True
 
     def forget(self) -> None:
         """zero_grad(), or a backward that broke off: nothing of this step is wanted any longer, nor what went wrong with it."""
-        for bucket in self._order:
+        for bucket in self._buckets():
             bucket.forget()
         self._in_flight.clear()
         self._in_flight_numel, self._next = 0, 0
+
+
+def _is_ready(group: Group) -> bool:
+    return all(bucket.is_ready for bucket in group)
+
+
+def _numel(group: Group) -> int:
+    return sum(bucket.layout.numel for bucket in group)

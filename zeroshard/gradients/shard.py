@@ -1,4 +1,4 @@
-"""Owns what the optimizer is given of a bucket: one rank's part of its parameters, master weights and gradient.
+"""Owns what the optimizer is given of a bucket: one shard of its parameters, master weights and gradient.
 
 Made by gradient_bucket.
 """
@@ -28,9 +28,10 @@ class Places:
 
 @dataclass(eq=False)
 class Shard:
-    """One rank's part of a bucket, as the optimizer sees it: slots of [shard_numel].
+    """One shard of a bucket, as the optimizer sees it: slots of [shard_numel].
 
     Attributes:
+        number: which of the bucket's.
         rest: the parameters at rest, in the dtype of the forward.
         master: what the optimizer updates; `rest` itself where the dtype is the same.
         gradient: the mean over ranks.
@@ -38,7 +39,7 @@ class Shard:
         squares: the sum of squares of the gradient, where that left the accelerator and was not changed since.
     """
 
-    rank: int
+    number: int
     pieces: tuple[Piece, ...]
     rest: Slot
     master: Slot

@@ -59,7 +59,7 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def clip(self, max_norm: float | None) -> float:
         """Clip, and return the norm before."""
-        self._norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
+        self._norm = float(self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale))
         return self._norm
 
     def step(self, closure: Any = None) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.layout.names import name_of
 from zeroshard.policy import Units
 
 MIXTURES = (
@@ -61,7 +62,7 @@ def _units_below(
     prefix: str, module: nn.Module, leaves: set[nn.Module], min_numel: int
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        fqn = f"{prefix}.{name}" if prefix else name
+        fqn = name_of(f"{prefix}.{name}" if prefix else name)
         is_block = isinstance(module, nn.ModuleList | nn.Sequential) and _is_callable(child)
         if child in leaves or (is_block and sum(p.numel() for p in child.parameters()) >= min_numel):
             yield fqn, child
@@ -95,11 +96,11 @@ def _is_of_class(_: str, module: nn.Module, name: str) -> bool:
 
 
 def _is_named(fqn: str, _: nn.Module, pattern: str) -> bool:
-    return fnmatchcase(fqn, pattern)
+    return fnmatchcase(name_of(fqn), pattern)
 
 
 def _ends_in(fqn: str, _: nn.Module, suffix: str) -> bool:
-    return fqn.endswith(suffix)
+    return name_of(fqn).endswith(suffix)
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -124,7 +125,7 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
             users[id(parameter)].append(number)
     names: dict[int, list[str]] = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(fqn)
+        names[id(parameter)].append(name_of(fqn))
 
     members: dict[tuple[int, bool, torch.dtype, torch.device, bool], list[NamedParameter]] = defaultdict(list)
     for parameter in model.parameters():

@@ -71,9 +71,9 @@ class BucketLayout:
             gaps.append((used, self.numel))
         return tuple(gaps)
 
-    def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces of rank `rank`'s shard; `start` counts from the start of the shard."""
-        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+    def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
+        """The pieces of one of the shards; `start` counts from its start."""
+        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         found = []
         for piece in self.pieces:
             start, stop = max(piece.start, low), min(piece.start + piece.numel, high)
@@ -96,13 +96,13 @@ class UnitLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, start, stop): who holds which elements of the flattened parameter `index`."""
+        """(shard, start, stop): which shards hold which elements of the flattened parameter `index`."""
         for bucket in self.buckets:
             if any(piece.index == index for piece in bucket.pieces):
-                for rank in range(bucket.world_size):
-                    for piece in bucket.shard_pieces(rank):
+                for shard in range(bucket.world_size):
+                    for piece in bucket.shard_pieces(shard):
                         if piece.index == index:
-                            yield rank, piece.parameter_start, piece.parameter_start + piece.numel
+                            yield shard, piece.parameter_start, piece.parameter_start + piece.numel
 
     def parameter_at(self, offset: int) -> int:
         """Which parameter holds the element at this place of the flat buffer."""

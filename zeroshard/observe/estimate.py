@@ -34,7 +34,13 @@ def estimate(
         largest: of the largest layer: where parameters are sharded it is whole, with its gradient, while it runs.
         whole_at_start: every rank builds the whole model in fp32, in CPU memory, before it is sharded.
     """
-    parts = formula(policy, Precision(torch.bfloat16).resolve(torch.bfloat16), numel, ranks)
+    parts = formula(
+        policy,
+        Precision(torch.bfloat16).resolve(torch.bfloat16),
+        numel,
+        ranks,
+        ranks_per_host=ranks_per_machine if policy.within == "host" else None,
+    )
     places = {
         "parameters": policy.parameters.place,
         "gradients": policy.gradients.place,

@@ -38,13 +38,16 @@ def memory_report(
         buffers: scratch for communication, and what is parked.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    seen: set[int] = set(emptied)
+    seen: set[int] = set()
+    gone = set(emptied)
+
+    def live(tensors: Iterable[Tensor]) -> int:
+        return live_nbytes((one for one in tensors if not gone or one.untyped_storage().data_ptr() not in gone), seen)
+
     return {
-        "parameters": live_nbytes((tensor for unit in units for tensor in _parameters(unit)), seen),
-        "gradients": live_nbytes(
-            (tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()), seen
-        ),
-        "optimizer": live_nbytes([*(t for bucket in buckets for t in bucket.tensors("master")), *states], seen),
+        "parameters": live(tensor for unit in units for tensor in _parameters(unit)),
+        "gradients": live(tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()),
+        "optimizer": live([*(t for bucket in buckets for t in bucket.tensors("master")), *states]),
         "buffers": pool.nbytes + parked_nbytes,
     }
 
@@ -57,32 +60,40 @@ def _parameters(unit: Unit) -> Iterator[Tensor]:
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages of these tensors, but for those whose address is in `seen`, which learns the others."""
+    """Bytes of the storages of these tensors, but for those in `seen`, which learns the others. Asks for no address."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        # A freed storage has no address; Python's identity of the wrapper is not stable.
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        # Python's identity of the wrapper is not stable.
+        if storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
             total += storage.nbytes()
     return total
 
 
-def formula(policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2) -> dict[str, float]:
+def formula(
+    policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int | None = None
+) -> dict[str, float]:
     """Bytes per rank at rest, as in the ZeRO paper (arXiv:1910.02054, figure 1 and section 5).
 
     Args:
         numel: trainable parameters, all ranks' together.
         states: fp32 tensors of optimizer state for each parameter: 2 for Adam.
+        ranks_per_host: over which parameters are sharded where each host has the whole; default: as many as the policy says.
     """
+    if ranks_per_host is None:
+        ranks_per_host = policy.within if isinstance(policy.within, int) else world_size
 
     def share(sharded: bool) -> float:
         return numel / world_size if sharded else numel
 
+    ranks = ranks_per_host if policy.parameters.per_host else world_size
+    parameters = numel / ranks if policy.parameters.sharded else numel
+
     # In fp32 the master weights are the parameters themselves, and only in 16 bits tensors of their own.
     master = 0 if dtypes.master == dtypes.param else dtypes.master.itemsize
     return {
-        "parameters": dtypes.param.itemsize * share(policy.parameters.sharded),
+        "parameters": dtypes.param.itemsize * parameters,
         "gradients": dtypes.accumulate.itemsize * share(policy.gradients.sharded),
         "optimizer": (master + states * dtypes.master.itemsize) * share(policy.optimizer.sharded),
     }

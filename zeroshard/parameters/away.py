@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import final
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.parameters.context import Live
 from zeroshard.parameters.parameter_bucket import ParameterBucket
 from zeroshard.storage.base import Slot
@@ -35,8 +36,10 @@ class Away(ABC):
 class ShardedAway(Away):
     """Between uses every rank has its shard alone."""
 
-    def __init__(self, flat: FlatBuffer, buckets: Sequence[ParameterBucket], live: Live) -> None:
-        self._flat, self._buckets, self._live = flat, buckets, live
+    def __init__(
+        self, flat: FlatBuffer, buckets: Sequence[ParameterBucket], live: Live, collectives: Collectives
+    ) -> None:
+        self._flat, self._buckets, self._live, self._collectives = flat, buckets, live, collectives
         self._is_late = False
         live.numel += flat.tensor.numel()
 
@@ -48,8 +51,9 @@ class ShardedAway(Away):
                 self._flat.allocate()
                 for bucket in self._buckets:
                     bucket.start_reload()
-            for bucket in self._buckets:
-                bucket.unshard(is_late=self._is_late)
+            with self._collectives.together():
+                for bucket in self._buckets:
+                    bucket.unshard(is_late=self._is_late)
         except BaseException:
             for bucket in self._buckets:
                 bucket.abandon_unshard()

@@ -38,6 +38,10 @@ class Context:
     whole_class: type[nn.Parameter] = nn.Parameter
     """Of parameters whose values are here; one for all units, since torch.compile asks for it."""
 
+    def dtypes(self, own_dtype: torch.dtype) -> DTypes:
+        """Of the model states of a parameter whose own dtype is `own_dtype`."""
+        return self.precision.resolve(own_dtype, rounds_each_sum=self.collectives.rounds_each_sum)
+
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype) -> FlatBuffer:
         """For the parameters of a unit. What is sharded at rest comes and goes all the time."""
         return self.storages.accelerator.flat_buffer(

@@ -3,7 +3,8 @@
 Called by unit. Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
 
     rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
-    resting    [S]     this rank's shard of the parameters, where they are sharded at rest
+    resting    [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
+                       holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
 
 and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: what rests, and the
 master weights, which are the same slot where the dtype allows.
@@ -48,28 +49,39 @@ class ParameterBucket:
         self._accelerator = context.storages.accelerator
         whole = whole.view(rows.shape)
         rows.copy_(whole)
-        self._own_row = rows[self.rank]
+        collectives = context.collectives
+        self._holders = collectives.inside if self._policy.parameters.per_host else collectives
+        """Those over whose ranks the parameters are cut at rest."""
+        self._replicas = None if self._holders is collectives else collectives.across
+        """Those over the ranks that hold the same block, each of which updates a row of it."""
+        self._blocks = rows.view(self._holders.world_size, -1)
+        self._own_block = self._blocks[self._holders.shard]
         self._resting: Slot | None = None
         if self._policy.parameters.sharded:
             self._resting = self.storages.parameter_slot(
-                self._policy, self.label, self.layout.shard_numel, self._dtypes.param
+                self._policy, self.label, self._own_block.numel(), self._dtypes.param
             )
-            self._resting.write(self._own_row)
+            self._resting.write(self._own_block)
             self._resting.wait()
         self._rows_are_at_rest = self._resting is None and whole_at_rest is None
-        self.rests = self._make_rests(whole_at_rest)
+        self._held = self._make_rests(whole_at_rest)
+        """By number, where the shards rest that this rank updates or holds."""
+        updated = [self.own_shard] if self._policy.optimizer.sharded else self._held
+        self.rests = {shard: self._held[shard] for shard in updated}
+        """Of these, those that it updates."""
         self.masters = {
             rank: self._make_master(rest, whole[rank]) for rank, rest in self.rests.items() if self.trainable
         }
         # On their way to the rows: this rank's part from where it rests, and the other ranks' parts.
         self._reloading: Transfer | None = None
         self._gathering: Pending | None = None
+        self._spreading: Pending | None = None
+        """The other hosts' rows of the block, on their way to where it rests."""
 
     def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
-        """By rank, where the shards rest that this rank updates or holds."""
         if self._resting is not None:
-            return {self.rank: self._resting}
-        ranks = [self.rank] if self._policy.optimizer.sharded else range(self.layout.world_size)
+            return self._make_parts(self._resting)
+        ranks = [self.own_shard] if self._policy.optimizer.sharded else range(self.layout.world_size)
         if whole_at_rest is not None:
             host = self.storages.host
             memory = whole_at_rest.memory_in(host)
@@ -77,6 +89,16 @@ class ParameterBucket:
             rows = memory[self.layout.start : self.layout.stop].view_as(self.rows)
             return {rank: host.around(self.label, rows[rank], whole_at_rest) for rank in ranks}
         return {rank: self._accelerator.around(self.label, self.rows[rank]) for rank in ranks}
+
+    def _make_parts(self, resting: Slot) -> dict[int, Slot]:
+        if self._replicas is None:
+            return {self.own_shard: resting}
+        place = next(one for one in (self._accelerator, self.storages.host) if resting.memory_in(one) is not None)
+        block = resting.memory_in(place)
+        assert block is not None
+        rows = block.view(-1, self.layout.shard_numel)
+        first = self._holders.shard * len(rows)
+        return {first + number: place.around(self.label, row, resting) for number, row in enumerate(rows)}
 
     def _make_master(self, rest: Slot, values: Tensor) -> Slot:
         # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
@@ -100,21 +122,44 @@ class ParameterBucket:
             self._bring("all-gather of", reload=not is_late)
 
     def sync(self) -> None:
-        """The optimizer has updated what rests on this rank: bring the unsharded parameters up to date."""
+        """The optimizer has updated what rests on this rank: bring what the others hold of it up to date."""
         if self._resting is None and self._policy.optimizer.sharded:
             self._bring("all-gather of updated")
+        self._spread("updated")
 
     def _bring(self, what: str, *, reload: bool = True) -> None:
+        self.settle()
         if reload:
             self.reload()
         resting = self._resting.memory_in(self._accelerator) if self._resting is not None else None
-        self._gathering = self._collectives.all_gather(self.rows, self.number, f"{what} {self.label}", resting)
+        self._gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", resting)
+
+    def _spread(self, what: str) -> None:
+        """This rank's row of the block was changed: start to bring it to the ranks of other hosts that hold it, and theirs here."""
+        if self._resting is None or self._replicas is None:
+            return
+        self.settle()
+        self._resting.wait()
+        label = f"all-gather across hosts of {what} {self.label}"
+        with self._resting.borrowed(self._accelerator, self._pool, write=True) as block:
+            rows = block.view(self._replicas.world_size, -1)
+            spreading = self._replicas.all_gather(rows, self.number, label)
+            if self._resting.memory_in(self._accelerator) is None:
+                spreading.wait()  # scratch, which goes on to where it rests
+            else:
+                self._spreading = spreading
+
+    def settle(self) -> None:
+        """Block until what other hosts have updated has arrived where it rests."""
+        if self._spreading is not None:
+            self._spreading.wait()  # which raises again where it did before
+            self._spreading = None
 
     @property
     def can_be_read_at_rest(self) -> bool:
         """The other ranks read this rank's part where it rests: its row is filled for this rank alone, by `reload`."""
         in_memory = self._resting is not None and self._resting.memory_in(self._accelerator) is not None
-        return in_memory and self._collectives.reads_in_place and not self._collectives.sends
+        return in_memory and self._holders.reads_in_place and not self._holders.sends
 
     def reload(self) -> None:
         """This rank's row is what rests, wherever that is."""
@@ -125,7 +170,8 @@ class ParameterBucket:
     def start_reload(self) -> None:
         """Start to bring this rank's part from where it rests to its row."""
         if self._reloading is None:
-            self._reloading = self.rests[self.rank].read(self._own_row)
+            self.settle()
+            self._reloading = (self._resting or self.own_rest).read(self._own_block)
 
     def _finish_reload(self) -> None:
         if self._reloading is not None:
@@ -160,7 +206,8 @@ class ParameterBucket:
 
     def take_rows(self, *, masters: bool = True) -> None:
         """The unsharded parameters were written to on this rank: what rests here, and the `masters`, follow."""
-        for rank, rest in self.rests.items() if not self._rows_are_at_rest else ():
+        self.settle()
+        for rank, rest in self._held.items() if not self._rows_are_at_rest else ():
             rest.write(self.rows[rank]).wait(self.rows.device)
         for rank, master in self.masters.items() if masters else ():
             if master is not self.rests[rank]:
@@ -189,8 +236,9 @@ class ParameterBucket:
             memory = master.memory_in(self._accelerator)
             if master is self.rests[rank] or memory is None:
                 continue
-            differs = memory.device.type == "cpu" and not _shows(self.rows[rank], memory)
-            if differs or memory.device.type != "cpu":
+            at_once = self._accelerator.answers_at_once
+            differs = at_once and not _shows(self.rows[rank], memory)
+            if differs or not at_once:
                 self._take_row(master, self.rows[rank])
             found |= differs
         return found
@@ -219,6 +267,7 @@ class ParameterBucket:
             if master is not self.rests[rank]:
                 with master.borrowed(self._accelerator, self._pool) as values:
                     self.rests[rank].write(values).wait(values.device)
+        self._spread("set")
         if regather:
             self._bring("all-gather of set")
             self.wait_unsharded()
@@ -227,8 +276,9 @@ class ParameterBucket:
         """Whether unsharded parameters are no longer what rests, on any rank. Where they are sharded, every rank must ask."""
         if self._resting is None:
             return False
+        self.settle()
         with self._resting.borrowed(self._accelerator, self._pool) as at_rest:
-            same = torch.equal(self._own_row.view(torch.uint8), at_rest.view(torch.uint8))
+            same = torch.equal(self._own_block.view(torch.uint8), at_rest.view(torch.uint8))
         return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
 
     # ------------------------------------------------------------------ what lives
@@ -236,16 +286,16 @@ class ParameterBucket:
     @property
     def own_rest(self) -> Slot:
         """This rank's shard of the parameters at rest."""
-        return self.rests[self.rank]
+        return self.rests[self.own_shard]
 
     @property
-    def rank(self) -> int:
-        """Whose shards these are."""
-        return self._collectives.rank
+    def own_shard(self) -> int:
+        """The number of the shard that is this rank's."""
+        return self._collectives.shard
 
     @property
     def is_sharded_at_rest(self) -> bool:
-        """Only this rank's shard rests here."""
+        """Only a part of the parameters rests here."""
         return self._resting is not None
 
     @property

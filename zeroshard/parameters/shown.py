@@ -53,10 +53,10 @@ def forget_grad(parameter: Tensor) -> None:
         _GRAD.__set__(parameter, None)
 
 
-def whole_class(attributes: type | None) -> type[nn.Parameter]:
-    """The class of parameters whose values are here: the ordinary one, unless they show `attributes`. Copies are ordinary."""
+def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
+    """The class of parameters whose values are here: the `ordinary` one, unless they show `attributes`. Copies are ordinary."""
     if attributes is None:
-        return nn.Parameter
+        return ordinary
 
     class Whole(attributes, nn.Parameter):  # type: ignore[misc, valid-type]
         """As `nn.Parameter`, with more attributes. Operations on it cost nothing more."""

@@ -20,6 +20,7 @@ from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.parameters.shown import classes_of
 from zeroshard.schedule.states import State
+from zeroshard.storage.raw_memory import is_same_memory
 
 
 class _Unit(Protocol):
@@ -52,9 +53,9 @@ class Appearance:
     ) -> None:
         self._unit, self._named, self._views = unit, unit.named, list(views)
         self._index_of = {id(entry.parameter): index for index, entry in enumerate(self._named)}
-        self._whole_class = whole
-        self._away_class, self._taken_class = classes_of(self, self._whole_class)
-        self._ours = (nn.Parameter, self._whole_class, self._away_class, self._taken_class)
+        self.whole_class = whole
+        self._away_class, self._taken_class = classes_of(self, self.whole_class)
+        self._ours = (nn.Parameter, self.whole_class, self._away_class, self._taken_class)
         device = self._views[0].device
         self._placeholders = (
             torch.full((max(len(self._named), 1),), float("nan"), dtype=dtype, device=device)
@@ -64,6 +65,7 @@ class Appearance:
         self._versions: list[int] = []
         self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
+        self._in_use = False
         self._own_writes = [0] * len(self._named)
         """Of the counts, those that are no write of the user's."""
         self._is_hidden = True  # or still the user's own
@@ -84,7 +86,7 @@ class Appearance:
         """The values are here."""
         if self._is_hidden:
             self._refuse_written_placeholders()
-        self._become(self._whole_class)
+        self._become(self.whole_class)
         if self._is_hidden:
             self._is_hidden = False
             for entry, view in zip(self._named, self._views, strict=True):
@@ -97,7 +99,7 @@ class Appearance:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
             )
-        self._become(self._whole_class)
+        self._become(self.whole_class)
         for index, entry in enumerate(self._named):
             entry.parameter.data = self._placeholders[index].expand(entry.shape)
         self._is_hidden = True
@@ -120,18 +122,30 @@ class Appearance:
 
     def show_taken(self) -> None:
         """The step's gradients are all taken: `parameter.grad` says where they are."""
-        self._shown_taken = set(self._unit.used)
-        for index in self._shown_taken:
-            parameter = self._named[index].parameter
-            if type(parameter) is self._whole_class:
-                parameter.__class__ = self._taken_class
+        self._shown_taken, self._in_use = set(self._unit.used), False
+        self._exchange(self.whole_class, self._taken_class)
 
     def show_ordinary(self) -> None:
         """The end of `show_taken`."""
+        self._exchange(self._taken_class, self.whole_class)
         self._shown_taken = set()
-        for entry in self._named:
-            if type(entry.parameter) is self._taken_class:
-                entry.parameter.__class__ = self._whole_class
+
+    def begin_use(self) -> None:
+        """A forward or a backward begins. Compiled modules hold for one class of parameters: it is the ordinary one."""
+        self._in_use = True
+        self._exchange(self._taken_class, self.whole_class)
+
+    def end_use(self) -> None:
+        """The end of `begin_use`."""
+        self._in_use = False
+        self._exchange(self.whole_class, self._taken_class)
+
+    def _exchange(self, before: type[nn.Parameter], after: type[nn.Parameter]) -> None:
+        """Of those that `show_taken` shows; nearly always there are none."""
+        for index in self._shown_taken:
+            parameter = self._named[index].parameter
+            if type(parameter) is before:
+                parameter.__class__ = after
 
     def release(self) -> None:
         """Ordinary parameters, each in a storage of its own."""
@@ -143,7 +157,7 @@ class Appearance:
     def _become(self, cls: type[nn.Parameter]) -> None:
         for index, entry in enumerate(self._named):
             if type(entry.parameter) in self._ours:
-                is_taken = cls is self._whole_class and index in self._shown_taken
+                is_taken = cls is self.whole_class and index in self._shown_taken and not self._in_use
                 entry.parameter.__class__ = self._taken_class if is_taken else cls
 
     @property
@@ -249,7 +263,7 @@ class Appearance:
 
     def _has_new_data(self, index: int) -> bool:
         parameter, view = self._named[index].parameter, self._views[index]
-        return parameter.data_ptr() != view.data_ptr() and bool(view.numel())
+        return not is_same_memory(parameter, view) and bool(view.numel())
 
     def take_new_data(self) -> set[int]:
         """Somebody gave a parameter another tensor as its `.data`: its values are the parameter's. Returns which."""

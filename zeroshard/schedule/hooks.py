@@ -23,9 +23,8 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +33,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.errors import UsageError
 from zeroshard.parameters.shown import forget_grad, grad_of
-from zeroshard.schedule.module_hooks import Call, Outermost, WeakHook, hooks_for_state_dicts, ignore, module_hook
+from zeroshard.schedule.compiled import begin_use, end_use, is_compiled
+from zeroshard.schedule.module_hooks import (
+    Call,
+    Outermost,
+    PartCall,
+    hooks_for_state_dicts,
+    ignore,
+    module_hook,
+    owners,
+    parameter_hook,
+    part_hooks,
+    refuse_transforms,
+    units_at_rest,
+)
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
@@ -69,6 +80,7 @@ class Hooks:
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
         self._brought: dict[nn.Module, list[Unit]] = {}
+        self._hook_of, self._in_compiled_code = module_hook(), False
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self._handles: list[RemovableHandle] = []
@@ -86,23 +98,26 @@ class Hooks:
         self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
         self._run_of = {unit: run for run in self._units.values() for unit in run}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
-        self._pushed: list[bool] = []
+        self._pushed: list[object] = []
+        """Who has put hooks on saved tensors, and not taken them off."""
         self._base = 0
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
         self._outer = Outermost()
         self._owned = {
-            module: units for module, units in _owners(model, schedule.units).items() if module not in self._units
+            module: units for module, units in owners(model, schedule.units).items() if module not in self._units
         }
-        hook_of = module_hook()
+        hook_of, parameter_hook_of, (before_part, after_part) = self._hook_of, parameter_hook(), part_hooks()
+        self._parts = {module: PartCall(owning[0].appearance.whole_class) for module, owning in self._owned.items()}
         for module in self._units:
             before = self._pre_root_forward if module is model else self._pre_forward
             self._outer.add(module, hook_of(before), hook_of(self._post_forward, module is model))
         for module in self._owned:
-            self._outer.add(module, hook_of(self._pre_part), hook_of(self._post_part))
-        self._handles += hooks_for_state_dicts({**_units_at_rest(self._units), **self._owned})
+            call = self._parts[module]
+            self._outer.add(module, before_part(self._pre_part, call), after_part(self._post_part, call), always=False)
+        self._handles += hooks_for_state_dicts({**units_at_rest(self._units), **self._owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
-                hook = WeakHook(self._post_accumulate, number, index)
+                hook = parameter_hook_of(self._post_accumulate, number, index)
                 self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
@@ -131,7 +146,9 @@ class Hooks:
         if not _in_backward():
             self._outer.keep()
             del self._pushed[self._base :]
-            self._saved.recover(sum(self._pushed))
+            self._saved.recover(len(self._pushed))
+            for other in [*self._brought]:
+                self._close(other)
         self._pre_forward(module, args, kwargs)
 
     def _forget_what_broke_off(self) -> None:
@@ -142,45 +159,39 @@ class Hooks:
             schedule.break_off()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._pushed.append(False)  # first: `_post_forward` comes also where something here raises
-        recompute = _in_backward()
+        recompute, is_root = _in_backward(), module is self._root
         if recompute:
             self._begin_backward()
         else:
             self._forget_what_broke_off()
-            if module is self._root:
+            if is_root:
                 self._schedule.begin_forward()
-        self._refuse_transforms(self._units[module])
+        refuse_transforms(self._units[module])
+        self._in_compiled_code = is_compiled(module, all_callers=is_root) or (self._in_compiled_code and not is_root)
         self._schedule.unshard(self._units[module], backward=recompute)
-        self._push(self._units[module])
+        begin_use(self._units[module])
+        self._push(module, self._units[module])
         if self._has_frozen[module] and torch.is_grad_enabled() and not recompute:
             for tensor in _differentiable((args, kwargs)):
                 self._open_calls[module] += 1
-                self._hook(tensor, partial(self._input_gradient_known, module))
+                self._hook(tensor, self._hook_of(self._input_gradient_known, module))
 
     def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
-        self._pop()
+        self._pop(module)
         if _in_backward() and not torch.is_grad_enabled():
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
             call = Call(self._calls_to_come, module, counted=not _in_backward())
             for tensor in outputs:
-                self._hook(tensor, partial(self._pre_backward, module, call))
-        if not _in_backward() and not (is_root and torch.is_grad_enabled()):
-            self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
+                self._hook(tensor, self._hook_of(self._pre_backward, module, call))
+        if not _in_backward():
+            if not (is_root and torch.is_grad_enabled()):
+                self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
+            end_use(self._units[module])
 
-    def _refuse_transforms(self, units: Sequence[Unit]) -> None:
-        """Inside of a transform of torch.func nothing can be written to what was made outside."""
-        away = [unit for unit in units if unit.sharded_at_rest and unit.state is not State.UNSHARDED]
-        if away and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UsageError(
-                f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot be brought "
-                "together: use torch.autograd.grad, or Policy.stage(2) or below."
-            )
-
-    def _push(self, units: Sequence[Unit]) -> None:
-        """What autograd saves of sharded parameters from now on is looked after."""
+    def _push(self, caller: object, units: Sequence[Unit]) -> None:
+        """What autograd saves of sharded parameters is looked after, until the caller calls `_pop`."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             # torch.func's transforms allow no hooks: what they save is read from a unit that stays whole.
@@ -188,12 +199,15 @@ class Hooks:
             for unit in units:
                 self._schedule.hold(unit)
         if wanted:
-            self._saved.push()
-            self._pushed[-1] = True
+            self._saved.push(unseen=self._in_compiled_code)
+            self._pushed.append(caller)
 
-    def _pop(self) -> None:
-        if self._pushed and self._pushed.pop():
+    def _pop(self, caller: object) -> None:
+        """The end of the caller's `_push`, if there was one, and of those that raised since."""
+        while caller in self._pushed[self._base :]:
             self._saved.pop()
+            if self._pushed.pop() is caller:
+                return
 
     def _hook(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         handle = tensor.register_hook(hook)
@@ -203,23 +217,27 @@ class Hooks:
     # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
 
     def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._pushed.append(False)
         if not _in_backward():
             self._forget_what_broke_off()
+        self._close(module)  # a call that raised
         missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
         if missing:
-            self._refuse_transforms(missing)
+            refuse_transforms(missing)
             _unshard(missing)
-            self._brought[module] = missing
-        self._push(missing)
+            self._brought[module], self._parts[module].is_open = missing, True
+            self._push(module, missing)
+
+    def _close(self, module: nn.Module) -> list[Unit]:
+        self._parts[module].is_open = False
+        return self._brought.pop(module, [])
 
     def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._pop()
-        units = self._brought.pop(module, None)
-        if units is None or _in_backward():
+        self._pop(module)
+        units = self._close(module)
+        if _in_backward():
             return  # what a recomputation brings together, the backward still needs
-        for tensor in _differentiable(output) if torch.is_grad_enabled() else []:
-            self._hook(tensor, partial(self._pre_part_backward, units))
+        for tensor in _differentiable(output) if units and torch.is_grad_enabled() else []:
+            self._hook(tensor, self._hook_of(self._pre_part_backward, units))
         for unit in units:
             unit.reshard()
 
@@ -232,15 +250,14 @@ class Hooks:
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
         """What is computed inside from units that are whole for a while may be differentiated after."""
-        before = self._base
-        self._pushed.append(False)
-        self._push(units)
+        before, own = self._base, object()
+        self._push(own, units)
         self._base = len(self._pushed)  # a forward inside leaves it there
         try:
             yield
         finally:
             self._base = before
-            self._pop()
+            self._pop(own)
 
     # ------------------------------------------------------------------ backward
 
@@ -251,11 +268,12 @@ class Hooks:
             self._forget_what_broke_off()
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
+            begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
             if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
                 # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
                 self._aside, self._schedule = self._schedule, Probe(self._schedule, ignore)
             # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
-            ending = partial(self._end_backward)
+            ending = self._hook_of(self._end_backward)
             self._ending = weakref.ref(ending)
             torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
 
@@ -359,23 +377,7 @@ class Hooks:
         for handle in self._on_leaves:
             handle.remove()
         self._on_leaves.clear()
-
-
-def _units_at_rest(units: Mapping[nn.Module, Run]) -> dict[nn.Module, list[Unit]]:
-    """Of each module, the units that are sharded at rest, if any."""
-    found = {module: [unit for unit in run if unit.sharded_at_rest] for module, run in units.items()}
-    return {module: held for module, held in found.items() if held}
-
-
-def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """The modules that hold sharded parameters themselves, with those parameters' units."""
-    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
-    found = {}
-    for module in model.modules():
-        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
-        if held:
-            found[module] = list(held)
-    return found
+        end_use(self._schedule.units)
 
 
 def _unshard(units: Sequence[Unit]) -> None:

@@ -22,7 +22,7 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
     trained = [sum(entry.shape.numel() for entry in group.named) if group.trainable else 0 for group in groups]
     left = context.policy.offload_optimizer.ratio * sum(trained)
     for group, numel in zip(groups, trained, strict=True):
-        dtypes = context.precision.resolve(group.dtype)
+        dtypes = context.dtypes(group.dtype)
         left -= numel
         own = replace(context, policy=_policy_of(group, context.policy, leaves=left >= 0))
         unit = Unit(group, dtypes, first_bucket, own)

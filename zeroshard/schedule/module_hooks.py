@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.errors import UsageError
+from zeroshard.schedule.compiled import BORDER
+from zeroshard.schedule.states import State
 from zeroshard.schedule.unit import Unit
 
 
@@ -34,15 +37,67 @@ class _Hook:
 
 @functools.cache
 def module_hook() -> type[_Hook]:
-    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit.
+    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit. See compiled.py.
 
     Made at first use: to say so imports the compiler, which takes a second.
     """
 
     class ModuleHook(_Hook):
-        __call__ = torch.compiler.disable(_Hook.__call__)
+        __call__ = torch.compiler.disable(_Hook.__call__, reason=BORDER)
 
     return ModuleHook
+
+
+class PartCall:
+    """The call under way of a part of a unit, as hooks on it know it.
+
+    Attributes:
+        whole: the class of parameters whose values are here.
+        is_open: the call has brought units together, which its end gives back.
+    """
+
+    def __init__(self, whole: type[nn.Parameter]) -> None:
+        self.whole, self.is_open = whole, False
+
+
+@functools.cache
+def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
+    """Hooks before and after what lies inside a unit: `(method, call)`. torch.compile passes them by while they have nothing to do.
+
+    It reads them alone, too, where the part's module runs outside of a graph. So what they look at must be what torch guards on:
+    the classes of parameters, and a plain attribute.
+    """
+    run = torch.compiler.disable(_Hook.__call__, reason=BORDER)
+
+    class PartHook(_Hook):
+        def __init__(self, method: Callable[..., None], call: PartCall) -> None:
+            super().__init__(method)
+            self.call = call
+
+    class Before(PartHook):
+        def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                own = [parameter for parameter in module._parameters.values() if parameter is not None]
+                if all(type(parameter) is self.call.whole for parameter in own):
+                    return
+            run(self, module, args, kwargs)
+
+    class After(PartHook):
+        def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling() or self.call.is_open:
+                run(self, module, args, output)
+
+    return Before, After
+
+
+@functools.cache
+def parameter_hook() -> type[WeakHook]:
+    """As `module_hook`, for hooks that a parameter keeps: a backward may run inside of a compiled function."""
+
+    class ParameterHook(WeakHook):
+        __call__ = torch.compiler.disable(WeakHook.__call__, reason=BORDER)
+
+    return ParameterHook
 
 
 class WeakHook:
@@ -91,10 +146,17 @@ class Outermost:
     def __init__(self) -> None:
         self._hooks: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
 
-    def add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """`before(module, args, kwargs)` and `after(module, args, output)`; the second also where the forward raises."""
+    def add(
+        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, always: bool = True
+    ) -> None:
+        """`before(module, args, kwargs)` and `after(module, args, output)`.
+
+        Args:
+            always: the second runs also where the forward raises. (Where torch.compile looks into the module: such a hook has it
+                make a graph for each module.)
+        """
         first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self._hooks.append((module, first, module.register_forward_hook(after, always_call=True)))
+        self._hooks.append((module, first, module.register_forward_hook(after, always_call=always)))
 
     def keep(self) -> None:
         """Take the outermost places again, if other hooks came since."""
@@ -112,6 +174,33 @@ class Outermost:
             first.remove()
             last.remove()
         self._hooks.clear()
+
+
+def units_at_rest(units: Mapping[nn.Module, Sequence[Unit]]) -> dict[nn.Module, list[Unit]]:
+    """Of each module, the units that are sharded at rest, if any."""
+    found = {module: [unit for unit in run if unit.sharded_at_rest] for module, run in units.items()}
+    return {module: held for module, held in found.items() if held}
+
+
+def owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """The modules that hold sharded parameters themselves, with those parameters' units."""
+    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
+    found = {}
+    for module in model.modules():
+        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+        if held:
+            found[module] = list(held)
+    return found
+
+
+def refuse_transforms(units: Sequence[Unit]) -> None:
+    """Inside of a transform of torch.func nothing can be written to what was made outside."""
+    away = [unit for unit in units if unit.sharded_at_rest and unit.state is not State.UNSHARDED]
+    if away and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot be brought "
+            "together: use torch.autograd.grad, or Policy.stage(2) or below."
+        )
 
 
 def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[RemovableHandle]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,15 +59,25 @@ class SavedParameters:
         self._before_read = before_read
         self._depth = 0
 
-    def push(self) -> None:
-        """What is saved from now on, on this thread, comes here."""
+    def push(self, *, unseen: bool = False) -> None:
+        """What is saved from now on, on this thread, comes here.
+
+        Args:
+            unseen: compiled code runs, and torch.compile would read these hooks wherever that calls them: it is not to.
+        """
         theirs = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if theirs is None:
             pack = self._pack
         else:  # a unit inside of another goes on with what that one put there
-            pack = theirs[0] if theirs[1] == self._unpack else self._pack_after(*theirs)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, self._unpack)
+            pack = theirs[0] if self._is_own(theirs[1]) else self._pack_after(*theirs)
+        unpack = self._unpack
+        if unseen:
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._depth += 1
+
+    def _is_own(self, unpack: Callable[[Any], Any]) -> bool:
+        return getattr(unpack, "__wrapped__", unpack) == self._unpack
 
     def pop(self) -> None:
         """The end of the last `push`."""
@@ -78,7 +89,7 @@ class SavedParameters:
         """Forwards broke off without `pop` (an interrupt that modules do not see): take off what they left above `depth`."""
         while self._depth > depth:
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if top is None or top[1] != self._unpack:  # somebody else's lie above: they are popped first
+            if top is None or not self._is_own(top[1]):  # somebody else's lie above: they are popped first
                 return
             self.pop()
 
@@ -108,10 +119,11 @@ class SavedParameters:
         index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
         size, stride, version = tensor.size(), tensor.stride(), tensor._version - unit.appearance.hides
         like: Any = unit.named[index].parameter
-        is_itself = (
-            sys._getframe(2).f_code is _APPLY
-            and (like.dtype, like.size(), like.stride()) == (tensor.dtype, size, stride)
-        )  # fmt: skip
+        is_itself = _saves(sys._getframe(2)) and (like.dtype, like.size(), like.stride()) == (
+            tensor.dtype,
+            size,
+            stride,
+        )
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _unpack(self, packed: Any) -> Any:
@@ -177,6 +189,12 @@ class _Copy(Tensor):
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """What runs, as seen from a hook, while an autograd function of Python saves its tensors."""
+
+
+def _saves(caller: FrameType) -> bool:
+    """Whether the caller of a hook is an autograd function of Python; what keeps torch.compile away may lie between."""
+    between = caller.f_back if caller.f_code.co_filename.endswith("_dynamo/eval_frame.py") else None
+    return (between or caller).f_code is _APPLY
 
 
 def _check(then: int, now: int, what: str) -> None:

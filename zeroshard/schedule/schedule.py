@@ -90,9 +90,12 @@ class Schedule:
         self._live, self._overlap = context.live, overlap
         self._collectives: Collectives = context.collectives
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True) or [0]
-        in_flight = 1 if self._collectives.reads_in_place else UNITS_IN_FLIGHT  # nothing travels by itself
+        in_flight = UNITS_IN_FLIGHT if self._collectives.travels else 1
         limit = in_flight * numels[len(numels) > 1] if overlap else 0  # a root with its embeddings is like no other
-        self.reductions = Reductions(self._gradient_buckets(), self._collectives, limit, overlap=overlap)
+        self.reductions = Reductions(
+            self._gradient_buckets(), self._collectives, limit, overlap=overlap,
+            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1,
+        )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self._backward_ended = False
@@ -115,8 +118,8 @@ class Schedule:
             limit = min(sum(numels[:USED_AT_ONCE]) + ahead, limit)
         self._accelerator.park_at_most(int(min(sum(numels), limit)) * itemsize)
 
-    def _gradient_buckets(self) -> list[GradientBucket]:
-        return [bucket for unit in self.units for bucket in unit.gradients]
+    def _gradient_buckets(self) -> list[list[GradientBucket]]:
+        return [unit.gradients for unit in self.units]
 
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
         """Between steps: other units hold the parameters of `unit` from now on."""
@@ -124,7 +127,7 @@ class Schedule:
         self.units[position : position + 1] = by
         self._last, self._present = _Order(), _Order()
         self._park_what_was_live()
-        self.reductions.set_buckets(self._gradient_buckets())
+        self.reductions.set_units(self._gradient_buckets())
 
     def _move(self, move: Move) -> None:
         self.state = after(self.state, move)
@@ -350,7 +353,7 @@ class Schedule:
 
     def _leave(self) -> None:
         assert self._leaving is not None
-        if self._collectives.reads_in_place:  # nothing arrives by itself behind the next forward
+        if not (self._collectives.arrives_by_itself or self._leaving.sharded_at_rest):  # behind the next forward
             self._leaving.settle()
         self._leaving.offload()
         self._leaving = None

@@ -66,7 +66,7 @@ class Unit:
             if self.trainable:
                 self.gradients.append(GradientBucket(spec, self.buckets[-1], context))
         self._away = (
-            ShardedAway(self.flat, self.buckets, context.live)
+            ShardedAway(self.flat, self.buckets, context.live, context.collectives)
             if self.sharded_at_rest
             else None if cpu_slot is None else InCpuMemory(self.flat, cpu_slot)
         )  # fmt: skip
@@ -140,7 +140,9 @@ class Unit:
         self.appearance.show_views()
 
     def settle(self) -> None:
-        """Wait for updated values that are still arriving."""
+        """Wait for updated values that are still arriving, or on their way to where they rest."""
+        for bucket in self.buckets:
+            bucket.settle()
         if not self.sharded_at_rest and self.state is State.ARRIVING:
             self.unshard()
 
@@ -381,8 +383,7 @@ class Unit:
         """The optimizer is about to step: none of these values is arriving, and those that rest in CPU memory are not here."""
         self.is_held = False
         self.appearance.show_ordinary()
-        if self.state is State.ARRIVING and not self.sharded_at_rest:
-            self.unshard()
+        self.settle()
         if self.trainable:
             self.write_back()
         if self.trainable and self.state is State.UNSHARDED and self._may_leave:
@@ -397,8 +398,9 @@ class Unit:
             self.flat.allocate()
             self.state = State.UNSHARDED
             self.appearance.show_views()
-        for bucket in self.buckets:
-            bucket.sync()
+        with self.collectives.together():
+            for bucket in self.buckets:
+                bucket.sync()
         if not self.sharded_at_rest and any(bucket.is_gathering for bucket in self.buckets):
             self.state = State.ARRIVING
             self.appearance.make_readers_wait()

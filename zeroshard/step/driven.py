@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 
 class Driven:
@@ -17,9 +20,21 @@ class Driven:
     """
 
     driver: Callable[[], Any] | None = None
-    overflow = False
     loss_scale = 1.0
     _is_driven = False
+    _overflow = False
+    _norm: float | Tensor | None = None
+
+    @property
+    def overflow(self) -> bool:
+        """See above. It is read when it is asked for: a norm may be on its way from an accelerator still."""
+        if self._norm is not None:
+            self._overflow, self._norm = not math.isfinite(self._norm), None
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, overflow: bool) -> None:
+        self._overflow, self._norm = overflow, None
 
     @contextmanager
     def driven(self) -> Iterator[None]:

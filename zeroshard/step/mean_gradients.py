@@ -8,12 +8,12 @@ lose digits, and those elsewhere would have to be brought twice: their factors a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from zeroshard.gradients.norm import scale_, sum_of_squares
+from zeroshard.gradients.norm import scale_, sum_of_parts, sums_of_squares
 from zeroshard.gradients.shard import Shard
 from zeroshard.step.shard_view import ShardView
 from zeroshard.storage.buffer_pool import BufferPool
@@ -27,15 +27,17 @@ class MeanGradients:
 
     def reset(self) -> None:
         """A new step begins: nothing is to be scaled."""
-        self._narrow_coefficient = 1.0
-        self._coefficients: list[float] = []
+        self._narrow_coefficient: float | Tensor = 1.0
+        self._coefficients: list[float | Tensor] = []
 
     @contextmanager
     def opened(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
         """The mean gradient of a shard as memory where the optimizer steps, as it was reduced."""
         shard.gradient.wait()
         # Scratch that is not kept: the norm of a step needs none, see `Shard.squares`.
-        with shard.gradient.borrowed(shard.step, BufferPool(shard.step.device), write=write) as gradient:
+        with shard.gradient.borrowed(
+            shard.step, BufferPool(shard.step.device, shard.step.room), write=write
+        ) as gradient:
             yield gradient
 
     def get(self, shard: Shard, view: ShardView) -> Tensor:
@@ -61,16 +63,23 @@ class MeanGradients:
         with self.opened(shard, write=True) as gradient:
             gradient[view.start : view.start + view.numel].copy_(value)
 
-    def scale(self, shards: Iterable[Shard], coefficient: float) -> None:
-        """Multiply the gradients: at once, or as they are lent: in fp32, those in 16 bits; those that are elsewhere."""
-        if coefficient == 1.0:
+    def scale(self, shards: Iterable[Shard], coefficient: float | Tensor) -> None:
+        """Multiply the gradients: at once, or as they are lent: in fp32, those in 16 bits; those that are elsewhere.
+
+        Args:
+            coefficient: a number, or a tensor of shape [] on the accelerator.
+        """
+        shards = list(shards)
+        if isinstance(coefficient, Tensor) and any(shard.step.device.type == "cpu" for shard in shards):
+            coefficient = coefficient.item()  # the CPU steps: it waits for the accelerator in any case
+        if not isinstance(coefficient, Tensor) and coefficient == 1.0:
             return
-        for shard in shards:
-            if not _is_narrow(shard) and not _is_away(shard):
-                with self.opened(shard) as gradient:
-                    scale_([gradient], coefficient)
-                shard.squares = None
-        self._narrow_coefficient *= coefficient
+        here = [shard for shard in shards if not _is_narrow(shard) and not _is_away(shard)]
+        with ExitStack() as stack:
+            scale_([stack.enter_context(self.opened(shard)) for shard in here], coefficient)
+        for shard in here:
+            shard.squares = None
+        self._narrow_coefficient = self._narrow_coefficient * coefficient
         self._coefficients.append(coefficient)
 
     def lent(self, shard: Shard, flat: Tensor) -> Tensor:
@@ -83,17 +92,32 @@ class MeanGradients:
                 scale_([flat], coefficient)
         return flat
 
-    def sum_of_squares(self, shard: Shard) -> Tensor:
-        """As fp64 of shape [], of the gradient as the optimizer will see it."""
-        scaled = not _is_narrow(shard) and _is_away(shard) and bool(self._coefficients)
-        if shard.squares is None or scaled:
-            with self.opened(shard) as gradient:
-                for coefficient in self._coefficients if scaled else ():
-                    scale_([gradient], coefficient)
-                squares = sum_of_squares(gradient)
-        else:
-            squares = shard.squares
-        return squares * self._narrow_coefficient**2 if _is_narrow(shard) else squares
+    def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
+        """By number of shard, the sum of squares of all of that number, as fp64 of shape [], of gradients as the optimizer will see
+        them."""
+        parts: dict[int, list[Tensor]] = {}
+        for shard, squares in zip(shards, self._sums_of_squares(shards), strict=True):
+            parts.setdefault(shard.number, []).append(squares)
+        return {number: sum_of_parts(own) for number, own in parts.items()}
+
+    def _sums_of_squares(self, shards: Sequence[Shard]) -> list[Tensor]:
+        found: dict[Shard, Tensor] = {}
+        here = [shard for shard in shards if shard.squares is None and not _is_away(shard)]
+        with ExitStack() as stack:
+            gradients = [stack.enter_context(self.opened(shard)) for shard in here]
+            found |= zip(here, sums_of_squares(gradients), strict=True)
+        for shard in shards:
+            scaled = not _is_narrow(shard) and _is_away(shard) and bool(self._coefficients)
+            if shard.squares is not None and not scaled:
+                found[shard] = shard.squares
+            elif shard not in found:
+                with self.opened(shard) as gradient:
+                    for coefficient in self._coefficients if scaled else ():
+                        scale_([gradient], coefficient)
+                    found[shard] = sums_of_squares([gradient])[0]
+            if _is_narrow(shard):
+                found[shard] = found[shard] * self._narrow_coefficient**2
+        return [found[shard] for shard in shards]
 
 
 def _is_away(shard: Shard) -> bool:

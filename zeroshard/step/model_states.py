@@ -23,6 +23,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.layout.names import name_of
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import Resident
 from zeroshard.step.shard_view import ShardView, runs_along
@@ -151,7 +152,7 @@ class ModelStates:
                 for fqn in entry.fqns:
                     self._unit_of[fqn] = (unit, index)
         self._held: dict[str, list[Held]] = {}
-        for held in _holdings(units, optimizer):
+        for held in _holdings(units, optimizer, collectives):
             self._held.setdefault(held.named.fqn, []).append(held)
 
     def held(self) -> Iterator[Held]:
@@ -228,8 +229,8 @@ class ModelStates:
                 tensor = self._part(held, state)
                 if tensor is not None:
                     whole[held.start : held.start + held.numel].copy_(tensor)
-        for owner, start, stop in unit.layout.owners(index):
-            self._collectives.broadcast(whole[start:stop], owner)
+        for shard, start, stop in unit.layout.owners(index):
+            self._collectives.broadcast(whole[start:stop], self._collectives.owner(shard))
         return whole.view(entry.shape)
 
     def set(self, fqn: str, state: str, value: Tensor) -> None:
@@ -277,6 +278,7 @@ class ModelStates:
     # ------------------------------------------------------------------ pieces
 
     def _find(self, fqn: str) -> tuple[Unit, int]:
+        fqn = name_of(fqn)
         if fqn not in self._unit_of:
             raise UsageError(
                 f"the model has no parameter {fqn!r}; one that it has is {next(iter(self._unit_of), 'none')}."
@@ -341,14 +343,14 @@ def _dtype(told: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Iterator[Held]:
+def _holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None, collectives: Collectives) -> Iterator[Held]:
     if optimizer is not None:
         for resident in optimizer.residents():
-            shard = Trained(optimizer, resident)
+            shard, owner = Trained(optimizer, resident), collectives.owner(resident.shard.number)
             for view in resident.views:
                 state = optimizer.state.get(view.value, {})
                 yield Held(
-                    view.named, resident.shard.rank, shard, view.parameter_start, view.start, view.numel, view.value.dtype,
+                    view.named, owner, shard, view.parameter_start, view.start, view.numel, view.value.dtype,
                     state, view,
                 )  # fmt: skip
     last: list[Frozen] = []
@@ -356,10 +358,10 @@ def _holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Iter
         for bucket in unit.buckets if not unit.trainable else ():
             slot = bucket.own_rest
             frozen = Frozen(slot, bucket.storages, last)
-            for piece in bucket.layout.shard_pieces(bucket.rank):
+            for piece in bucket.layout.shard_pieces(bucket.own_shard):
                 yield Held(
                     unit.named[piece.index],
-                    bucket.rank,
+                    collectives.rank,
                     frozen,
                     piece.parameter_start,
                     piece.start,

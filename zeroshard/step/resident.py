@@ -18,6 +18,7 @@ from zeroshard.errors import StorageError, UsageError
 from zeroshard.gradients.shard import Shard
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.storage.base import Slot
+from zeroshard.storage.raw_memory import is_same_memory
 from zeroshard.storage.transfers import CPU, Transfer, in_pages
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -273,7 +274,7 @@ class Resident:
                 self._memory[name] = self._frame.take(self.shard.numel, dtype).zero_()
             for view, tensor in tensors:
                 part = self._part(name, view)
-                if part.data_ptr() != tensor.data_ptr():
+                if not is_same_memory(part, tensor):
                     part.copy_(tensor.reshape(-1))
 
     def _tensors(self, name: str) -> list[tuple[ShardView, Tensor]]:

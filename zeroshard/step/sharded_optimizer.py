@@ -6,8 +6,6 @@ count and hyperparameters, and one that no rank used in a step is left alone, as
 
 from __future__ import annotations
 
-import math
-import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.gradients.norm import clip_coefficient, sum_of_parts
+from zeroshard.gradients.norm import coefficient_of, norm_of
 from zeroshard.gradients.shard import Shard
 from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Piece
@@ -222,33 +220,40 @@ class ShardedOptimizer(Driven, torch.optim.Optimizer):
 
     def grad_norm(self) -> float:
         """The L2 norm of the mean gradients of all parameters. Every rank must call it, after the last backward."""
-        return self._exchange(norm=True)
+        return float(self._exchange(norm=True))
 
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float:
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
         Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
+
+        Returns:
+            A number; where an accelerator computes it, a tensor of shape [] there: only who reads it waits.
 
         Args:
             max_norm: None leaves the norm as it is.
             loss_scale: what the loss was multiplied by before the backward; the gradients are divided by it first.
         """
-        norm = self.grad_norm() / loss_scale
-        self.overflow = not math.isfinite(norm)
-        if math.isfinite(norm):
-            clip = 1.0 if max_norm is None else clip_coefficient(norm, max_norm)
-            self.gradients.scale((resident.shard for resident in self._residents), clip / loss_scale)
+        norm = self._norm = self._exchange(norm=True) / loss_scale
+        if max_norm is not None or loss_scale != 1.0:
+            coefficient = coefficient_of(norm, max_norm, loss_scale)
+            self.gradients.scale((resident.shard for resident in self._residents), coefficient)
         return norm
 
     def not_finite(self) -> tuple[str, ...]:
         """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
         self._schedule.finish_gradients()
         own = bytearray(len(self._flags))
+        looks: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for resident in self._residents:
             with self.gradients.opened(resident.shard) as gradient:
                 for view in resident.views:
                     part = gradient[view.start : view.start + view.numel]
-                    own[view.flag] |= not bool(torch.isfinite(part).all())
+                    looks.setdefault(part.device, []).append((view.flag, torch.isfinite(part).all()))
+        for found in looks.values():  # one look at each device
+            answers = torch.stack([answer for _, answer in found]).tolist()
+            for (flag, _), is_finite in zip(found, answers, strict=True):
+                own[flag] |= not is_finite
         messages = self._collectives.exchange(bytes(own), "the flags of gradients that are not finite")
         anywhere = [any(flags) for flags in zip(*messages, strict=True)]
         return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
@@ -311,26 +316,29 @@ class ShardedOptimizer(Driven, torch.optim.Optimizer):
         """Bytes of memory through which states that rest elsewhere come to the step."""
         return self._sub_groups.nbytes
 
-    def _exchange(self, norm: bool) -> float:
-        """One small message: who used which parameter, or wrote to it, and, where asked for, each rank's sum of squares."""
+    def _exchange(self, norm: bool) -> float | Tensor:
+        """One small message: who used which parameter, or wrote to it, and, where asked for, the norm, which is returned."""
         self._schedule.finish_gradients()
-        squares: dict[int, list[Tensor]] = {}
-        for resident in self._residents if norm else ():
-            squares.setdefault(resident.shard.rank, []).append(self.gradients.sum_of_squares(resident.shard))
-        sums = {rank: sum_of_parts(parts) for rank, parts in squares.items()}
+        sums = self.gradients.squares_by_shard([resident.shard for resident in self._residents]) if norm else {}
         written = {unit: unit.written(owners_follow=True) for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         own_flags = bytes((index in unit.used) | (index in written[unit]) << 1 for unit, index in self._flags)
-        message = struct.pack("<d", sums.get(self._collectives.rank, 0.0)) + own_flags
-        messages = self._collectives.exchange(message, "the gradient norm and the flags of used parameters")
-        everyone = [struct.unpack("<d", data[:8])[0] for data in messages]
-        # An unsharded optimizer holds every rank's shard, bit for bit the same as its owner's.
-        squared = sum(sums.get(rank, everyone[rank]) for rank in range(self._collectives.world_size))
-        flags = [reduce(or_, each) for each in zip(*(data[8:] for data in messages), strict=True)]
+        collectives = self._collectives
+        own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
+        by_rank, messages = collectives.exchange_values(
+            own, own_flags, "the gradient norm and the flags of used parameters"
+        )
+        flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.take_written()
         self._used_at = self._schedule.gradients_taken
-        return math.sqrt(squared)
+        if not norm:
+            return 0.0
+        if (
+            len(sums) == collectives.world_size
+        ):  # an unsharded optimizer holds every shard, bit for bit the same as its owner's
+            return norm_of(torch.stack([sums[shard] for shard in sorted(sums)]).to(by_rank.device))
+        return norm_of(collectives.by_shard(by_rank))
 
     # ------------------------------------------------------------------ torch.optim's surface
 

@@ -18,17 +18,19 @@ from contextlib import contextmanager
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from zeroshard.errors import UsageError
 from zeroshard.policy import Policy
 from zeroshard.step.resident import Frame, Resident
 from zeroshard.storage.base import Storage
 from zeroshard.storage.storages import STAGING_SHARE, Storages, buffers_nbytes
-from zeroshard.storage.transfers import aligned_bytes
 
 SUB_GROUP_NUMEL = 1 << 22
 """Elements of a sub-group, where the policy allows more: large enough for a disk, small enough that several fit in memory."""
+
+
+LENT_NUMEL = 1 << 26
+"""Elements whose gradients are lent at once where they have fewer digits than what they update, and are cast for it: 256 MiB."""
 
 
 class SubGroup:
@@ -98,14 +100,14 @@ class SubGroups:
         numel = sum(resident.shard.numel for resident in travelling)
         typical = math.ceil(sum(needs.values()) / max(numel, 1) * most)
         self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
-        self._groups = [SubGroup(residents) for residents in _by_step(here)]
+        self._groups = [SubGroup(part) for residents in _by_step(here) for part in _lent_together(residents)]
         for residents in _by_step(travelling):
             self._groups += _pack(residents, needs, self._frame_nbytes, most)
         self._travelling = [group for group in self._groups if group.travels]
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind
         frames = self._limit // max(self._frame_nbytes, 1) - 1
-        frames = max(min(frames if in_flight == 3 else min(frames, in_flight), len(self._groups)), 1)
+        frames = max(min(frames if in_flight == 3 else min(frames, in_flight), len(self._travelling)), 1)
         steps = {group.step for group in self._groups}
         self._frames_left = {step: max(frames // len(steps), 1) for step in steps}
         self._free: dict[Storage, deque[Frame]] = {step: deque() for step in steps}
@@ -171,17 +173,12 @@ class SubGroups:
         idle = next((frame for frame in free if frame.is_idle), None)
         if idle is None and self._frames_left[step]:
             self._frames_left[step] -= 1
-            return Frame(self._memory(step.device, self._frame_nbytes))
+            return Frame(step.room(self._frame_nbytes, torch.uint8))
         if idle is None and not block:
             return None
         frame = (idle or free[0]).empty()
         free.remove(frame)
         return frame
-
-    def _memory(self, device: torch.device, nbytes: int) -> Tensor:
-        if device.type == "cpu":
-            return aligned_bytes(nbytes, pin=self._storages.pin)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
@@ -280,6 +277,20 @@ def _by_step(residents: Sequence[Resident]) -> list[list[Resident]]:
     for resident in residents:
         found.setdefault(resident.shard.step, []).append(resident)
     return list(found.values())
+
+
+def _lent_together(residents: Sequence[Resident]) -> list[list[Resident]]:
+    """Cut where the gradients that are cast would be more than `LENT_NUMEL`."""
+    groups: list[list[Resident]] = [[]]
+    cast = 0
+    for resident in residents:
+        numel = resident.shard.numel if resident.gradient_parts is None else 0
+        if cast and cast + numel > LENT_NUMEL:
+            groups.append([])
+            cast = 0
+        groups[-1].append(resident)
+        cast += numel
+    return [group for group in groups if group]
 
 
 def _stays_here(resident: Resident) -> bool:

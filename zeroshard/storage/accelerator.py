@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.base import DeviceStorage, Slot
 from zeroshard.storage.flat_buffer import ArenaBuffer, FlatBuffer, PagedBuffer, ResizedBuffer
 from zeroshard.storage.kernel_memory import kernel_memory
 from zeroshard.storage.memory_slot import MemorySlot
@@ -21,7 +21,7 @@ SMALL_NBYTES = 64 << 10
 
 
 @final
-class AcceleratorStorage(Storage):
+class AcceleratorStorage(DeviceStorage):
     """Memory of `device`. Where that is the CPU, it is CPU memory too."""
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
@@ -36,12 +36,10 @@ class AcceleratorStorage(Storage):
         return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
     def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        """A slot in memory that was made for it."""
         self._nbytes += memory.nbytes
         return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """A slot whose memory is given back while it has no content, see `Slot.empty`."""
         self._nbytes += numel * dtype.itemsize
         buffer: FlatBuffer | None = None
         if self._arena is not None and numel * dtype.itemsize >= SMALL_NBYTES:
@@ -53,31 +51,20 @@ class AcceleratorStorage(Storage):
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
 
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Zeros [numel], whose memory can be given back; one that `comes_and_goes` often does it at little cost."""
         if comes_and_goes and self._pages is not None and numel * dtype.itemsize >= SMALL_NBYTES:
             with suppress(OSError):
                 return PagedBuffer(label, numel, dtype, self._pages)
         return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
     def park_at_most(self, nbytes: int) -> None:
-        """Memory that flat buffers gave back waits for the next, as long as both together are at most so much."""
         if self._pages is not None:
             self._pages.limit_nbytes = nbytes
             self._pages.trim()
 
     @property
     def parked_nbytes(self) -> int:
-        """Bytes that wait so."""
         return 0 if self._pages is None else self._pages.parked_nbytes
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        """A slot for memory that is there, and may be a part of that of another."""
         assert whole is None or isinstance(whole, MemorySlot)
         return MemorySlot(label, memory, self, self._copies, whole)
-
-    def close(self) -> None:
-        return
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes

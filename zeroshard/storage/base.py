@@ -11,7 +11,7 @@ Nobody but `Storages` knows which of the three storages a slot is of.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroshard.errors import UsageError
 from zeroshard.storage.buffer_pool import BufferPool
 from zeroshard.storage.flat_buffer import FlatBuffer
-from zeroshard.storage.transfers import Transfer
+from zeroshard.storage.transfers import Transfer, aligned_bytes
 
 
 class Slot(ABC):
@@ -128,6 +128,14 @@ class Storage(ABC):
     """A place where model states rest. What rests here is computed with on `device`."""
 
     device: torch.device
+    pin = False
+    """Its CPU memory is pinned."""
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of `device` [numel] with undefined content, of which direct I/O takes any page."""
+        if self.device.type == "cpu":
+            return aligned_bytes(numel * dtype.itemsize, pin=self.pin).view(dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     @abstractmethod
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
@@ -145,3 +153,50 @@ class Storage(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes at rest."""
+
+
+class MemoryStorage(Storage):
+    """One that is memory: what rests goes with its tensors, and `_nbytes` counts it."""
+
+    _nbytes: int
+
+    def close(self) -> None:
+        return
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @abstractmethod
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        """A slot for memory that is there, and may be a part of that of another."""
+
+
+class DeviceStorage(MemoryStorage):
+    """The memory of the device that computes."""
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether to look at values costs no more than the look: an accelerator would have to end its work first."""
+        return self.device.type == "cpu"
+
+    @abstractmethod
+    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
+        """A slot in memory that was made for it."""
+
+    @abstractmethod
+    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        """A slot whose memory is given back while it has no content, see `Slot.empty`."""
+
+    @abstractmethod
+    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
+        """Zeros [numel], whose memory can be given back; one that `comes_and_goes` often does it at little cost."""
+
+    def park_at_most(self, nbytes: int) -> None:
+        """Memory that flat buffers gave back waits for the next, as long as both together are at most so much."""
+        return
+
+    @property
+    def parked_nbytes(self) -> int:
+        """Bytes that wait so."""
+        return 0

@@ -7,21 +7,24 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.base import MemoryStorage, Slot
 from zeroshard.storage.memory_slot import MemorySlot
 from zeroshard.storage.transfers import CPU, Copies, aligned_bytes, in_pages
 
 SLAB_NBYTES = 256 << 20
-"""Slots are cut from slabs of this size: torch rounds pinned memory up to a power of two."""
+"""Slots are cut from slabs of at least this size: torch rounds pinned memory up to a power of two."""
+_LEFT = 1 / 16
+"""Of a slab that is cut into slots of one size, so much may be left over, for smaller ones."""
 
 
 @final
-class CpuStorage(Storage):
+class CpuStorage(MemoryStorage):
     """CPU memory, pinned where `pin` says so, that is taken once and kept."""
 
     def __init__(self, copies: Copies, *, pin: bool) -> None:
-        self.device, self._copies, self._pin = CPU, copies, pin
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self.device, self._copies, self.pin = CPU, copies, pin
+        self._rests: list[Tensor] = []
+        """Of slabs, what no slot has taken."""
         self._nbytes = 0
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
@@ -31,21 +34,30 @@ class CpuStorage(Storage):
         return self.around(label, memory)
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        """A slot for memory that is there, and may be a part of that of another."""
         assert whole is None or isinstance(whole, MemorySlot)
         return MemorySlot(label, memory, self, self._copies, whole)
 
     def _take(self, nbytes: int) -> Tensor:
-        if not self._pin or nbytes > SLAB_NBYTES:
-            return aligned_bytes(nbytes, pin=self._pin)
-        if self._slab.numel() < nbytes:
-            self._slab = aligned_bytes(SLAB_NBYTES, pin=True)
-        taken, self._slab = self._slab[:nbytes], self._slab[nbytes:]
-        return taken
+        if not self.pin:
+            return aligned_bytes(nbytes, pin=False)
+        fitting = [rest for rest in self._rests if rest.numel() >= nbytes]
+        if fitting:
+            slab = min(fitting, key=Tensor.numel)
+            self._rests = [rest for rest in self._rests if rest is not slab]
+        else:
+            slab = aligned_bytes(slab_nbytes(nbytes, self._nbytes), pin=True)
+        if slab.numel() > nbytes:
+            self._rests.append(slab[nbytes:])
+        return slab[:nbytes]
 
-    def close(self) -> None:
-        return
 
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+def slab_nbytes(nbytes: int, taken: int) -> int:
+    """The size of a slab for a slot of `nbytes`, and others like it, where `taken` bytes were taken before.
+
+    A power of two, of which little is left over. The next slots may never come: no more than was taken is laid by for them.
+    """
+    sizes = [max(SLAB_NBYTES, 1 << (nbytes - 1).bit_length())]
+    while sizes[-1] * 2 <= taken:
+        sizes.append(sizes[-1] * 2)
+    left = {size: size % nbytes / size for size in sizes}
+    return next((size for size in sizes if left[size] <= _LEFT), min(sizes, key=left.__getitem__))

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,8 +51,27 @@ class Requests(Transfer):
         return all(future.done() for future in self._futures)
 
 
+class BlockFile(Protocol):
+    """What a disk storage asks of its file."""
+
+    buffers_nbytes: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def allocate(self, nbytes: int, label: str) -> int: ...
+
+    def release(self, start: int, nbytes: int) -> None: ...
+
+    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer: ...
+
+    def read(self, start: int, flat: Tensor, label: str) -> Transfer: ...
+
+    def close(self) -> None: ...
+
+
 class DirectFile:
-    """See the module's docstring.
+    """See the module's docstring. A `BlockFile`.
 
     Args:
         folder: where the file is; it must be there.

@@ -13,7 +13,7 @@ from torch import Tensor
 from zeroshard.errors import PolicyError, StorageError
 from zeroshard.policy import Offload
 from zeroshard.storage.base import Slot, Storage
-from zeroshard.storage.direct_file import DirectFile, Requests
+from zeroshard.storage.direct_file import BlockFile, DirectFile
 from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, aligned_bytes
 
 
@@ -52,6 +52,9 @@ class Staging:
             return buffer
         self._left -= 1
         self.taken += self.nbytes
+        return self._make()
+
+    def _make(self) -> Tensor:
         return aligned_bytes(self.nbytes, pin=self._pin)
 
     def release(self, buffer: Tensor, after: Transfer = LANDED, reader: DiskSlot | None = None) -> None:
@@ -61,22 +64,29 @@ class Staging:
         self._free.append((buffer, after))
 
 
-@final
-class DiskStorage(Storage):
-    """One file, without a name, in `offload.path`.
-
-    Args:
-        copies: to and from the accelerator.
-        staging: the buffers for what comes from an accelerator, goes there, or is read ahead.
+def disk_file(offload: Offload) -> DirectFile:
+    """A file without a name in `offload.path`.
 
     Raises:
         StorageError: the folder is missing or cannot be written to.
     """
+    if offload.path is None:
+        raise PolicyError("states are to go to disk, and no folder is named: Offload(path=...).")
+    return DirectFile(offload.path, offload.block_nbytes, offload.requests)
 
-    def __init__(self, offload: Offload, copies: Copies, staging: Staging) -> None:
-        if offload.path is None:
-            raise PolicyError("states are to go to disk, and no folder is named: Offload(path=...).")
-        self.file = DirectFile(offload.path, offload.block_nbytes, offload.requests)
+
+@final
+class DiskStorage(Storage):
+    """One file, without a name.
+
+    Args:
+        file: what is written and read.
+        copies: to and from the accelerator.
+        staging: the buffers for what comes from an accelerator, goes there, or is read ahead.
+    """
+
+    def __init__(self, file: BlockFile, copies: Copies, staging: Staging) -> None:
+        self.file = file
         self.device, self.copies, self.staging = CPU, copies, staging
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
@@ -98,10 +108,10 @@ class DiskSlot(Slot):
         super().__init__(label, numel, dtype)
         self._storage = storage
         self._start = storage.file.allocate(self.nbytes, label)
-        self._writing: list[Requests] = []
+        self._writing: list[Transfer] = []
         weakref.finalize(self, _release, storage.file, self._start, self.nbytes, self._writing)
         self._is_written = False
-        self._prefetched: tuple[Tensor, Requests] | None = None
+        self._prefetched: tuple[Tensor, Transfer] | None = None
 
     def memory_in(self, storage: Storage) -> Tensor | None:
         return None
@@ -181,7 +191,7 @@ class DiskSlot(Slot):
             requests.wait(CPU)
 
 
-def _release(file: DirectFile, start: int, nbytes: int, writing: list[Requests]) -> None:
+def _release(file: BlockFile, start: int, nbytes: int, writing: list[Transfer]) -> None:
     """A slot is gone: its range may be used again, once nothing writes to it any longer."""
     for requests in writing:
         with suppress(StorageError):

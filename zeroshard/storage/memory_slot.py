@@ -17,7 +17,7 @@ class MemorySlot(Slot):
     """`memory` [numel] of `storage`.
 
     Args:
-        whole: a slot of which the memory is a part: what is on its way to or from one concerns the other.
+        whole: a slot of which the memory is a part: what is on its way to or from one concerns the other, and so do readers.
         before_write: called before the content changes, but not for what is done to `memory_in`.
         buffer: of the memory, where it can be given back.
     """
@@ -28,7 +28,7 @@ class MemorySlot(Slot):
     ) -> None:  # fmt: skip
         super().__init__(label, memory.numel(), memory.dtype)
         self._memory, self._storage, self._copies, self._buffer = memory, storage, copies, buffer
-        self._before_write = before_write
+        self._before_write: Callable[[], None] = before_write if whole is None else whole._before_write
         self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
         self._is_empty = buffer is not None and not buffer.nbytes
 
@@ -60,7 +60,7 @@ class MemorySlot(Slot):
 
     def write(self, source: Tensor) -> Transfer:
         self.version += 1
-        self._before_write()
+        self.before_write()
         self.fill()
         written = self._in_flight.add(self._copies.copy(self._memory, source, self._in_flight))
         if self._memory.device.type != "cpu":

@@ -8,6 +8,12 @@ from typing import Any
 from torch import Tensor
 
 
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same storage. Asks for no address, which not every tensor has."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() * one.itemsize == other.storage_offset() * other.itemsize
+
+
 def memory_of(flat: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, to be read from or written to.
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.policy import Offload, Place, Policy
 from zeroshard.storage.accelerator import AcceleratorStorage
-from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.base import DeviceStorage, MemoryStorage, Slot, Storage
 from zeroshard.storage.cpu import CpuStorage
-from zeroshard.storage.disk import DiskStorage, Staging
+from zeroshard.storage.disk import DiskStorage, Staging, disk_file
 from zeroshard.storage.flat_buffer import FlatBuffer, ResizedBuffer, ShareableBuffer
 from zeroshard.storage.transfers import Copies
 
@@ -47,19 +47,35 @@ class Storages:
         self, policy: Policy, device: torch.device, param_itemsize: int = 4, collectives: Collectives | None = None
     ) -> None:
         self._policy, self._param_itemsize = policy, param_itemsize
-        self._copies, self._collectives = Copies(device), collectives
+        self._collectives = collectives
         used = (
             policy.offload_optimizer if policy.optimizer.place is not Place.ACCELERATOR else policy.offload_parameters
         )
         self.pin = used.pin_memory and device.type != "cpu"
-        self.accelerator = AcceleratorStorage(device, self._copies)
-        self.host: AcceleratorStorage | CpuStorage = (
-            self.accelerator if is_cpu_memory(device) else CpuStorage(self._copies, pin=self.pin)
-        )
+        self._copies = self._make_copies(device)
+        self.accelerator = self._make_accelerator(device)
+        self.host: MemoryStorage = self.accelerator if self._is_host(device) else self._make_host()
         self.emptied: set[int] = set()
         """Addresses of memory that other ranks read, and that has none now."""
         self._disks: dict[str, DiskStorage] = {}
         self._parameters_in_cpu = 0
+
+    # The members. Who pretends to train has others.
+
+    def _make_copies(self, device: torch.device) -> Copies:
+        return Copies(device, pin=self.pin)
+
+    def _make_accelerator(self, device: torch.device) -> DeviceStorage:
+        return AcceleratorStorage(device, self._copies)
+
+    def _is_host(self, device: torch.device) -> bool:
+        return is_cpu_memory(device)
+
+    def _make_host(self) -> MemoryStorage:
+        return CpuStorage(self._copies, pin=self.pin)
+
+    def _make_disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
+        return DiskStorage(disk_file(offload), self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
 
     def step(self, policy: Policy) -> Storage:
         """Where the optimizer of a bucket under `policy` steps: what rests on disk is updated by the CPU."""
@@ -103,11 +119,8 @@ class Storages:
             else:
                 offload = self._policy.offload_parameters
                 count, nbytes = offload.buffer_count, offload.buffer_numel * self._param_itemsize
-            self._disks[states] = self._disk(offload, count, nbytes, pin=self.pin)
+            self._disks[states] = self._make_disk(offload, count, nbytes, pin=self.pin)
         return self._disks[states]
-
-    def _disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
-        return DiskStorage(offload, self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
 
     def memory_under(self, label: str, tensor: Tensor) -> FlatBuffer:
         """All of the storage that a tensor looks at, as bytes, to be given back and taken again."""
@@ -121,7 +134,7 @@ class Storages:
         pin = offload.pin_memory and self.accelerator.device.type != "cpu"
         if place is Place.DISK:
             nbytes = offload.buffer_numel * torch.float32.itemsize
-            return self._disk(offload, offload.buffer_count, nbytes, pin=pin)
+            return self._make_disk(offload, offload.buffer_count, nbytes, pin=pin)
         if place is Place.ACCELERATOR or self.host is self.accelerator:
             return self.accelerator
         return CpuStorage(self._copies, pin=pin)
@@ -130,7 +143,7 @@ class Storages:
         """Bytes at rest off the accelerator, and of the buffers through which they come and go: in CPU memory, and on disk."""
         at_rest = self.host.nbytes if self.host is not self.accelerator else 0
         disks = self._disks.values()
-        buffers = sum(disk.staging.taken + disk.file.buffers_nbytes for disk in disks)
+        buffers = self._copies.nbytes + sum(disk.staging.taken + disk.file.buffers_nbytes for disk in disks)
         return {"cpu": at_rest + buffers, "disk": sum(disk.nbytes for disk in disks)}
 
     def close(self) -> None:

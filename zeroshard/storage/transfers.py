@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from zeroshard.policy import PAGE_NBYTES
 
 CPU = torch.device("cpu")
+
+STAGED_NBYTES, STAGED_COUNT = 4 << 20, 3
+"""What is cast on its way to the device passes through so many buffers of so many bytes."""
 
 
 class Transfer(ABC):
@@ -77,9 +81,15 @@ class InFlight(Transfer):
 
 
 class Copies:
-    """Copies between an accelerator and CPU memory, in each direction on a stream of its own. On a CPU: plain copies."""
+    """Copies between an accelerator and CPU memory, in each direction on a stream of its own. On a CPU: plain copies.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        pin: buffers of its own are pinned.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        self._pin = pin and device.type != "cpu"
+        self._staging: deque[tuple[Tensor, Transfer]] = deque()
         self._to_device: torch.Stream | None = None
         self._to_host: torch.Stream | None = None
         if device.type != "cpu":
@@ -92,8 +102,9 @@ class Copies:
             after.wait(target.device)
             target.copy_(source)
             return LANDED
-        if target.dtype != source.dtype:
-            # Cast where the source lies: half the bytes travel. From pageable memory torch waits for such a copy.
+        if target.dtype != source.dtype:  # cast where the source lies: half the bytes travel
+            if source.device.type == "cpu":
+                return self._staged(target, source, after)
             source = source.to(target.dtype)
         on_device = source if target.device.type == "cpu" else target
         stream.wait_stream(torch.accelerator.current_stream(on_device.device))  # type: ignore[attr-defined]
@@ -104,11 +115,33 @@ class Copies:
         on_device.record_stream(stream)
         return _Copy(event)
 
+    def _staged(self, target: Tensor, source: Tensor, after: Transfer) -> Transfer:
+        """As `copy`, of 1-D tensors. From memory that is not pinned torch would wait for each copy."""
+        copying: Transfer = LANDED
+        step = STAGED_NBYTES // target.dtype.itemsize
+        for low in range(0, target.numel(), step):
+            buffer, busy = self._staging.popleft() if len(self._staging) == STAGED_COUNT else (self._buffer(), LANDED)
+            busy.wait(CPU)
+            part = target[low : low + step]
+            cast = buffer.view(target.dtype)[: part.numel()].copy_(source[low : low + step])
+            copying = self.copy(part, cast, after)
+            self._staging.append((buffer, copying))
+        return copying  # the last on its stream
+
+    def _buffer(self) -> Tensor:
+        return aligned_bytes(STAGED_NBYTES, pin=self._pin)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers that were made."""
+        return sum(buffer.numel() for buffer, _ in self._staging)
+
 
 def aligned_bytes(nbytes: int, *, pin: bool) -> Tensor:
     """CPU memory [nbytes] as uint8 that begins at a page. Undefined content."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     if memory.data_ptr() % PAGE_NBYTES:
+        del memory  # before there is another
         memory = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8, pin_memory=pin)
         start = -memory.data_ptr() % PAGE_NBYTES
         memory = memory[start : start + nbytes]

@@ -116,7 +116,7 @@ def train(
                 (loss * (workload.loss_scale / workload.microbatches)).backward()
             losses.append(loss.detach())
         if workload.max_norm is not None or workload.loss_scale != 1.0:
-            norms.append(sharded.clip_grad_norm_(workload.max_norm, workload.loss_scale))
+            norms.append(float(sharded.clip_grad_norm_(workload.max_norm, workload.loss_scale)))
         sharded.optimizer.step()
         memory = sharded.memory_report()  # with the gradients
         sharded.optimizer.zero_grad()

@@ -188,13 +188,14 @@ class OwnedBucket(ParameterBucket):
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
         """Each parameter goes from its owner straight into the others' storages: no padding travels."""
         ranks = range(self.layout.world_size)
-        pending = [
-            collectives.transfer(part, owner, rank, self._label)
-            for owner in ranks
-            for part, _ in self._parts(owner)
-            for rank in ranks
-            if rank != owner
-        ]
+        with collectives.together():
+            pending = [
+                collectives.transfer(part, owner, rank, self._label)
+                for owner in ranks
+                for part, _ in self._parts(owner)
+                for rank in ranks
+                if rank != owner
+            ]
 
         def finish() -> None:
             for transfer in pending:

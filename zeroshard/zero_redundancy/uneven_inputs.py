@@ -30,18 +30,21 @@ def share_gradients(
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if has_gradient[id(parameter)] else None
     pending = []
-    for target in sorted({*range(collectives.world_size)} - {*training}):
-        for bucket in buckets:
-            for piece in bucket.layout.shard_pieces(target):
-                parameter = bucket.parameters[piece.index]
-                if not has_gradient[id(parameter)]:
-                    continue
-                part = slice(piece.parameter_start, piece.parameter_start + piece.numel)
-                gradient = parameter.grad if collectives.rank in (source, target) else parameter
-                assert gradient is not None
-                if collectives.rank == source and gradient.stride() != parameter.stride():
-                    gradient = torch.empty_like(parameter).copy_(gradient)
-                flat = in_storage_order(gradient)[part]
-                pending.append(collectives.transfer(flat, source, target, "gradients for a rank that has joined"))
+    pieces = [
+        (target, bucket.parameters[piece.index], slice(piece.parameter_start, piece.parameter_start + piece.numel))
+        for target in sorted({*range(collectives.world_size)} - {*training})
+        for bucket in buckets
+        for piece in bucket.layout.shard_pieces(target)
+    ]
+    with collectives.together():
+        for target, parameter, part in pieces:
+            if not has_gradient[id(parameter)]:
+                continue
+            gradient = parameter.grad if collectives.rank in (source, target) else parameter
+            assert gradient is not None
+            if collectives.rank == source and gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            flat = in_storage_order(gradient)[part]
+            pending.append(collectives.transfer(flat, source, target, "gradients for a rank that has joined"))
     for transfer in pending:
         transfer.wait()

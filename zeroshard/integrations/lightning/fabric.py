@@ -167,7 +167,7 @@ class FabricZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         if norm_type != 2.0:
             raise UsageError(f"FabricZeroStrategy clips by the L2 norm, not by the norm of type {norm_type}.")
         self.precision.unscale_gradients(optimizer)
-        norm = optimizer.clip_grad_norm_(float(max_norm))
+        norm = float(optimizer.clip_grad_norm_(float(max_norm)))
         if error_if_nonfinite and not math.isfinite(norm):
             raise UsageError(f"the norm of the gradients is {norm}: pass error_if_nonfinite=False to go on.")
         return torch.tensor(norm, device=self.root_device)

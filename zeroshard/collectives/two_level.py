@@ -1,0 +1,292 @@
+"""Owns the collectives of several hosts: what the ranks of a host have is brought together before anything goes across.
+
+Composes two others. Of H hosts with S ranks each, a rank is at place s of host h:
+
+    inside   over the S ranks of its host
+    across   over the H ranks at the same place s, one on each host
+
+It owns row s * H + h, so that the rows of the H ranks at one place lie together: rows [W, n] are also blocks [S, H * n], and a
+block is what `inside` reduces and gathers. A sum is that over hosts of the sums inside, which cross in fp32: (g0 + g1) + (g2 + g3)
+for two hosts of two. It is the topology's, and the same for every policy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.alone import Alone
+from zeroshard.collectives.base import Collectives, Pending, PendingReduction
+from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.meeting import hosts_of
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.watch import Watch
+from zeroshard.errors import UsageError
+
+Within = int | Literal["host"]
+Make = Callable[[Members, torch.device, float, Watch], Grouped]
+
+
+class OneHost(Exception):
+    """There is one host alone: nothing goes across."""
+
+
+class TwoLevel(Grouped):
+    """See the module's docstring.
+
+    Args:
+        within: how many ranks are one host, in the group's order; or "host", for those that share a machine.
+        make: the collectives for some of the members. Each of those must call it.
+
+    Raises:
+        OneHost: all of them are.
+        UsageError: the hosts are not of one size.
+    """
+
+    arrives_by_itself = False  # what came across goes on inside when it is waited for
+
+    def __init__(
+        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, within: Within, make: Make
+    ) -> None:
+        super().__init__(members, device, predivide_factor, watch)
+        self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
+        """The members of each."""
+        _refuse_uneven(self._hosts, members)
+        if len(self._hosts) == 1:
+            raise OneHost
+        self._host = next(number for number, host in enumerate(self._hosts) if self.rank in host)
+        own = self._hosts[self._host]
+        self._place = own.index(self.rank)
+        there = [host[self._place] for host in self._hosts]
+        # The sum inside is not divided: what is divided by is that of the whole, and comes last.
+        self._inside: Collectives = make(members.only(own), device, float(len(own)), watch) if len(own) > 1 else Alone()
+        self._across = make(members.only(there), device, predivide_factor / len(own), watch)
+        self.reads_in_place, self.travels = self._inside.reads_in_place, self._across.travels or self._inside.travels
+        self.rounds_each_sum = self._inside.rounds_each_sum or self._across.rounds_each_sum
+        self._count()
+        if isinstance(self._inside, SharedMemory):
+            self._across.warn_others = self._inside.tell_failure
+        self._latest: Callable[[], _Mean | None] = lambda: None
+        """The last reduction, as long as somebody waits for it."""
+
+    def _count(self) -> None:
+        """One count and one clock for both."""
+        crossing = _Crossing(self.sent)
+        for one, sent in ((self._inside, self.sent), (self._across, crossing)):
+            one.sent = sent
+            one.measure = self._measure_of_both
+            if isinstance(one, SharedMemory) and one.over_gloo is not None:
+                one.over_gloo.sent = sent
+
+    def _measure_of_both(self, kind: str) -> AbstractContextManager[None]:
+        return self.measure(kind)
+
+    @property
+    def inside(self) -> Collectives:
+        return self._inside
+
+    @property
+    def across(self) -> Collectives:
+        return self._across
+
+    @property
+    def shard(self) -> int:
+        return self._place * len(self._hosts) + self._host
+
+    def owner(self, shard: int) -> int:
+        place, host = divmod(shard, len(self._hosts))
+        return self._hosts[host][place]
+
+    def by_shard(self, by_rank: Tensor) -> Tensor:
+        return torch.stack([by_rank[self.owner(shard)] for shard in range(self.world_size)])
+
+    def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._inside.shareable(numel, dtype)
+
+    def is_shareable(self, tensor: Tensor) -> bool:
+        return self._inside.is_shareable(tensor)
+
+    def discard(self, memory: Tensor) -> None:
+        self._inside.discard(memory)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        return self._inside.buffers_nbytes + self._across.buffers_nbytes
+
+    def wait_readers(self, memory: Tensor | None = None) -> None:
+        self._inside.wait_readers(memory)
+        self._across.wait_readers(memory)
+
+    def close(self) -> None:
+        self._inside.close()
+        self._across.close()
+        super().close()
+
+    # ------------------------------------------------------------------ rows
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        return rows.view(self._inside.world_size, -1)
+
+    def _row(self, block: Tensor) -> Tensor:
+        return block.view(len(self._hosts), -1)
+
+    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+        return _Gather(self, rows, bucket, label)
+
+    def start_across(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        """Fill this rank's block."""
+        return self._across.all_gather(self._row(self._blocks(rows)[self._place]), bucket, f"{label} across hosts")
+
+    def start_inside(self, rows: Tensor, bucket: int, label: str) -> Pending:
+        """Fill the other blocks."""
+        return self._inside.all_gather(self._blocks(rows), bucket, f"{label} inside the host")
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        if self._inside.world_size == 1:
+            return self._across.workspace_numel(rows)
+        partial = self._row(torch.empty(self._blocks(rows).shape[1], dtype=_wide(rows), device="meta"))
+        wide = partial.numel() + self._across.workspace_numel(partial)
+        return self._inside.workspace_numel(self._blocks(rows)) + wide * _wide(rows).itemsize // rows.dtype.itemsize
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+        if self._inside.world_size == 1:  # there is no sum that would need more digits than the rows have
+            return self._across.reduce_scatter(rows, workspace, bucket, label)
+        blocks = self._blocks(rows)
+        cut_at = self._inside.workspace_numel(blocks)
+        pending = self._inside.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host")
+        wide = workspace[cut_at:].view(_wide(rows))
+        partial = self._row(wide[: blocks.shape[1]])
+        mean = _Mean(self._across, pending, partial, wide[blocks.shape[1] :], bucket, label)
+        before, self._latest = self._latest(), weakref.ref(mean)
+        if before is not None:
+            before.cross()
+        return mean
+
+    # ------------------------------------------------------------------ messages, in the order of ranks
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        found = [b""] * self.world_size
+        of_places = self._inside.exchange(b"".join(self._across.exchange(data, label)), label)
+        for place, joined in enumerate(of_places):
+            for host, members in enumerate(self._hosts):
+                found[members[place]] = joined[host * len(data) : (host + 1) * len(data)]
+        return found
+
+    def _where(self, rank: int) -> tuple[int, int]:
+        """(host, place)."""
+        return next((number, host.index(rank)) for number, host in enumerate(self._hosts) if rank in host)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        host, place = self._where(source)
+        if self._place == place:
+            self._across.broadcast(tensor, host)
+        self._inside.broadcast(tensor, place)
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+        # Two hops: across at the source's place, then inside the target's host. Who stands between knows the size by asking.
+        lengths = self.exchange(tensor.nbytes.to_bytes(8, "little"), f"the length of {label}")
+        nbytes = int.from_bytes(lengths[source], "little")
+        (host, place), (to_host, to_place) = self._where(source), self._where(target)
+        is_end = self.rank in (source, target)
+        passing = tensor if is_end else tensor.new_empty(nbytes, dtype=torch.uint8)
+        if host != to_host and self._place == place:
+            self._across.transfer(passing, host, to_host, label).wait()
+        if place == to_place or self._host != to_host:
+            return Alone().transfer(tensor, source, target, label)
+        return self._inside.transfer(passing, place, to_place, label)
+
+
+class _Crossing(Counter[str]):
+    """Counts what crosses between hosts in another count, under names of its own."""
+
+    def __init__(self, whole: Counter[str]) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def __getitem__(self, kind: str) -> int:
+        return self._whole[f"{kind} across"]
+
+    def __setitem__(self, kind: str, nbytes: int) -> None:
+        self._whole[f"{kind} across"] = nbytes
+
+
+class _Gather(Pending):
+    def __init__(self, collectives: TwoLevel, rows: Tensor, bucket: int, label: str) -> None:
+        self._collectives, self._arguments = collectives, (rows, bucket, label)
+        self._crossing = collectives.start_across(rows, bucket, label)
+        self._spreading: Pending | None = None
+
+    def wait(self) -> None:
+        if self._spreading is None:
+            self._crossing.wait()
+            self._spreading = self._collectives.start_inside(*self._arguments)
+        self._spreading.wait()
+
+
+class _Mean(PendingReduction):
+    """A reduction that crosses when the next one has started, or it is waited for."""
+
+    def __init__(
+        self, across: Collectives, inside: PendingReduction, partial: Tensor, workspace: Tensor, bucket: int, label: str
+    ) -> None:
+        self._across, self._inside, self._partial, self._workspace = across, inside, partial, workspace
+        self._bucket, self._label = bucket, label
+        self._crossing: PendingReduction | None = None
+
+    def cross(self) -> None:
+        """Wait for the sum inside, and start to bring it across."""
+        if self._crossing is None:
+            self._inside.finish(self._partial.view(-1), accumulate=False)
+            self._crossing = self._across.reduce_scatter(
+                self._partial, self._workspace, self._bucket, f"{self._label} across hosts"
+            )
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self.cross()
+        assert self._crossing is not None
+        self._crossing.finish(out, accumulate=accumulate)
+
+    @property
+    def has_readers(self) -> bool:
+        return self._inside.has_readers or (self._crossing is not None and self._crossing.has_readers)
+
+    def wait_readers(self) -> None:
+        self._inside.wait_readers()
+        if self._crossing is not None:
+            self._crossing.wait_readers()
+
+
+def _wide(rows: Tensor) -> torch.dtype:
+    """In which sums cross."""
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def cut(world_size: int, within: Within) -> list[list[int]]:
+    """The members of each host, where so many neighbours are one.
+
+    Raises:
+        UsageError: they are not so many.
+    """
+    if within == "host":
+        return [list(range(world_size))]
+    if world_size % within:
+        raise UsageError(
+            f"within={within} (zero_hpz_partition_size, mics_shard_size in a config) does not divide the {world_size} ranks of the "
+            "group: give the number of ranks of a host, or a divisor of it."
+        )
+    return [list(range(start, start + within)) for start in range(0, world_size, within)]
+
+
+def _refuse_uneven(hosts: Sequence[Sequence[int]], members: Members) -> None:
+    if len({len(host) for host in hosts}) > 1:
+        told = ", ".join(str([members.ranks[place] for place in host]) for host in hosts)
+        raise UsageError(
+            f'within="host" wants as many ranks on each host, and they are {told}: start as many on each, or leave it out.'
+        )

@@ -1,0 +1,97 @@
+"""Owns what torch.compile is told of our hooks, and what compiled models may not ask for. Called by hooks, module_hooks and shard.
+
+[Note: compiled models]
+torch.compile reads Python once, and runs what it made of it wherever its guards hold: on classes, dtypes and shapes of tensors, on
+how many hooks a module has. What our hooks do changes from step to step, so it never becomes part of a graph:
+
+- Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
+- Hooks of the parts inside (a Linear of a block) have nothing to do while the unit is whole: they are passed by, and a block is
+  one graph. What keeps that true is a guard of torch's: a parameter that is away is of another class, and the code is read anew.
+- Parameters are of one class whenever a module that uses them runs, see `Appearance.begin_use`. So alike blocks share one graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from zeroshard.errors import UsageError
+from zeroshard.schedule.unit import Unit
+
+BORDER = (
+    "zeroshard brings a unit's parameters together here, which no graph may contain. For fullgraph=True compile the units one by "
+    "one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
+)
+"""What torch says where a graph ends at a border, and what it raises where none may end (fullgraph)."""
+
+_CUDA_GRAPHS = (
+    "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one before it gave "
+    "out, gradients that are still being reduced among them, and reads parameters where they once were. Compile with "
+    "mode='max-autotune-no-cudagraphs', or the default."
+)
+_WRAPPER = "get_compiler_config"
+"""What torch.compile gives all that it makes: the public way to ask with which options."""
+_NEAREST = 12
+"""Frames between a hook of a unit and the call of torch.compile that runs the unit, where there is one: fewer than that."""
+
+
+def refuse_cuda_graphs(model: nn.Module) -> None:
+    """Raise where a module was compiled with CUDA graphs."""
+    for fqn, module in model.named_modules():
+        for compiled in (module, module._compiled_call_impl):
+            get = getattr(compiled, _WRAPPER, None)
+            if get is not None:
+                _refuse(get(), fqn or "the model")
+
+
+def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
+    """Whether the code that runs a module now was compiled, by whomever: before or after `shard`, or around a whole step.
+
+    Args:
+        module: that runs.
+        all_callers: look through the whole stack, and not only for who compiled this module. A microsecond or two.
+
+    Raises:
+        UsageError: with CUDA graphs.
+    """
+    found = _WRAPPER in module.__dict__
+    for config in _configs_of_callers(None if all_callers else _NEAREST):
+        _refuse(config, f"what runs this {type(module).__name__}")
+        found = True
+    return found
+
+
+def _configs_of_callers(depth: int | None) -> Iterator[Any]:
+    """What the compiled functions on the stack were compiled with. torch has no public way to ask."""
+    for frame in islice(_frames(), depth):
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
+            yield getattr(frame.f_locals.get("self"), "compiler_config", None)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _refuse(config: Any, label: str) -> None:
+    if isinstance(config, Mapping) and config.get("triton.cudagraphs"):
+        raise UsageError(_CUDA_GRAPHS.format(label))
+
+
+def begin_use(units: Iterable[Unit]) -> None:
+    """Modules with these units' parameters are about to run."""
+    for unit in units:
+        unit.appearance.begin_use()
+
+
+def end_use(units: Iterable[Unit]) -> None:
+    """The end of `begin_use`."""
+    for unit in units:
+        unit.appearance.end_use()

@@ -1,0 +1,126 @@
+"""What plans are held against: the same training, by real ranks over gloo, with every byte of torch's allocator read.
+
+On a CPU memory that comes and goes lies in ranges of addresses of our own, and ranks share memory; an accelerator has neither. So
+both are turned off here, as on a kernel that offers them not, and torch's allocator gives out every byte, as an accelerator's does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.plan.machine import Machine, machine_of
+from zeroshard.storage import accelerator, storages
+from zeroshard.testing import run_ranks
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+STEPS = 6
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=4, width=256, heads=4, context=64))
+
+
+def tokens(samples: int) -> tuple[Tensor, Tensor]:
+    generated = torch.randint(0, 256, (samples, 65))
+    return generated[:, :-1], generated[:, 1:]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        apart: CPU memory is not the device's, as beside an accelerator.
+    """
+
+    config: dict[str, Any]
+    ranks: int = 2
+    factory: Callable[[], nn.Module] = gpt
+    batch: Callable[[int], Any] = tokens
+    apart: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def config_of(
+    stage: int, dtype: str = "fp32", *, checkpointing: bool = False, accumulation: int = 1, micro: int = 4, **zero: Any
+) -> dict[str, Any]:
+    """A DeepSpeed config."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage, **zero},
+    }  # fmt: skip
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if checkpointing:
+        config["activation_checkpointing"] = {"checkpoint_units": "auto"}
+    return config
+
+
+def machine_for(case: Case) -> Machine:
+    """What the ranks of these tests run on."""
+    return machine_of("cpu").model_copy(update={"computes_on_cpu": not case.apart})
+
+
+def planned(case: Case) -> zeroshard.Plan:
+    """What the dry run says."""
+    return zeroshard.plan(
+        case.factory, case.config, world_size=case.ranks, batch=case.batch, machine=machine_for(case), **case.extra
+    )
+
+
+def measured(case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:
+    """What each real rank says: the peak of the allocator's live bytes in training, and the bytes that it sent in a step."""
+    before = os.environ.get("ZEROSHARD_SHARED_MEMORY")
+    os.environ["ZEROSHARD_SHARED_MEMORY"] = "0"
+    try:
+        return run_ranks(_train, case.ranks, case, timeout=timeout)
+    finally:
+        os.environ.pop("ZEROSHARD_SHARED_MEMORY")
+        if before is not None:
+            os.environ["ZEROSHARD_SHARED_MEMORY"] = before
+
+
+def _loss(engine: zeroshard.Engine, arguments: Any) -> Tensor:
+    """Alone: who keeps a model's output keeps its logits through the backward."""
+    output = engine(**arguments) if isinstance(arguments, dict) else engine(*arguments)
+    loss: Tensor = getattr(output, "loss", output)
+    return loss
+
+
+def _train(rank: int, case: Case) -> dict[str, Any]:
+    accelerator.kernel_memory = lambda: None  # type: ignore[attr-defined]
+    if case.apart:
+        storages.is_cpu_memory = lambda device: device.type == "none"
+    torch.manual_seed(rank)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        engine, *_ = zeroshard.initialize(model=case.factory(), config=case.config)
+        sent: dict[str, int] = {}
+        for step in range(STEPS):
+            with torch.profiler.record_function(f"step {step}"):
+                engine._sharded.comm_report()
+                for _microbatch in range(engine.gradient_accumulation_steps()):
+                    arguments = case.batch(engine.train_micro_batch_size_per_gpu())
+                    engine.backward(_loss(engine, arguments))
+                    engine.step()
+                    del arguments
+                sent = dict(engine._sharded.comm_report())
+    events = profile.profiler.kineto_results.events()
+    begins = {event.name(): event.start_ns() for event in events if event.name().startswith("step ")}
+    later = sorted(begins.values())[1:]
+    live, peaks = 0, [0] * len(later)
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        for step in range(len(later)):
+            if later[step] <= event.start_ns() < (later[step + 1] if step + 1 < len(later) else event.start_ns() + 1):
+                peaks[step] = max(peaks[step], live)
+    # A thread of gloo's keeps what it sent last until it has something else to do: the least is what the engine itself needs.
+    peak = min(peaks)
+    return {"peak": peak, "sent": sent, "live": live}

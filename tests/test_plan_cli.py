@@ -1,0 +1,188 @@
+"""`zeroshard plan`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zeroshard.cli.main import app
+from zeroshard.errors import ZeroshardError
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "steps_per_print": 10,
+}  # fmt: skip
+FACTORY = """
+import torch
+def make():
+    return torch.nn.Linear(4, 1), lambda rank, step: (torch.zeros(1, 4),)
+def trained():
+    model = torch.nn.Linear(4, 1)
+    with open("weights.bin", "rb") as file:
+        model.load_state_dict(torch.load(file))
+    return model, lambda rank, step: (torch.zeros(1, 4),)
+def module():
+    return torch.nn.Linear(4, 1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "zero.json").write_text(json.dumps(CONFIG | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}))
+    (tmp_path / "factory.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(*arguments: str) -> str:
+    """What is said."""
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code != 0
+    if isinstance(result.exception, ZeroshardError):
+        return str(result.exception)
+    return " ".join(result.output.split())
+
+
+def test_a_config_is_judged(folder: Path) -> None:
+    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1")
+    command = [
+        str(Path(sys.executable).parent / "zeroshard"),
+        "plan",
+        ".",
+        "--gpus",
+        "8",
+        "--memory",
+        "80GB",
+        "--sequence",
+        "32",
+    ]
+    command += ["--config", "zero.json", "--write", "out.json", "--plot", "memory.png"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "fits:",
+        "parameters",
+        "driver's context",
+        "stage 3",
+        "activation checkpointing",
+        "largest micro-batch",
+    ):
+        assert word in done.stdout
+    written = json.loads((folder / "out.json").read_text())
+    assert written["train_batch_size"] == 16
+    assert written["steps_per_print"] == 10
+    assert (folder / "memory.png").stat().st_size > 1000
+
+
+def test_json_is_for_programs(folder: Path) -> None:
+    result = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            "factory.py:make",
+            "--gpus",
+            "2",
+            "--config",
+            "zero.json",
+            "--json",
+            "--quick",
+            "--machine",
+            "a100-80gb",
+        ],
+    )
+    told = json.loads(result.stdout)
+    assert told["fits"]
+    assert sum(told["peak"]["parts"].values()) == told["peak"]["bytes"]
+    assert told["needed"] >= told["peak"]["bytes"] + sum(told["unseen"].values())
+
+
+@pytest.mark.full
+def test_without_a_config_the_fastest_that_fits_is_found(folder: Path) -> None:
+    result = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            ".",
+            "--gpus",
+            "2",
+            "--sequence",
+            "16",
+            "--batch",
+            "2",
+            "--memory",
+            "80GB",
+            "--json",
+            "--write",
+            "chosen.json",
+        ],
+    )
+    told = json.loads(result.stdout)
+    assert told["fits"]
+    assert told["batch"]["train"] == 4
+    again = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            ".",
+            "--gpus",
+            "2",
+            "--sequence",
+            "16",
+            "--memory",
+            "80GB",
+            "--json",
+            "--quick",
+            "--config",
+            "chosen.json",
+        ],
+    )
+    assert json.loads(again.stdout)["peak"] == told["peak"]
+
+
+def test_wrong_input_is_a_sentence_with_the_remedy(folder: Path) -> None:
+    assert "no file at" in refused("nowhere.json", "--config", "zero.json")
+    assert "no config.json" in refused(str(folder.parent), "--config", "zero.json")
+    (folder / "strange.json").write_text(json.dumps({"model_type": "strange"}))
+    assert "does not know the architecture 'strange'" in refused("strange.json", "--config", "zero.json")
+    assert "has no unit" in refused(".", "--memory", "80", "--config", "zero.json")
+    assert "from_config in the place of from_pretrained" in refused("factory.py:trained", "--config", "zero.json")
+    assert "must return (module, batch)" in refused("factory.py:module", "--config", "zero.json")
+    (folder / "refused.json").write_text(json.dumps({"zero_optimization": {"stage": 4}}))
+    assert "zero_optimization.stage" in refused(".", "--config", "refused.json")
+    assert "there is no machine 'h1000'" in refused(".", "--machine", "h1000", "--config", "zero.json")
+
+
+def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--profile", "here.json", "--size", "4MB"])
+    assert result.exit_code == 0, result.output
+    told = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            "factory.py:make",
+            "--gpus",
+            "2",
+            "--machine",
+            "here.json",
+            "--config",
+            "zero.json",
+            "--json",
+            "--quick",
+        ],
+    )
+    assert json.loads(told.stdout)["machine"] == "here"
+    (folder / "here.json").write_text('{"memory": -1}')
+    assert "does not describe a machine" in refused(
+        "factory.py:make", "--machine", "here.json", "--config", "zero.json"
+    )

@@ -1,0 +1,107 @@
+"""Owns the ranks that share one accelerator, over gloo: all policies, one after another, in each. Started by accelerator_parts."""
+
+from __future__ import annotations
+
+from stand_ins import stand_in
+
+stand_in()
+
+import multiprocessing  # noqa: E402
+import tempfile  # noqa: E402
+import traceback  # noqa: E402
+from datetime import timedelta  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerator_setting import Setting  # noqa: E402
+from accelerator_systems import batch_of, sharded  # noqa: E402
+
+from zeroshard import Place, Policy, Precision, unsharded  # noqa: E402, F401
+
+STEPS = 4
+
+
+def policies(folder: str) -> dict[str, Policy]:
+    """By name; the first of each precision is the one that the others are compared with."""
+    found = {f"stage {number}": Policy.stage(number) for number in range(4)}
+    for number, optimizer, parameters in (
+        (1, Place.CPU, None), (2, Place.CPU, None), (3, Place.CPU, None), (2, None, Place.CPU), (3, None, Place.CPU),
+        (3, Place.CPU, Place.CPU), (3, Place.DISK, Place.DISK),
+    ):  # fmt: skip
+        where = [f"optimizer on {optimizer}" if optimizer else "", f"parameters on {parameters}" if parameters else ""]
+        name = ", ".join([f"stage {number}", *filter(None, where)])
+        found[name] = Policy.stage(number).offloaded(optimizer=optimizer, parameters=parameters, path=folder)
+    return found
+
+
+def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **options: Any) -> torch.Tensor:
+    """All parameters [n] after some steps, in CPU memory."""
+    model, one = sharded(setting, setting.small, policy, dtype, bucket_numel=1 << 18, **options)
+    for number in range(STEPS):
+        data = batch_of(setting, setting.small, 100 * number + rank)
+        model(data[:, :-1], data[:, 1:]).backward()
+        one.clip_grad_norm_(1.0)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    one.remove()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().float().cpu()
+
+
+def compare(one: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str:
+    """In a word."""
+    if torch.equal(one, reference):
+        return "equal"
+    difference = float((one - reference).abs().max())
+    is_close = not exact and difference < 1e-2
+    return f"{'close' if is_close else 'WRONG'}: differs by {difference:.1e}"
+
+
+def _rank(rank: int, world: int, store: str, folder: str, rehearse: bool, queue: Any) -> None:
+    try:
+        setting = Setting.make(rehearse=rehearse)
+        gloo = f"cpu:gloo,{setting.device.type}:gloo"
+        dist.init_process_group(
+            gloo, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        for dtype in (torch.float32, torch.bfloat16):
+            reference = None
+            for name, policy in policies(folder).items():
+                trained = train(setting, policy, dtype, rank)
+                reference = trained if reference is None else reference
+                if rank == 0:
+                    steps_there = "optimizer on" not in name
+                    queue.put((f"{name}, {dtype}", compare(trained, reference, exact=steps_there)))
+        dist.barrier()
+        if rank == 0:
+            queue.put(None)
+    except BaseException:
+        queue.put((f"rank {rank}", "WRONG: " + traceback.format_exc().strip().splitlines()[-1]))
+        queue.put(None)
+        raise
+
+
+def run(world: int, *, rehearse: bool, tell: Any, limit: float) -> bool:
+    """All policies on `world` processes; whether all was right."""
+    context, is_right = multiprocessing.get_context("spawn"), True
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.Queue()
+        arguments = (world, str(Path(folder) / "store"), folder, rehearse, queue)
+        ranks = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        try:
+            while (found := queue.get(timeout=limit)) is not None:
+                tell(what=f"{world} processes on one device over gloo: {found[0]}", result=found[1])
+                is_right &= not found[1].startswith("WRONG")
+        except Exception as error:
+            tell(
+                what=f"{world} processes on one device over gloo",
+                result=f"WRONG: nothing for {limit:.0f} s ({error!r})",
+            )
+            is_right = False
+        for rank in ranks:
+            rank.join(5)
+            rank.kill()
+    return is_right

@@ -1,0 +1,504 @@
+"""Owns what ranks do on the pretend accelerator: each body trains there and on the CPU, and every bit is the same.
+
+fp32 has the CPU's bits: operators are the CPU's own, and simccl sums in rank order as zeroshard does. In 16 bits the wire rounds,
+so there the policies have one another's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import MODELS, Frozen, Stack, Untied, tokens
+from torch import Tensor, nn
+
+import zeroshard
+from simgpu import device as simgpu
+from zeroshard import MuonWithAdamW, Offload, Place, Policy, Precision, Sharded, ZeroRedundancyOptimizer
+from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
+from zeroshard.storage.storages import Storages
+
+CPU = torch.device("cpu")
+BF16, FP16 = Precision(torch.bfloat16), Precision(torch.float16)
+BUCKET_NUMEL = 256
+"""Several buckets in each unit."""
+
+
+def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+class Training:
+    """A small model under one policy, and its steps. Tokens are the CPU's until a forward."""
+
+    def __init__(
+        self, device: torch.device, policy: Policy, precision: Precision | None = None,
+        make: Callable[[], nn.Module] = Stack, optimizer: Callable[..., torch.optim.Optimizer] = adamw, *,
+        overlap: bool = True, born: bool = False, microbatches: int = 2, max_norm: float | None = 0.5,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        # Made there: `Module.to` keeps tied parameters tied for devices of torch's own alone. The random numbers are the same.
+        with zeroshard.sharded_init(enabled=born), device:
+            self.model = make()
+        self.device, self.microbatches, self.max_norm, self.step_number = device, microbatches, max_norm, 0
+        self.sharded: Sharded = zeroshard.shard(
+            self.model, optimizer(self.model.parameters()), policy, precision=precision,
+            bucket_numel=BUCKET_NUMEL, overlap=overlap,
+        )  # fmt: skip
+        self.losses: list[Tensor] = []
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def batch(self, number: int) -> Tensor:
+        return tokens(self.rank, number)[0].to(self.device)
+
+    def backward(self, scale: float = 1.0) -> None:
+        for microbatch in range(self.microbatches):
+            with self.sharded.accumulate(microbatch < self.microbatches - 1):
+                loss = self.model(self.batch(self.microbatches * self.step_number + microbatch))
+                (loss * scale).backward()
+            self.losses.append(loss.detach())
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.backward()
+            if self.max_norm is not None:
+                self.sharded.clip_grad_norm_(self.max_norm)
+            self.sharded.optimizer.step()
+            self.sharded.optimizer.zero_grad()
+            self.step_number += 1
+
+    def end(self) -> tuple[Tensor, Tensor]:
+        """Losses and all parameters, in CPU memory; zeroshard is off again."""
+        self.sharded.remove()
+        flat = torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
+        return torch.stack(self.losses).float().cpu(), flat
+
+
+def same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    assert all(value.isfinite().all() for value in one), "a value was read before it was there"
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def on_both(
+    policy: Policy, run: Callable[[Training], None] = lambda training: training.step(3), **options: Any
+) -> None:
+    """The same on the CPU and on the pretend device, to the bit."""
+    results = []
+    for device in (CPU, simgpu.device()):
+        training = Training(device, policy, **options)
+        run(training)
+        results.append(training.end())
+    assert same(results[1], results[0]), f"other bits than on the CPU: {policy}"
+
+
+def _offloaded(
+    stage: int, folder: str, optimizer: Place | None = None, parameters: Place | None = None, **how: Any
+) -> Policy:
+    offload = Offload(path=folder, block_nbytes=4096, **how)
+    return Policy.stage(stage).offloaded(optimizer=optimizer, parameters=parameters, offload=offload)
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+def stages(rank: int) -> None:
+    """Every stage, fp32."""
+    for stage in range(4):
+        on_both(Policy.stage(stage), make=Untied)
+
+
+def stages_in_16_bits(rank: int) -> None:
+    """Every stage, bf16: alike, with gradients reduced once a step."""
+    results = []
+    for stage in range(4):
+        training = Training(simgpu.device(), Policy.stage(stage), BF16, Untied, microbatches=1)
+        training.step(3)
+        results.append(training.end())
+    assert all(same(one, results[0]) for one in results)
+
+
+def without_overlap(rank: int) -> None:
+    """Nothing runs behind the computation; nothing is clipped; units stay whole from forward to backward."""
+    on_both(Policy.stage(3), overlap=False, max_norm=None)
+    on_both(Policy.stage(3, reshard_after_forward=False), max_norm=None)
+    on_both(replace(Policy.stage(3), prefetch_numel=0))
+
+
+def cpu_memory(rank: int) -> None:
+    """States rest in CPU memory."""
+    for stage, optimizer, parameters in (
+        (1, Place.CPU, None), (2, Place.CPU, None), (2, None, Place.CPU), (3, Place.CPU, None), (3, None, Place.CPU),
+        (3, Place.CPU, Place.CPU),
+    ):  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            on_both(_offloaded(stage, folder, optimizer, parameters))
+
+
+def cpu_memory_in_16_bits(rank: int) -> None:
+    """Uploads are cast; the bits are those of the disk."""
+    for stage, parameters in ((2, None), (3, None), (3, Place.CPU)):
+        results = []
+        for place in (Place.CPU, Place.DISK):
+            with tempfile.TemporaryDirectory() as folder:
+                training = Training(simgpu.device(), _offloaded(stage, folder, place, parameters), BF16)
+                training.step(3)
+                results.append(training.end())
+        assert same(results[0], results[1]), f"stage {stage}, parameters {parameters}"
+
+
+def disk(rank: int) -> None:
+    """States rest on disk."""
+    for stage, optimizer, parameters in ((2, Place.DISK, None), (3, Place.DISK, Place.DISK), (3, None, Place.DISK)):
+        with tempfile.TemporaryDirectory() as folder:
+            on_both(_offloaded(stage, folder, optimizer, parameters, buffer_numel=40_000))
+
+
+def sub_groups(rank: int) -> None:
+    """Many small ones, read ahead and written behind or not; a part stays on the accelerator."""
+    for place in (Place.CPU, Place.DISK):
+        for ahead in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                how: dict[str, Any] = {
+                    "buffer_numel": 6_000,
+                    "sub_group_numel": 100,
+                    "read_ahead": ahead,
+                    "write_behind": ahead,
+                }
+                on_both(_offloaded(3, folder, place, Place.DISK if place is Place.DISK else None, **how))
+    with tempfile.TemporaryDirectory() as folder:
+        on_both(_offloaded(2, folder, Place.CPU, ratio=0.5))
+
+
+def parking(rank: int) -> None:
+    """States leave the accelerator between steps, all or some, and come back."""
+    for stage in range(4):
+        for states in (("parameters", "gradients", "optimizer"), ("optimizer",)):
+            training, still = (Training(simgpu.device(), Policy.stage(stage), BF16) for _ in range(2))
+            for one in (still, training):
+                one.step(2)
+                if one is training:
+                    one.sharded.offload_states(states)
+                    torch.full((1 << 16,), torch.nan, device=simgpu.device())  # somebody else uses the memory
+                    one.sharded.reload_states()
+                one.step(2)
+            assert same(training.end(), still.end())
+
+
+def sharded_init(rank: int) -> None:
+    """Born sharded on the pretend device."""
+    for stage in (2, 3):
+        results = []
+        for born in (False, True):
+            torch.manual_seed(0)
+            training = Training(simgpu.device(), Policy.stage(stage), born=born, make=_Constant)
+            training.step(3)
+            results.append(training.end())
+        assert same(results[0], results[1])
+
+
+class _Constant(Stack):
+    """Initialised without random numbers, so that it is the same wherever it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                if parameter.numel():
+                    ramp = torch.arange(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                    parameter.copy_((ramp * (0.7 + number)).sin().view(parameter.shape) * 0.3)
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """One for all ranks."""
+    names: list[Any] = [tempfile.mkdtemp(prefix="simgpu-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, device=simgpu.device())
+    yield str(names[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names[0])
+
+
+def _values(training: Training) -> Tensor:
+    """As whoever looks at the parameters finds them."""
+    return torch.nn.utils.parameters_to_vector(training.model.parameters()).detach().cpu()
+
+
+def checkpoints(rank: int, asynchronous: bool = False) -> None:
+    """Saved, loaded into another, and trained on; what is saved behind the training is of the moment."""
+    for stage, optimizer in ((1, None), (2, Place.CPU), (3, None)):
+        policy = Policy.stage(stage).offloaded(optimizer=optimizer)
+        one, other = (Training(simgpu.device(), policy, BF16) for _ in range(2))
+        with _folder() as folder:
+            one.step(2)
+            saved = torch.zeros(0) if stage == 3 else _values(one)
+            one.sharded.save(folder, "x", asynchronous=asynchronous)
+            one.step(2)
+            if asynchronous:
+                one.sharded.checkpoints.wait()
+            other.sharded.load(folder, "x")
+            assert stage == 3 or torch.equal(_values(other), saved), "the parameters are not those that were loaded"
+        other.step_number, other.losses = 2, one.losses[:4]
+        other.step(2)
+        assert same(other.end(), one.end()), f"stage {stage}"
+
+
+def asynchronous_checkpoints(rank: int) -> None:
+    """The same, behind the training."""
+    checkpoints(rank, asynchronous=True)
+
+
+class _Checkpointed(Stack):
+    """Blocks of which only the inputs are kept, in CPU memory."""
+
+    options = Checkpointing(cpu_checkpointing=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpointer = Checkpointer(self.options)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.checkpointer.checkpoint(block, x)
+        return x
+
+
+class _CheckpointedInSlots(_Checkpointed):
+    options = Checkpointing(cpu_checkpointing=True, contiguous_memory_optimization=True, number_checkpoints=4)
+
+
+def activation_checkpointing(rank: int) -> None:
+    """Saved inputs rest in CPU memory."""
+    for make in (_Checkpointed, _CheckpointedInSlots):
+        for stage in (2, 3):
+            on_both(Policy.stage(stage), make=make)
+
+
+def overflow(rank: int) -> None:
+    """fp16: one rank's gradients overflow, every rank leaves the step out."""
+    results = []
+    for stage in range(4):
+        training = Training(simgpu.device(), Policy.stage(stage), FP16, microbatches=1)
+        norms = []
+        for number, scale in enumerate((128.0, 128.0, 2.0**40 if rank == 0 else 128.0, 128.0)):
+            training.backward(scale)
+            norms.append(float(training.sharded.clip_grad_norm_(0.5, scale if number != 2 else 128.0)))
+            if number == 2:
+                assert norms[-1] not in (0.0,) and not torch.tensor(norms[-1]).isfinite()
+                assert training.sharded.optimizer.not_finite()
+            else:
+                training.sharded.optimizer.step()
+            training.sharded.optimizer.zero_grad()
+            training.step_number += 1
+        results.append((*training.end(), torch.tensor(norms[:2] + norms[3:])))
+    assert all(same(one, results[0]) for one in results)
+
+
+def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return MuonWithAdamW(parameters, lr=1e-2, fused=False)
+
+
+def adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """torch's divides by zero on a parameter without elements."""
+    return torch.optim.Adafactor([p for p in parameters if p.numel()], lr=1e-2)
+
+
+def whole_parameters(rank: int) -> None:
+    """Optimizers that look at whole parameters."""
+    for stage in range(4):
+        on_both(Policy.stage(stage), optimizer=muon)
+        on_both(Policy.stage(stage), optimizer=adafactor)
+
+
+def freezing(rank: int) -> None:
+    """What takes gradients changes between steps."""
+
+    def run(training: Training) -> None:
+        training.step(2)
+        block: Any = training.model.get_submodule("blocks")
+        for frozen, trains in ((block[0], False), (block[2], False), (block[0], True)):
+            frozen.requires_grad_(trains)
+            training.sharded.update_trainable()
+            training.step(2)
+
+    for stage in range(4):
+        on_both(Policy.stage(stage), run, make=Stack)
+    on_both(Policy.stage(3), make=Frozen)
+
+
+class Boom(Exception):
+    pass
+
+
+class _Breaking(Untied):
+    """Its forward or its backward ends in the middle, when told to."""
+
+    where = ""
+
+    def run(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and self.where == "forward":
+                raise Boom
+            if number == 1 and self.where == "backward":
+                x.register_hook(_boom)
+        return x
+
+
+def _boom(_gradient: Tensor) -> Tensor:
+    raise Boom
+
+
+def error_roads(rank: int) -> None:
+    """A forward or a backward that ends in the middle leaves nothing that arrives later."""
+
+    def run(training: Training) -> None:
+        model: Any = training.model
+        for where in ("forward", "backward"):
+            training.step(1)
+            model.where = where
+            try:
+                model(training.batch(100)).backward()
+            except Boom:
+                pass
+            else:
+                raise AssertionError("it was to break off")
+            model.where = ""
+            training.sharded.optimizer.zero_grad()
+            torch.full((1 << 14,), torch.nan, device=training.device)
+            training.step(1)
+
+    for stage in range(4):
+        on_both(Policy.stage(stage), run, make=_Breaking)
+
+
+def zero_redundancy(rank: int) -> None:
+    """torch's class and ours beside it, gradients averaged by hand."""
+    for options in ({}, {"parameters_as_bucket_view": True}):
+        for make in (torch.optim.AdamW, torch.optim.Adafactor):
+            results = []
+            for device in (CPU, simgpu.device()):
+                torch.manual_seed(0)
+                model = Untied().to(device)
+                named = [p for p in model.parameters() if p.numel()]
+                optimizer = ZeroRedundancyOptimizer(named, make, lr=1e-2, **options)
+                for step in range(3):
+                    model(tokens(rank, step)[0].to(device)).backward()
+                    for parameter in named:
+                        dist.all_reduce(parameter.grad) if device != CPU else _reduce_on_cpu(parameter.grad)
+                        parameter.grad /= dist.get_world_size()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                optimizer.consolidate_state_dict()
+                results.append((torch.nn.utils.parameters_to_vector(named).detach().cpu(),))
+            assert same(results[1], results[0]), f"{make.__name__} {options}"
+
+
+def _reduce_on_cpu(gradient: Tensor | None) -> None:
+    """By the pretend device: the process group of the tests has nothing else."""
+    assert gradient is not None
+    there = gradient.to(simgpu.device())
+    dist.all_reduce(there)
+    gradient.copy_(there)
+
+
+def reads_and_writes(rank: int) -> None:
+    """Whoever reads between steps finds what is current, and what is written there counts."""
+
+    def run(training: Training) -> None:
+        for _ in range(2):
+            training.step(1)
+            with zeroshard.unsharded(training.model, modifier_rank=0), torch.no_grad():
+                if rank == 0:
+                    training.model.get_parameter("blocks.1.up.weight").mul_(0.5)
+            state = training.model.state_dict()
+            training.losses.append(torch.stack([value.sum().float() for value in state.values()]).sum().detach())
+
+    for stage in range(4):
+        on_both(Policy.stage(stage), run)
+    with tempfile.TemporaryDirectory() as folder:
+        on_both(_offloaded(2, folder, Place.CPU, Place.CPU), run)
+
+
+def written_by_all(rank: int) -> None:
+    """Every rank writes values of its own between steps: of each element the owner's counts, from the next step on."""
+
+    def run(training: Training) -> None:
+        for _ in range(2):
+            training.step(1)
+            with torch.no_grad():
+                for parameter in training.model.parameters():
+                    parameter.mul_(1 + 0.1 * rank)
+        training.step(1)
+
+    results = []
+    for stage in (0, 1, 2):
+        on_both(Policy.stage(stage), run, microbatches=1, max_norm=None)
+        training = Training(simgpu.device(), Policy.stage(stage), BF16, microbatches=1)
+        run(training)
+        results.append(training.end())
+    assert all(same(one, results[0]) for one in results), "master weights do not follow the owner"
+
+
+def second_gradients(rank: int) -> None:
+    """A block that runs twice under reentrant checkpointing gives its gradients in two pieces, the second late."""
+    for stage in range(4):
+        on_both(Policy.stage(stage), make=MODELS["checkpointed twice reentrant"])
+
+
+def slots(rank: int) -> None:
+    """What a storage promises: a read sees the write before it, wherever both are; a range that is given back is not written to."""
+    accelerator = simgpu.device()
+    with tempfile.TemporaryDirectory() as folder:
+        policy = _offloaded(3, folder, Place.DISK, Place.DISK, buffer_numel=40_000)
+        storages = Storages(policy, accelerator)
+        disk_storage = storages.optimizer(policy)
+        for storage in (storages.accelerator, storages.host, disk_storage):
+            slot = storage.slot("a slot", 3000, torch.float32)
+            for number in (1.0, 2.0, 3.0, 4.0):
+                there = torch.full((3000,), number, device=accelerator)
+                slot.write(there)
+                slot.write(
+                    torch.full((3000,), number + 10, device=accelerator)
+                    if number % 2
+                    else torch.full((3000,), number + 10)
+                )
+                del there
+                for device in (CPU, accelerator):
+                    out = torch.zeros(3000, device=device)
+                    slot.read(out).wait(device)
+                    assert bool((out == number + 10).all()), f"{type(storage).__name__}, {device}, {number}"
+                early = torch.zeros(3000, device=accelerator)
+                reading = slot.read(early)
+                slot.write(torch.full((3000,), -1.0))
+                reading.wait(accelerator)
+                assert bool((early == number + 10).all()), f"{type(storage).__name__}: a later write overtook a read"
+        gone = disk_storage.slot("gone", 3000, torch.float32)
+        gone.write(torch.full((3000,), 1.0, device=accelerator))
+        del gone
+        new = disk_storage.slot("in its place", 3000, torch.float32)
+        new.write(torch.full((3000,), 2.0))
+        new.wait()
+        torch.accelerator.synchronize()
+        time.sleep(0.1)  # what is still written is written now
+        out = torch.zeros(3000)
+        new.read(out).wait(CPU)
+        assert bool((out == 2).all())
+        storages.close()
+
+
+BODIES: dict[str, Callable[..., None]] = {
+    body.__name__: body
+    for body in (
+        stages, stages_in_16_bits, without_overlap, cpu_memory, cpu_memory_in_16_bits, disk, sub_groups, parking, sharded_init,
+        checkpoints, asynchronous_checkpoints, activation_checkpointing, overflow, whole_parameters, freezing, error_roads,
+        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots,
+    )
+}  # fmt: skip

@@ -1,0 +1,95 @@
+"""Owns what a step costs on the pretend accelerator, beside FSDP2: kernels, collectives, host synchronisations; and its losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from simgpu import device as simgpu
+from zeroshard import Policy, Precision
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+LAYERS = 32
+WARMUP = 3
+Step = Callable[[Tensor], Tensor]
+
+
+def _model(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=layers, width=32, heads=2, context=8)).to(simgpu.device())
+
+
+def _tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank)).to(simgpu.device())
+
+
+def _zeroshard(model: nn.Module, stage: int, dtype: torch.dtype | None, clips: bool) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(stage), precision=Precision(dtype) if dtype else None)
+
+    def step(data: Tensor) -> Tensor:
+        loss: Tensor = model(data[:, :-1], data[:, 1:])
+        loss.backward()
+        if clips:
+            sharded.clip_grad_norm_(1.0)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _fsdp2(model: nn.Module, stage: int, dtype: torch.dtype | None, clips: bool) -> Step:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world = dist.group.WORLD
+    assert world is not None
+    options: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(world, "simgpu"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+        "reshard_after_forward": stage == 3,
+    }
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(data: Tensor) -> Tensor:
+        loss: Tensor = model(data[:, :-1], data[:, 1:])
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS = {"zeroshard": _zeroshard, "FSDP2": _fsdp2}
+
+
+def one_step(rank: int, system: str, stage: int, clips: bool, layers: int = LAYERS, bits: int = 16) -> dict[str, Any]:
+    """Counts of one step after some, by name, and the losses of all."""
+    model = _model(layers)
+    step = SYSTEMS[system](model, stage, torch.bfloat16 if bits == 16 else None, clips)
+    losses = [step(_tokens(rank, number)) for number in range(WARMUP)]
+    data = _tokens(rank, WARMUP)
+    simgpu.reset_counts()
+    losses.append(step(data))
+    counts = simgpu.counts()
+    kinds = ("launches", "synchronisations", "pageable_copies", "collectives")
+    found: dict[str, Any] = {kind: dict(getattr(counts, kind)) for kind in kinds}
+    return found | {"losses": torch.stack(losses).float().cpu()}
+
+
+def total(counts: dict[str, Any], kind: str) -> int:
+    """Of one kind, all names."""
+    return sum(Counter(counts[kind]).values())

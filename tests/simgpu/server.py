@@ -1,0 +1,163 @@
+"""Owns the process in which the pretend accelerator lives. Ranks are forked from it, so each begins with everything imported.
+
+It is a process of its own because a device, once registered, is there for good: in the process of the tests, and in all that it
+forks, zeroshard would find an accelerator. Nothing here runs a backward before the fork, which autograd's threads do not survive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """Call `function` of `module` with `options`, and with `rank` first where there are several ranks or a group is wanted."""
+
+    module: str
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    mode: str = "at once"
+    ranks: int = 0
+    """0: one process without a process group."""
+    backend: str = "cpu:gloo,simgpu:simccl"
+    fault: str | None = None
+    timeout: float = SECONDS
+
+
+def _send(connection: Connection, value: Any) -> None:
+    connection.send_bytes(pickle.dumps(value))  # its own `send` would have tensors shared, not copied
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+# ---------------------------------------------------------------------- in the process of the tests
+
+
+class Server:
+    """The process, from the side of the tests."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from simgpu.server import serve; serve({theirs.fileno()})"],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        atexit.register(self.close)
+
+    def run(self, request: Request) -> list[Any]:
+        """What each rank returned.
+
+        Raises:
+            RankError: with every failed rank's traceback.
+        """
+        from zeroshard.testing import RankError
+
+        _send(self._connection, request)
+        results, error = _receive(self._connection)
+        if error is not None:
+            raise RankError(error)
+        return list(results)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.wait()
+
+
+_server: list[Server] = []
+
+
+def run(request: Request) -> list[Any]:
+    """On the one server of this process, which begins with the first request."""
+    if not _server:
+        _server.append(Server())
+    return _server[0].run(request)
+
+
+def call(function: Callable[..., Any], *, ranks: int = 2, mode: str = "at once", **options: Any) -> list[Any]:
+    """Run a function of a module, `function(rank, **options)`, on `ranks` ranks of the pretend accelerator."""
+    return run(Request(function.__module__, function.__qualname__, options, mode, ranks))
+
+
+# ---------------------------------------------------------------------- in the server
+
+
+def serve(descriptor: int) -> None:
+    """Until the other side closes."""
+    import torch
+    import torch._dynamo  # optimizers import it at their first step: once here, not once in each rank
+
+    from simgpu import bodies, device, simccl  # noqa: F401
+    from zeroshard.testing import RankError, run_ranks
+
+    torch.set_num_threads(1)
+    device.load()
+    simccl.register()
+    connection = Connection(descriptor)
+    while True:
+        try:
+            request: Request = _receive(connection)
+        except EOFError:
+            return
+        try:
+            results = run_ranks(
+                _rank, max(request.ranks, 1), request, _free_port(), timeout=request.timeout, initialise=False
+            )
+            _send(connection, (results, None))
+        except RankError as error:
+            _send(connection, ([], str(error)))
+
+
+def _free_port() -> int:
+    from zeroshard.testing.ranks import free_port
+
+    return free_port()
+
+
+def _rank(rank: int, request: Request, port: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from simgpu import device, faults
+
+    device.set_mode(request.mode)
+    arguments: list[Any] = []
+    if request.ranks:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group(
+            request.backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.ranks,
+            timeout=timedelta(seconds=min(request.timeout / 2, 60)),
+        )  # fmt: skip
+        arguments = [rank]
+    function: Any = importlib.import_module(request.module)
+    for name in request.function.split("."):
+        function = getattr(function, name)
+    if request.fault is not None:
+        faults.plant(request.fault)
+    result = function(*arguments, **request.options)
+    torch.accelerator.synchronize()
+    if request.ranks:
+        dist.barrier()  # nobody closes connections that others still use
+    return result

@@ -1,0 +1,68 @@
+"""Copies to and from an accelerator: values that are cast on their way, and the pinned memory that slots are cut from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroshard.storage import cpu
+from zeroshard.storage.cpu import CpuStorage, slab_nbytes
+from zeroshard.storage.transfers import LANDED, STAGED_COUNT, STAGED_NBYTES, Copies
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("numel", [0, 1, STAGED_NBYTES // 2, 5 * STAGED_NBYTES // 2 + 3])
+def test_what_is_cast_on_its_way_passes_through_few_buffers(numel: int) -> None:
+    copies, source, target = Copies(CPU), torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
+    for _ in range(3):
+        copies._staged(target, source, LANDED)
+        assert torch.equal(target, source.bfloat16())
+    assert copies.nbytes <= STAGED_COUNT * STAGED_NBYTES
+
+
+@pytest.mark.accelerator
+def test_casts_to_an_accelerator_and_back() -> None:
+    """Many on their way at once, through the same buffers."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    copies = Copies(device)
+    sources = [torch.randn(STAGED_NBYTES) for _ in range(4)]
+    targets = [torch.empty(STAGED_NBYTES, dtype=torch.bfloat16, device=device) for _ in sources]
+    transfers = [copies.copy(target, source) for target, source in zip(targets, sources, strict=True)]
+    for transfer, target, source in zip(transfers, targets, sources, strict=True):
+        transfer.wait(device)
+        assert torch.equal(target.cpu(), source.bfloat16())
+        back = torch.empty(STAGED_NBYTES)
+        copies.copy(back, target).wait(CPU)
+        assert torch.equal(back, source.bfloat16().float())
+
+
+def test_slots_leave_little_pinned_memory_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds pinned memory up to a power of two; what is left over of one slot serves others."""
+    taken = [0]
+
+    def pinned(nbytes: int, *, pin: bool) -> torch.Tensor:
+        assert pin
+        taken[0] += 1 << (nbytes - 1).bit_length()
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    monkeypatch.setattr(cpu, "aligned_bytes", pinned)
+    storage = CpuStorage(Copies(CPU), pin=True)
+    for _ in range(60):
+        storage.slot("a large one", 180 * MB // 4, torch.float32)
+    assert taken[0] < 1.15 * storage.nbytes
+    before = taken[0]
+    for _ in range(100):
+        storage.slot("a small one", MB // 4, torch.float32)
+    assert taken[0] == before, "there was room"
+
+
+@pytest.mark.parametrize("taken", [0, 100 * MB, 3000 * MB])
+@pytest.mark.parametrize("nbytes", [4096, 100 * MB, 180 * MB, 256 * MB, 300 * MB, 1025 * MB])
+def test_a_slab_is_no_larger_than_what_was_taken(nbytes: int, taken: int) -> None:
+    size = slab_nbytes(nbytes, taken)
+    assert size >= nbytes
+    assert size.bit_count() == 1
+    assert size <= max(cpu.SLAB_NBYTES, 2 * nbytes, taken)

@@ -1,0 +1,136 @@
+"""The accelerator's road on a pretended one, whose kernels run late: every bit is the CPU's, or the same under all policies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simgpu import bodies, device, server
+from simgpu.bodies import BODIES
+from simgpu.device import MODES, QUICK_MODES
+
+from zeroshard.testing import RankError
+
+CASES = [(body, mode, 2) for body in BODIES for mode in MODES] + [
+    (body, mode, 3) for body in BODIES for mode in ("all late", "others slow")
+]
+QUICK = {(body, mode, 2) for number, body in enumerate(BODIES) for mode in ("all late", QUICK_MODES[number % 4])}
+QUICK |= {("stages", "all late", 3), ("whole_parameters", "all late", 3)}
+
+
+@pytest.mark.parametrize(
+    ("body", "mode", "ranks"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.full, id="-".join(map(str, case)))
+        for case in CASES
+    ],
+)
+def test_no_wait_is_missing(body: str, mode: str, ranks: int) -> None:
+    server.call(BODIES[body], ranks=ranks, mode=mode)
+
+
+# ---------------------------------------------------------------------- the device itself
+
+
+def _freed(rank: int, records: bool) -> bool:
+    """A side stream reads what the default stream has freed. Returns whether it found the values."""
+    side = torch.Stream(device.device())
+    value = torch.ones(1000, device=device.device())
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        total = value.sum()
+    if records:
+        value.record_stream(side)
+    del value
+    torch.accelerator.current_stream().synchronize()
+    torch.accelerator.current_stream().wait_stream(side)
+    return total.item() == 1000
+
+
+def _unordered(rank: int, waits: bool) -> bool:
+    """Two streams write to and read from one tensor."""
+    side = torch.Stream(device.device())
+    value = torch.zeros(1000, device=device.device())
+    torch.accelerator.synchronize()
+    with side:
+        value.fill_(1)
+    if waits:
+        torch.accelerator.current_stream().wait_stream(side)
+    return value.sum().item() == 1000
+
+
+def _pinned(rank: int, waits: bool) -> bool:
+    """The host reads pinned memory that a copy was started into."""
+    value = torch.ones(1000, device=device.device())
+    landing = torch.zeros(1000, pin_memory=True)
+    landing.copy_(value, non_blocking=True)
+    if waits:
+        torch.accelerator.synchronize()
+    return bool((landing == 1).all())
+
+
+def _pageable(rank: int, waits: bool) -> bool:
+    """From pageable memory a copy has read its source when it returns; to such memory it waits."""
+    source = torch.ones(1000)
+    value = source.to(device.device(), non_blocking=True)
+    source.zero_()
+    landing = torch.zeros(1000)
+    landing.copy_(value, non_blocking=True)
+    return bool((landing == 1).all())
+
+
+def _collective(rank: int, waits: bool) -> bool:
+    """A collective runs on a stream of the group's; its `wait` is that of a stream."""
+    value = torch.full((1000,), float(rank + 1), device=device.device())
+    work = torch.distributed.all_reduce(value, async_op=True)
+    assert work is not None
+    if waits:
+        before = sum(device.counts().synchronisations.values())
+        work.wait()
+        assert sum(device.counts().synchronisations.values()) == before
+    return value.sum().item() == 3000
+
+
+@pytest.mark.parametrize("case", [_freed, _unordered, _pinned, _pageable, _collective], ids=lambda case: case.__name__)
+def test_who_waits_too_little_is_punished(case: object) -> None:
+    for mode in ("all late", "others late"):
+        assert server.call(case, mode=mode, **{_argument(case): True}) == [True, True]
+    if case is not _pageable:
+        assert server.call(case, mode="all late", **{_argument(case): False}) == [False, False]
+
+
+def _argument(case: object) -> str:
+    return "records" if case is _freed else "waits"
+
+
+def _fails(rank: int) -> None:
+    torch.ones(2, device=device.device()) + torch.ones(2, device=device.device())
+    device.native().launch(0, lambda: 1 / 0)
+    torch.accelerator.synchronize()
+
+
+def test_a_kernel_that_fails_is_told_at_the_next_synchronisation() -> None:
+    with pytest.raises(RankError, match="a kernel failed on simgpu: ZeroDivisionError"):
+        server.call(_fails)
+
+
+def _counts(rank: int) -> list[object]:
+    first, second = torch.ones(8, device=device.device()), torch.ones(8, device=device.device())
+    device.reset_counts()
+    torch._foreach_add_([first, second], 1.0)
+    first.mul_(second)
+    torch.distributed.all_reduce(first)
+    first.sum().item()
+    counts = device.counts()
+    return [dict(counts.launches), dict(counts.synchronisations), dict(counts.collectives)]
+
+
+def test_it_counts() -> None:
+    launches, synchronisations, collectives = server.call(_counts)[0]
+    assert launches == {"aten::_foreach_add_": 1, "aten::mul": 1, "aten::sum": 1}
+    assert synchronisations == {"item": 1} and collectives == {"all_reduce": 1}
+
+
+def test_the_tests_own_process_has_no_accelerator() -> None:
+    assert bodies.CPU.type == "cpu"
+    server.call(BODIES["overflow"])
+    assert not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type != "simgpu"  # type: ignore[union-attr]

@@ -1,0 +1,213 @@
+"""Owns the benchmark of several hosts: a training step of a GPT over two hosts with a slow wire between them, zeroshard and its rivals.
+
+The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun, joined by a wire of the bandwidth and
+delay that are asked for: by default 1 Gbit/s and 1 ms. A round runs every system once, in fresh processes; a step's time is the slowest
+rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes across are what one host gave to the wire in a
+step, with all headers, as its kernel counts them; beside them what the formulas say of parameters and gradients.
+
+    python benchmarks/hosts.py
+    python benchmarks/hosts.py --only 'DDP,zeroshard*' --ranks 1 --mbit 100 --delay-us 5000
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from figures import MIB, RESULTS, Run, machine, median_of, number, ratios, save, show, spread
+from systems import TrainStep, ddp, fsdp2
+from torch import nn
+
+import zeroshard
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+
+HOSTS = 2
+CONFIGS = {"10M": GPTConfig(context=128), "50M": GPTConfig(layers=16, width=512, heads=8, context=128)}
+WARMUP = 2
+
+
+def hsdp(ranks: int, model: nn.Module) -> TrainStep:
+    """FSDP2 over the ranks of a host, repeated on each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (HOSTS, ranks), mesh_dim_names=("across", "inside"))
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _loop(model, _adamw(model))
+
+
+def zero(stage: int, within: bool, _: int, model: nn.Module) -> TrainStep:
+    """zeroshard, flat or within hosts."""
+    policy = zeroshard.Policy.stage(stage, within="host" if within else None)
+    return _loop(model, zeroshard.shard(model, _adamw(model), policy).optimizer)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainStep:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS: dict[str, Callable[[int, nn.Module], TrainStep]] = {
+    "DDP": lambda _, model: ddp(model),
+    "FSDP2": lambda _, model: fsdp2(True, model),
+    "FSDP2 as HSDP": hsdp,
+    **{f"zeroshard stage {stage}": partial(zero, stage, False) for stage in (1, 2, 3)},
+    **{f"zeroshard stage {stage}, within hosts": partial(zero, stage, True) for stage in (1, 2, 3)},
+}
+
+
+def across(system: str, ranks: int, nbytes: int) -> float | None:
+    """Bytes that one host sends the other in a step, by the formulas: of parameters and gradients of `nbytes` each, in fp32."""
+    if not system.startswith("zeroshard"):
+        return None
+    if "within" in system:
+        return 2 * nbytes * (HOSTS - 1) / HOSTS
+    # Each of a host's ranks has rows for each rank elsewhere.
+    once = ranks * (HOSTS - 1) * ranks * nbytes / (HOSTS * ranks)
+    return once * (3 if "stage 3" in system else 2)
+
+
+# ---------------------------------------------------------------------- one rank
+
+
+def given_to_wire() -> int:
+    """Bytes that this host has sent so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return int(next(line for line in lines if "wire0" in line).split(":")[1].split()[8])
+
+
+def given_when_quiet() -> int:
+    """The same once nothing of a step is on its way any longer. Every rank must call it."""
+    dist.barrier()
+    before = -1
+    while before != (now := given_to_wire()):
+        before = now
+        time.sleep(0.2)
+    dist.barrier()
+    return now
+
+
+def train(job: dict[str, Any]) -> None:
+    """One rank's part of one run."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    config = CONFIGS[job["size"]]
+    model = GPT(config)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    step = SYSTEMS[job["system"]](job["ranks"], model)
+    tokens = torch.Generator().manual_seed(rank)
+    times, losses, sent = [], [], 0
+    for i in range(WARMUP + job["steps"]):
+        data = torch.randint(0, config.vocabulary, (job["batch"], config.context + 1), generator=tokens)
+        dist.barrier()
+        if i == WARMUP:
+            sent = given_when_quiet()
+        start = time.perf_counter()
+        losses.append(float(step(data)))
+        if i >= WARMUP:
+            times.append(time.perf_counter() - start)
+    found = {"times": times, "losses": losses, "across": (given_when_quiet() - sent) / job["steps"], "nbytes": nbytes}
+    Path(job["folder"], f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+def run(system: str, job: dict[str, Any], delay_us: int, mbit: int, timeout: float) -> Run | None:
+    """One system in fresh processes on fresh hosts; None where it failed, which is told."""
+    from two_hosts import TwoHosts
+
+    with tempfile.TemporaryDirectory() as folder, TwoHosts(delay_us, mbit) as hosts:
+        text = json.dumps({**job, "system": system, "folder": folder})
+        outcomes = hosts.torchrun(job["ranks"], Path(__file__), "--job", text, timeout=timeout)
+        if any(one.status for one in outcomes):
+            print(f"{system} failed:\n" + "\n".join(one.log[-2000:] for one in outcomes), file=sys.stderr)
+            return None
+        told = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    slowest = [max(step) for step in zip(*(one["times"] for one in told), strict=True)]
+    sent = statistics.mean(one["across"] for one in told)
+    return {"times": slowest, "across": sent, "nbytes": told[0]["nbytes"], "losses": told[0]["losses"]}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    steps: Annotated[int, typer.Option(min=1)] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="On each host.")] = 2,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    size: Annotated[str, typer.Option(help=" or ".join(CONFIGS))] = "10M",
+    mbit: Annotated[int, typer.Option(help="Megabits a second of the wire, each way.")] = 1000,
+    delay_us: Annotated[int, typer.Option(help="Microseconds of the wire, each way.")] = 1000,
+    only: Annotated[str, typer.Option(help="Patterns of systems, by commas; DDP is always among them.")] = "*",
+    timeout: Annotated[float, typer.Option(help="Seconds of one run.")] = 600.0,
+    markdown: bool = False,
+    job: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure a step of each system over two hosts."""
+    if job is not None:
+        train(json.loads(job))
+        return
+    chosen = [one for one in SYSTEMS if one == "DDP" or any(fnmatch(one, pattern) for pattern in only.split(","))]
+    what = {"steps": steps, "ranks": ranks, "batch": batch, "size": size}
+    found: dict[str, list[Run | None]] = {system: [] for system in chosen}
+    about = machine()
+    for _ in range(rounds):
+        for system in chosen:
+            found[system].append(run(system, what, delay_us, mbit, timeout))
+    save(
+        RESULTS / f"hosts_{ranks}_ranks.json",
+        {"machine": about, "wire": {"mbit": mbit, "delay_us": delay_us}, **what, "runs": found},
+    )
+
+    def formula(system: str) -> str:
+        runs = [one for one in found[system] if one]
+        expected = across(system, ranks, runs[0]["nbytes"]) if runs else None
+        return "" if expected is None else f"{statistics.median(one['across'] for one in runs) / expected:.3f}"
+
+    show(
+        f"{HOSTS} hosts of {ranks} ranks, {mbit} Mbit/s and {delay_us} us between them",
+        [
+            ("", lambda system: system),
+            ("step, ms", lambda system: number(median_of(found[system], "times"), 1e3)),
+            ("x DDP", lambda system: spread(ratios(found[system], [found["DDP"]]))),
+            ("across, MiB", lambda system: number(median_of(found[system], "across"), 1 / MIB, 1)),
+            (
+                "of the formula",
+                formula,
+            ),  # which is the most that flat stage 3 sends: units that are kept are not gathered again
+        ],
+        chosen,
+        markdown=markdown,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

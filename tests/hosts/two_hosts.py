@@ -1,0 +1,189 @@
+"""Owns two pretend hosts on this machine, for tests and benchmarks: namespaces joined by a wire of its own delay and bandwidth.
+
+with TwoHosts(delay_us=1000, mbit=1000) as hosts:
+    outcomes = hosts.torchrun(2, "job.py", "argument")
+    hosts.crossed()       # bytes from a to b, and from b to a
+
+What runs on a host dies with it, and both die with this process, however that ends: see wire.c.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_SOURCE = Path(__file__).with_name("wire.c")
+_ROOT = Path(__file__).parents[2]
+_PORT = 29400
+_START_SECONDS = 10.0
+
+
+class NotPermitted(Exception):
+    """This machine lets nobody make hosts; says why."""
+
+
+class Outcome(NamedTuple):
+    """What came of a program on one host."""
+
+    status: int
+    log: str
+    seconds: float
+
+
+class Program:
+    """One that runs on a host."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log, self._start = process, log, time.monotonic()
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait(self, timeout: float) -> Outcome:
+        """Raises `subprocess.TimeoutExpired`, with what it printed as the output."""
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise subprocess.TimeoutExpired(error.cmd, error.timeout, self.log) from None
+        return Outcome(status, self.log, time.monotonic() - self._start)
+
+    def until(self, text: str, timeout: float) -> None:
+        """Wait until it has printed that."""
+        deadline = time.monotonic() + timeout
+        while text not in self.log:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{text!r} was never printed:\n{self.log}")
+            time.sleep(0.05)
+
+
+class TwoHosts:
+    """See the module's docstring.
+
+    Args:
+        delay_us: microseconds of one way.
+        mbit: megabits a second, each way.
+
+    Raises:
+        NotPermitted: the machine does not allow it.
+    """
+
+    def __init__(self, delay_us: int = 200, mbit: int = 1000) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="hosts"))
+        self._programs = 0
+        try:
+            self._wire = self._started(delay_us, mbit)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _started(self, delay_us: int, mbit: int) -> subprocess.Popen[str]:
+        compiler, enters = shutil.which("cc") or shutil.which("gcc"), shutil.which("nsenter")
+        if compiler is None or enters is None:
+            raise NotPermitted("there is no C compiler" if compiler is None else "there is no nsenter")
+        program = self._folder / "wire"
+        made = subprocess.run([compiler, "-O2", "-o", program, _SOURCE], capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise NotPermitted(f"wire.c does not compile here: {made.stderr.strip().splitlines()[-1]}")
+        wire = subprocess.Popen(
+            [program, str(delay_us), str(mbit), *ADDRESSES], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert wire.stdout is not None
+        assert wire.stderr is not None
+        said = wire.stdout.readline().split()
+        if len(said) != 2:
+            wire.wait(_START_SECONDS)
+            raise NotPermitted(f"no hosts can be made here ({wire.stderr.read().strip()})")
+        self._hosts = [int(one) for one in said]
+        return wire
+
+    def __enter__(self) -> TwoHosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._wire.stdin is not None
+        with suppress(BrokenPipeError):
+            self._wire.stdin.close()
+        self._wire.wait(_START_SECONDS)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ the wire
+
+    def _say(self, command: str) -> list[int]:
+        assert self._wire.stdin is not None
+        assert self._wire.stdout is not None
+        self._wire.stdin.write(command + "\n")
+        self._wire.stdin.flush()
+        return [int(one) for one in self._wire.stdout.readline().split()]
+
+    def crossed(self) -> list[int]:
+        """Bytes that went onto the wire so far, with the headers: from the first host to the second, and back."""
+        return self._say("bytes")
+
+    def drop(self) -> None:
+        """Whatever is sent is lost, without a word, until `join`."""
+        self._say("drop")
+
+    def join(self) -> None:
+        """The end of `drop`."""
+        self._say("join")
+
+    def kill(self, host: int) -> None:
+        """All processes of a host end at once."""
+        self._say(f"kill {host}")
+
+    # ------------------------------------------------------------------ programs
+
+    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
+        """Start a program on host 0 or 1."""
+        self._programs += 1
+        log = self._folder / f"{self._programs}.log"
+        own = {
+            "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire0", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        entered = ["nsenter", "--target", str(self._hosts[host]), "--net", "--uts", "--pid", "--", *command]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                entered, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, **own, **(environment or {})}, cwd=_ROOT,
+            )  # fmt: skip
+        return Program(process, log)
+
+    def start_torchrun(
+        self, ranks: int, script: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> list[Program]:
+        """Start a script under torchrun on both hosts, with so many ranks each."""
+        return [
+            self.start(
+                host,
+                [
+                    sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks),
+                    "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(_PORT),
+                    "--local-addr", ADDRESSES[host], str(script), *arguments,
+                ],
+                environment,
+            )
+            for host in (0, 1)
+        ]  # fmt: skip
+
+    def torchrun(
+        self,
+        ranks: int,
+        script: Path,
+        *arguments: str,
+        timeout: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Outcome]:
+        """The same, until both have ended."""
+        return [one.wait(timeout) for one in self.start_torchrun(ranks, script, *arguments, environment=environment)]

@@ -1,0 +1,128 @@
+"""Two hosts, with a wire between them: the same bits and bytes as on one, checkpoints, and who is gone is named on both sides."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "hosts"))
+
+from two_hosts import NotPermitted, Outcome, TwoHosts
+
+from zeroshard import UsageError
+from zeroshard.cli.doctor import doctor
+from zeroshard.cli.links import problem_of, seconds_across
+
+JOB = Path(__file__).parent / "hosts" / "job.py"
+SECONDS = 240.0
+"""For whatever must come to an end, on a machine that does other things too."""
+
+
+LEVELS = pytest.mark.parametrize(
+    "within", [pytest.param("", marks=pytest.mark.full), "host"], ids=["one level", "two levels"]
+)
+
+
+def named(message: str) -> set[int]:
+    """The ranks that a message speaks of: `rank 1`, `ranks 0, 2-3`."""
+    runs = [
+        run for words in re.findall(r"ranks? (\d[\d, -]*)", message) for run in re.findall(r"(\d+)(?:-(\d+))?", words)
+    ]
+    return {rank for low, high in runs for rank in range(int(low), int(high or low) + 1)}
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    try:
+        made = TwoHosts(delay_us=200, mbit=1000)
+    except NotPermitted as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def passed(outcomes: list[Outcome]) -> None:
+    assert [one.status for one in outcomes] == [0, 0], "\n".join(one.log for one in outcomes)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_policies_are_bit_equal(ranks: int, hosts: TwoHosts, tmp_path: Path) -> None:
+    before = hosts.crossed()
+    passed(hosts.torchrun(ranks, JOB, "parity", str(tmp_path), timeout=SECONDS))
+    assert all(now > then for now, then in zip(hosts.crossed(), before, strict=True))
+    told = [torch.load(tmp_path / f"parity.{rank}") for rank in range(2 * ranks)]
+    assert all(one["sent"]["reduce_scatter across"] for one in told)
+    if ranks > 1:  # else everything crosses in any case
+        across = sum(n for one in told for kind, n in one["sent"].items() if kind.endswith("across"))
+        assert across < sum(sum(one["flat"].values()) for one in told) / 2
+
+
+@pytest.mark.full
+def test_checkpoints(hosts: TwoHosts, tmp_path: Path) -> None:
+    passed(hosts.torchrun(2, JOB, "checkpoint", str(tmp_path), timeout=SECONDS))
+
+
+@pytest.mark.full
+@LEVELS
+def test_a_host_that_is_gone_is_named(within: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    here, _ = hosts.start_torchrun(2, JOB, "train", str(tmp_path), "1000", environment={"WITHIN": within})
+    here.until("training", SECONDS)
+    hosts.kill(1)
+    assert here.wait(SECONDS).status != 0
+    told = [path.read_text() for path in tmp_path.glob("failed.*")]
+    assert told, here.log
+    assert any(named(text) & {2, 3} for text in told), told
+
+
+@LEVELS
+def test_a_link_that_is_gone_ends_in_an_error_on_both_sides(within: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    """Also where the store is on the other side."""
+    programs = hosts.start_torchrun(2, JOB, "train", str(tmp_path), "10", environment={"WITHIN": within})
+    programs[0].until("training", SECONDS)
+    hosts.drop()
+    for program in programs:
+        assert program.wait(SECONDS).status != 0
+    told = {int(path.name.removeprefix("failed.")): path.read_text() for path in tmp_path.glob("failed.*")}
+    assert {rank // 2 for rank in told} == {0, 1}, told
+    for rank, text in told.items():
+        assert named(text) & ({2, 3} if rank < 2 else {0, 1}), (rank, text)
+
+
+@pytest.mark.full
+def test_the_doctor_measures_the_links(hosts: TwoHosts) -> None:
+    outcomes = hosts.torchrun(
+        2, "-m", "zeroshard", "doctor", "--net", "--size", "1MiB", timeout=SECONDS, environment={"COLUMNS": "150"}
+    )
+    passed(outcomes)
+    told = outcomes[0].log
+    assert "hosta does not know an address of its own name" in told
+    assert "hosta (its name has no address): ranks 0, 1" in told
+    assert "hostb (its name has no address): ranks 2, 3" in told
+    assert told.count("inside a host") == 2
+    assert told.count("across hosts") == 1
+    assert 'within="host"' in told
+    assert "ranks" not in outcomes[1].log
+
+
+def test_names_that_others_cannot_use_are_told() -> None:
+    assert problem_of("a", "10.0.0.1") is None
+    assert "the loopback" in (problem_of("a", "127.0.1.1") or "")
+    assert "does not know" in (problem_of("a", None) or "")
+
+
+def test_the_doctor_wants_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="no launcher started any"):
+        doctor(net=True)
+
+
+def test_what_crosses_is_reckoned() -> None:
+    """Two hosts of eight: within hosts a 12th of flat stage 3's in fp32, and a stage's bytes over the wire's."""
+    told = seconds_across(1e9, 4, 2, 8, 1e9)
+    assert told == {"stages 0 to 2": 32.0, "stage 3": 48.0, 'any stage, within="host"': 4.0}

@@ -7,9 +7,14 @@ CONFIG ?= examples/zero2.json
 # Releases of trainers from before the newest, on which the contract tests run too.
 OLDER = transformers==5.20.2 accelerate==1.13.0
 BIN = .venv/bin
+SIMGPU = tests/test_simgpu.py tests/test_simgpu_faults.py tests/test_accelerator.py
+# For `make accelerator`: the Python whose torch knows the accelerator. Nothing is installed.
+ACCELERATOR_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
+MINUTES ?= 9
+OUT ?= runs/accelerator
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-rest test-all bench lint compare clean
+.PHONY: train test test-rest test-simgpu test-all bench accelerator lint compare clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
@@ -20,7 +25,11 @@ test: .venv/ready
 
 # What `make test` leaves out: the other combinations, and what is large or long.
 test-rest: .venv/ready
-	$(BIN)/python -m pytest -q --rest
+	$(BIN)/python -m pytest -q --rest $(SIMGPU:%=--ignore=%)
+
+# The road for accelerators on the pretended one: every body in every scheduling mode, every planted fault.
+test-simgpu: .venv/ready
+	$(BIN)/python -m pytest -q --all $(SIMGPU)
 
 test-all: .venv/ready
 	$(BIN)/python -m pytest -q --all
@@ -30,6 +39,10 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/zero_redundancy.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/offload.py
+
+# All that a few minutes of one accelerator can tell, into $(OUT); docs/accelerators.md says what that is.
+accelerator:
+	OMP_NUM_THREADS=8 $(ACCELERATOR_PYTHON) benchmarks/accelerator.py --minutes $(MINUTES) --out $(OUT)
 
 compare: .venv/ready
 	$(BIN)/zeroshard compare --plot docs/compare.png

@@ -1,5 +1,6 @@
-"""Owns what every test shares: one thread in the parent, so that forks are safe, and which tests run when."""
+"""Owns what every test shares: one thread in the parent, so that forks are safe, which tests run when, and on which accelerator."""
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 from sampling import mark_what_is_not_quick  # noqa: E402
+from simgpu import server  # noqa: E402
+from simgpu.build import why_not  # noqa: E402
+from simgpu.device import MODES, QUICK_MODES  # noqa: E402
 
 HEAVY = (
     "test_export",
@@ -52,7 +56,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if bool(item.get_closest_marker("full")) != rest]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if bool(item.get_closest_marker("full")) == rest]
-    if not torch.accelerator.is_available():
+    reason = why_not()
+    if reason is not None:
         for item in items:
-            if item.get_closest_marker("accelerator"):
-                item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+            if _is_pretended(item) or item.path.stem.startswith("test_simgpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_pretended(item: pytest.Item) -> bool:
+    """It needs an accelerator, and there is none but the pretended one."""
+    return item.get_closest_marker("accelerator") is not None and not torch.accelerator.is_available()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On the pretended accelerator a test runs in several scheduling modes."""
+    if metafunc.definition.get_closest_marker("accelerator") and not torch.accelerator.is_available():
+        metafunc.fixturenames.append("schedule")
+        quick = [pytest.param(mode, marks=() if mode in QUICK_MODES else pytest.mark.full) for mode in MODES]
+        metafunc.parametrize("schedule", quick)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that needs an accelerator runs where the pretended one is: in another process."""
+    if not _is_pretended(pyfuncitem):
+        return None
+    options = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    server.run(
+        server.Request(
+            pyfuncitem.obj.__module__, pyfuncitem.obj.__name__, options, str(pyfuncitem.callspec.params["schedule"])
+        )
+    )
+    return True

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from itertools import combinations
 
 import pytest
+import torch
 
 Pair = tuple[Hashable, Hashable]
 
@@ -37,9 +38,10 @@ def axes(item: pytest.Item) -> list[Hashable]:
 
 def mark_what_is_not_quick(items: list[pytest.Item]) -> None:
     """Mark as `full` what of a test's combinations the quick set leaves out. Whoever has an accelerator runs all that need one."""
+    runs_all = torch.accelerator.is_available()
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if not (item.get_closest_marker("full") or item.get_closest_marker("accelerator")):
+        if not (item.get_closest_marker("full") or (runs_all and item.get_closest_marker("accelerator"))):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         chosen = cover([pairs(axes(item)) for item in cases])

@@ -44,6 +44,7 @@ ORDER = [
     {"engine"},
     {"initialize"},
     {"integrations"},
+    {"plan"},
     {"testing"},
     {"cli"},
     {"__main__"},

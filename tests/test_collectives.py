@@ -171,6 +171,16 @@ def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(body, 2)
 
 
+def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory() -> None:
+    """Its tensors are not handed to a backend that would take their addresses for CPU memory."""
+
+    def body(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        assert Members.of(dist.group.WORLD, torch.device("privateuseone")).backend == "gloo"
+
+    run_ranks(body, 2)
+
+
 def test_one_contribution_is_not_copied() -> None:
     row = torch.rand(CHUNK_NUMEL + 3)
     kept = row.clone()
@@ -513,7 +523,7 @@ def test_a_store_that_does_not_answer_keeps_nobody(impatient: None, tmp_path: Pa
         holder = int((tmp_path / "pid").read_text())
         os.kill(holder, signal.SIGSTOP)
         try:
-            with pytest.raises(CollectiveError, match="rank 0 was not waiting for any rank"):
+            with pytest.raises(CollectiveError, match="of rank 0 nothing is heard, nor of the store"):
                 collectives.exchange(b"x", "an answer")
             collectives.close()
         finally:

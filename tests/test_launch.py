@@ -40,8 +40,28 @@ CPU = torch.device("cpu")
         ),
         (
             {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[03-04]",
-             "SLURM_JOB_ID": "12"},
+             "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"},
             Launch("Slurm", 2, 4, 0, "n03", 15012),
+        ),
+        (  # as one task of two in a job of four
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "3", "SLURM_LOCALID": "1",
+             "SLURM_JOB_NODELIST": "n[03-04]", "SLURM_STEP_NODELIST": "n04", "SLURM_JOB_ID": "12"},
+            Launch("Slurm", 1, 2, 1, "n04", 15012),
+        ),
+        (  # mpirun inside of a batch script
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12", "OMPI_COMM_WORLD_RANK": "1",
+             "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Launch("Open MPI", 1, 2, 1, "127.0.0.1", 15012),
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12", "PMI_RANK": "1", "PMI_SIZE": "2",
+             "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "a"},
+            Launch("PMI", 1, 2, 0, "a", 15012),
+        ),
+        (  # srun --mpi=pmi2
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12", "SLURM_LOCALID": "0",
+             "SLURM_JOB_NODELIST": "a,b", "PMI_RANK": "1", "PMI_SIZE": "2"},
+            Launch("Slurm", 1, 2, 0, "a", 15012),
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
         (
@@ -62,6 +82,10 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not lie below"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"},
+            "start it with srun",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(environment: dict[str, str], expected: str) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
 
-from zeroshard import Policy, Precision
+from zeroshard import Policy, Precision, Sharded
 from zeroshard.collectives import meeting
 from zeroshard.collectives.meeting import VARIABLE
+from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.testing import Run, Workload, ranks_agree, run_ranks, train, train_ddp, train_reference
 
 BF16 = Precision(param_dtype=torch.bfloat16)
@@ -160,6 +161,11 @@ def test_a_parameter_that_no_rank_used_is_left_alone() -> None:
     run_ranks(body, 2)
 
 
+def talks_over_both(sharded: Sharded, expected: bool) -> None:
+    collectives = sharded._context.collectives
+    assert (isinstance(collectives, SharedMemory) and collectives.over_gloo is not None) == expected
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_ranks_that_share_memory_in_pairs_are_bit_equal(
@@ -171,13 +177,14 @@ def test_ranks_that_share_memory_in_pairs_are_bit_equal(
         runs = []
         for transport in (GLOO, SHARED):
             os.environ[VARIABLE] = transport
-            meeting._host = lambda: str(rank // 2)
+            meeting.host_id = lambda: str(rank // 2)
             runs.append(
                 train(
                     rank,
                     workload("tied", steps=3, microbatches=2, max_norm=1.0),
                     Policy.stage(stage),
                     bucket_numel=SMALL_BUCKETS,
+                    inspect=lambda sharded, transport=transport: talks_over_both(sharded, transport == SHARED),
                 )
             )
             assert ranks_agree(runs[-1])

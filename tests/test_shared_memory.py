@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -838,6 +839,34 @@ def test_who_cannot_connect_keeps_nobody_waiting(way: str, where: list[int], mon
     assert all(took < 30 for _, took in results)
 
 
+def test_what_is_lent_outlives_the_collectives() -> None:
+    """A rank that drops its engine after its last step, without a word, while others still read."""
+
+    def body(rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+        port = [store.port if store else 0]
+        dist.broadcast_object_list(port)
+        store = store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+        collectives = create_collectives(None, CPU)
+        assert isinstance(collectives, SharedMemory)
+        rows = torch.zeros(2, 1000)  # of no file: a copy is lent
+        rows[rank] = rank + 1
+        pending = collectives.all_gather(rows, 0, "rows")
+        if rank == 0:
+            pending.wait()
+            gone = weakref.ref(collectives)
+            del collectives, pending
+            gc.collect()
+            assert gone() is None
+            store.set("gone", "1")
+        else:
+            store.wait(["gone"])
+            pending.wait()
+        assert rows[:, 0].tolist() == [1, 2]
+
+    run_ranks(body, 2)
+
+
 def test_ranks_of_two_networks_talk_over_gloo_and_say_nothing(tmp_path: Path) -> None:
     def body(rank: int) -> bool:
         said: list[str] = []
@@ -846,8 +875,8 @@ def test_ranks_of_two_networks_talk_over_gloo_and_say_nothing(tmp_path: Path) ->
         expected = train(rank, workload(steps=2), Policy.stage(1))
         os.environ[VARIABLE] = "1"
         if rank == 1:
-            host = meeting._host()
-            meeting._host = lambda: host + " of another host"  # type: ignore[assignment]
+            host = meeting.host_id()
+            meeting.host_id = lambda: host + " of another host"  # type: ignore[assignment]
         collectives = create_collectives(None, CPU)
         assert isinstance(collectives, PointToPoint)
         assert not said
@@ -857,12 +886,12 @@ def test_ranks_of_two_networks_talk_over_gloo_and_say_nothing(tmp_path: Path) ->
 
 
 def test_another_network_namespace_is_another_host() -> None:
-    before = meeting._host()
+    before = meeting.host_id()
     pid = os.fork()
     if not pid:
         if _LIBC.unshare(CLONE_NEWNET):
             os._exit(2)
-        os._exit(0 if meeting._host() != before else 1)
+        os._exit(0 if meeting.host_id() != before else 1)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == 2:
         pytest.skip("no network namespaces for this user")

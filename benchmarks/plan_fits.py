@@ -2,7 +2,8 @@
 
 python benchmarks/plan_fits.py [--cases 60] [--seed 0] [--out FILE]
 
-Ranks are processes of their own, and talk as they always do. Where a plan says "fits", the training must end; where it says "does not
+Ranks are processes of their own. As everywhere in plan_cases.py memory is given out as beside an accelerator: ranks share none, and what
+is freed is free (malloc maps each larger block by itself); --as-it-is leaves both as users of CPUs have them. Where a plan says "fits", the training must end; where it says "does not
 fit", the kernel must end it, or the plan be within 3 % of the limit. What a process takes before it trains is measured first, with a
 model of nearly nothing: the constant of the machine's table that a user would have of `zeroshard doctor --profile`.
 """
@@ -26,8 +27,10 @@ from plan_cases import config_of
 
 import zeroshard
 from zeroshard.plan.machine import Machine, machine_of
+from zeroshard.storage import accelerator
 from zeroshard.testing.gpt import GPT, GPTConfig
 
+AS_IT_IS = "--as-it-is"
 STEPS = 2
 NEAR = 0.03
 
@@ -87,8 +90,10 @@ def trained(training: Training, limit: int | None) -> tuple[bool, int]:
         env = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(training.ranks), "MASTER_ADDR": "127.0.0.1",
             "LOCAL_WORLD_SIZE": str(training.ranks), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            **({} if AS_IT_IS in sys.argv else {"ZEROSHARD_SHARED_MEMORY": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}),
         }  # fmt: skip
         command = [sys.executable, __file__, "--rank-of", str(group.path), json.dumps(asdict(training))]
+        command += [AS_IT_IS] * (AS_IT_IS in sys.argv)
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     statuses = [process.wait(timeout=300) for process in ranks]
     peak = group.peak
@@ -99,6 +104,8 @@ def trained(training: Training, limit: int | None) -> tuple[bool, int]:
 def _train(group: str, training: Training) -> None:
     torch.set_num_threads(1)
     join(Path(group))
+    if AS_IT_IS not in sys.argv:
+        accelerator.kernel_memory = lambda: None  # type: ignore[attr-defined]
     engine, *_ = zeroshard.initialize(model=training.model(), config=training.config)
     for _ in range(STEPS * engine.gradient_accumulation_steps()):
         inputs, targets = training.batch(engine.train_micro_batch_size_per_gpu())
@@ -120,6 +127,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines, one a case")
+    parser.add_argument(AS_IT_IS, action="store_true", help="shared memory, and malloc's own ways")
     parser.add_argument("--rank-of", nargs=2, metavar=("GROUP", "TRAINING"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of is not None:

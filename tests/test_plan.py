@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,35 @@ def test_what_rests_elsewhere_is_counted_with_the_rest(ranks: int, stage: int, p
     real = real_runs(case, plan.figures.peak_together)
     assert plan.figures.sent == real[0]["sent"]
     assert (plan.disk_nbytes > 0) == (place == "nvme")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_which_move_modules_while_they_are_built(stage: int) -> None:
+    from plan import lora, text
+
+    case = Case(config_of(stage, "bf16"), 1, lora, text)
+    plan = planned(case)
+    assert plan.figures.trained < plan.figures.numel / 10
+    real_runs(case, plan.peak_nbytes)
+
+
+FIRST = """
+import subprocess
+import sys
+sys.path.append(sys.argv[1])
+from plan import llama, text
+from plan_cases import Case, config_of, planned
+print(*[planned(Case(config_of(2), 2, llama, text)).peak_nbytes for _ in range(2)])
+"""
+
+
+@pytest.mark.full
+def test_the_first_plan_of_a_process_is_as_the_next() -> None:
+    """Also where it is the factory that imports the model's library."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, folder], capture_output=True, text=True, timeout=120, check=True
+    )
+    first, second = done.stdout.split()
+    assert first == second

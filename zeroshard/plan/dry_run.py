@@ -7,6 +7,7 @@ No weights, no accelerator, no other process: torch's FakeTensorMode stands for 
 from __future__ import annotations
 
 import gc
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.collectives.two_level import Within
@@ -152,7 +154,6 @@ def _pretending(ledger: Ledger) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(not_traced())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
         yield
@@ -179,7 +180,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     ledger.forget_peaks()
     ranks, states = members.made, dict[str, int]()
     engine.optimizer.inner.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
-    with whereabouts(model, ledger):
+    with not_traced(), whereabouts(model, ledger):  # now that the model's library is imported
         for _ in range(STEPS):
             ranks.sent.clear()
             ranks.calls.clear()
@@ -252,7 +253,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def _build(job: Job) -> nn.Module:
     try:
-        model = job.factory()
+        model = _born(job)
     except ZeroshardError:
         raise
     except Exception as error:
@@ -268,6 +269,40 @@ def _build(job: Job) -> nn.Module:
         )
     model.train()
     return model
+
+
+_SWAP = "Couldn't swap"
+"""What torch says where a module of tensors without values is moved while it is built, as peft's adapters are."""
+
+
+def _born(job: Job) -> nn.Module:
+    try:
+        return job.factory()
+    except RuntimeError as error:
+        if _SWAP not in str(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold what was built so far
+    gc.collect()
+    return _born_on_meta(job)
+
+
+def _born_on_meta(job: Job) -> nn.Module:
+    """On the meta device a model may be moved. After that it gets tensors without values of CPU memory."""
+    with _disable_current_modes(), torch.device("meta"):
+        model = job.factory()
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        found: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in found:
+            for name, value in held.items():
+                if value is not None and value.device.type == "meta":
+                    held[name] = made[value] if value in made else made.setdefault(value, _in_cpu_memory(value))
+    return model
+
+
+def _in_cpu_memory(value: Tensor) -> Tensor:
+    empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CPU)
+    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links from file to file into links from page to page."""
     own = page.file.src_uri
     origin = next((source for source, name in PAGES.items() if name == own), f"docs/{own}")

@@ -125,7 +125,9 @@ def program(page: Path) -> str:
         if block.title is not None:
             steps.append(f"Path({block.title!r}).write_text({block.text!r})\n")
         elif block.language == "bash":
-            steps.append(f"print({where!r}, flush=True)\nsubprocess.run(['bash', '-euc', {block.text!r}], check=True)\n")
+            steps.append(
+                f"print({where!r}, flush=True)\nsubprocess.run(['bash', '-euc', {block.text!r}], check=True)\n"
+            )
         elif block.language in ("python", "diff"):
             text = block.side("+") if block.language == "diff" else block.text
             steps.append(f"print({where!r}, flush=True)\nexec(compile({text!r}, {where!r}, 'exec'), namespace)\n")

@@ -35,10 +35,12 @@ RUN = {
     "docs/migration/fsdp2.md": (1, 0),
     "docs/migration/ddp.md": (2, 0),
 }
-"""Pages whose code is run: (blocks that run, or are files that others run; blocks that do not). The rest is read by Python alone."""
+"""Pages whose code is run: (blocks that run, or are files that others run; blocks that do not). Others are only parsed."""
 ENGLISH_ONLY = {"docs/loops.md"}
 TRANSLATED = {"README.zh-CN.md": "README.md"} | {
-    f"docs/zh-CN/{page.removeprefix('docs/')}": page for page in RUN if page.startswith("docs/") and page not in ENGLISH_ONLY
+    f"docs/zh-CN/{page.removeprefix('docs/')}": page
+    for page in RUN
+    if page.startswith("docs/") and page not in ENGLISH_ONLY
 }
 NAMES = [name for name in zeroshard.__all__ if name != "checkpointing"]
 

@@ -2,7 +2,6 @@
 
 from zeroshard.uncaught import report_uncaught
 
-
 TROUBLESHOOTING = "docs/troubleshooting.md"
 """The page that has a heading for each class, and below it the messages. tests/test_docs.py looks."""
 

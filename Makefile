@@ -49,7 +49,7 @@ compare: .venv/ready
 
 # The site, into runs/site. Strict: a broken link, or a page that no menu names, is an error.
 docs: .venv/docs-ready
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ PAGES = {
 """Files of the repository that are pages, and the name of the page."""
 SOURCES = ["examples/*.py"]
 """Python files that have a page each, with their text."""
-COPIES = ["examples/*.json", "benchmarks/results/*", "LICENSE"]
+COPIES = ["examples/*.json", "examples/*.ipynb", "examples/*.sbatch", "benchmarks/results/*", "LICENSE"]
 """Files that are on the site as they are."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 

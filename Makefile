@@ -49,7 +49,7 @@ compare: .venv/ready
 
 # The site, into runs/site. Strict: a broken link, or a page that no menu names, is an error.
 docs: .venv/docs-ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ MINUTES ?= 9
 OUT ?= runs/accelerator
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-rest test-simgpu test-all bench accelerator lint compare clean
+.PHONY: train test test-rest test-simgpu test-all bench accelerator lint compare docs clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
@@ -47,6 +47,10 @@ accelerator:
 compare: .venv/ready
 	$(BIN)/zeroshard compare --plot docs/compare.png
 
+# The site, into runs/site. Strict: a broken link, or a page that no menu names, is an error.
+docs: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,6 +62,10 @@ lint: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
+	touch $@
+
+.venv/docs-ready: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	touch $@
 
 clean:

@@ -85,6 +85,15 @@ def test_a_config_is_judged(folder: Path) -> None:
     assert (folder / "memory.png").stat().st_size > 1000
 
 
+def test_what_is_auto_is_given(folder: Path) -> None:
+    (folder / "auto.json").write_text(json.dumps(CONFIG))
+    planned = ["plan", ".", "--sequence", "32", "--quick", "--config", "auto.json"]
+    assert "optimizer.params.lr" in refused(*planned[1:])
+    done = CliRunner().invoke(app, [*planned, "--auto", "lr=1e-3", "--write", "out.json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads((folder / "out.json").read_text())["optimizer"]["params"]["lr"] == 1e-3
+
+
 def test_json_is_for_programs(folder: Path) -> None:
     result = CliRunner().invoke(
         app,

@@ -2,13 +2,26 @@
 
 from zeroshard.uncaught import report_uncaught
 
+TROUBLESHOOTING = "docs/troubleshooting.md"
+"""The page that has a heading for each class, and below it the messages. tests/test_docs.py looks."""
+
 
 class ZeroshardError(Exception):
-    """Base of all errors of this package. Uncaught under torchrun, it is a sentence, told once."""
+    """Base of all errors of this package. Uncaught under torchrun, it is a sentence, told once.
+
+    Tracebacks end in a note that says where to read on; `str` of an error is its sentence alone.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
+        self.add_note(f"see {self.read_on()}")
         report_uncaught(ZeroshardError)
+
+    @classmethod
+    def read_on(cls) -> str:
+        """The place in the documentation: that of the public class."""
+        public = next(one for one in cls.__mro__ if one.__module__ == __name__)
+        return f"{TROUBLESHOOTING}#{public.__name__.lower()}"
 
 
 class ConfigError(ZeroshardError, ValueError):

@@ -90,7 +90,7 @@ def _claim(sentence: str) -> tuple[str, str | None]:
 
 
 def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Where in the user's own code, the cause in one line, and how to see more."""
+    """Where in the user's own code, the cause in one line, and where there is more."""
     lines = []
     frames = traceback.extract_tb(trace)
     mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
@@ -99,8 +99,9 @@ def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
         lines.append(f"  at {frame.filename}, line {frame.lineno}: {frame.line}")
     if error.__cause__ is not None:
         lines.append(f"  caused by {_short(f'{type(error.__cause__).__name__}: {error.__cause__}')}")
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if os.environ.get(_WHOLE, "0") == "0":
-        lines.append(f"  ({_WHOLE}=1 shows the whole traceback)")
+        lines.append(f"  ({_WHOLE}=1 shows the whole traceback{notes})")
     return lines
 
 

@@ -37,7 +37,7 @@ def check(
     from zeroshard.config.table import config_table
 
     module = build_module(model) if model is not None else None
-    config = load_config(file, ranks, module, _supplied(auto or []))
+    config = load_config(file, ranks, module, supplied(auto or []))
     refuse_without_batch_size(config)
     _make_optimizer(config)
     console = Console()
@@ -45,17 +45,22 @@ def check(
     console.print(_in_force(config), highlight=False)
 
 
-def _supplied(items: list[str]) -> dict[str, Any]:
-    supplied = {}
+def supplied(items: list[str]) -> dict[str, Any]:
+    """What `--auto KEY=VALUE` says, of which there may be several; a value is JSON, or text.
+
+    Raises:
+        UsageError: one is no KEY=VALUE.
+    """
+    found = {}
     for item in items:
         key, separator, value = item.partition("=")
         if not separator:
             raise UsageError(f"--auto takes KEY=VALUE, not {item!r}.")
         try:
-            supplied[key] = json.loads(value)
+            found[key] = json.loads(value)
         except ValueError:
-            supplied[key] = value
-    return supplied
+            found[key] = value
+    return found
 
 
 def _make_optimizer(config: Config) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zeroshard.cli.configs import supplied
 from zeroshard.cli.options import call_factory, load_factory, nbytes_of, output_file
 from zeroshard.errors import UsageError
 
@@ -46,6 +47,9 @@ def plan(
     ] = None,
     machine: Annotated[str, typer.Option(help="h100, a100-80gb, ..., or a file of doctor --profile.")] = "h100",
     config: Annotated[Path | None, typer.Option(help="The DeepSpeed config to judge.")] = None,
+    auto: Annotated[
+        list[str] | None, typer.Option(help='KEY=VALUE for a key of it that is "auto"; may be repeated.')
+    ] = None,
     global_batch: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of a step over all ranks, for the search; left out, --batch x --gpus."),
@@ -66,6 +70,8 @@ def plan(
     is judged; without, the fastest that fits is looked for. A function named by MODEL returns a module, or (module, batch), where
     `batch(rank, step)` gives the arguments of one call.
     """
+    from zeroshard.config.auto import supply
+    from zeroshard.config.load import read
     from zeroshard.plan.planner import job_of
     from zeroshard.plan.result import limits
 
@@ -78,7 +84,7 @@ def plan(
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)
     else:
-        found = _judge(job, bounds, config, batch, quick=quick)
+        found = _judge(job, bounds, supply(read(config), supplied(auto or [])), batch, quick=quick)
     if plot is not None:
         from zeroshard.plan.plot import draw
 
@@ -128,7 +134,7 @@ class _Answer:
         console.print(verdict(self.plan))
 
 
-def _judge(job: Job, bounds: Mapping[str, int], config: Path, batch: int, *, quick: bool) -> _Answer:
+def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int, *, quick: bool) -> _Answer:
     from zeroshard.plan.dry_run import dry_run, parted
     from zeroshard.plan.judge import judge, largest_micro_batch
     from zeroshard.plan.result import Plan

@@ -167,6 +167,16 @@ def resolve_auto(
     return resolved, set(paths)
 
 
+def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config with what the user supplies in the place of "auto"; any other "auto" stays."""
+    given: dict[str, Any] = _copy(dict(config))
+    for path in _find(config):
+        value = _supplied(Facts(supplied), path)
+        if value is not UNKNOWN:
+            _put(given, path, value)
+    return given
+
+
 def rule_of(path: str) -> Rule:
     """What stands in the place of this key's "auto"."""
     return RULES.get(path, _ONLY_YOU if _is_argument(path) else _DEFAULT)

@@ -88,8 +88,15 @@ def test_a_host_that_is_gone_is_named(within: str, hosts: TwoHosts, tmp_path: Pa
     assert any(named(text) & {2, 3} for text in told), told
 
 
-@pytest.mark.parametrize("returns", [False, pytest.param(True, marks=pytest.mark.full)], ids=["for ever", "too late"])
-@LEVELS
+@pytest.mark.parametrize(
+    ("within", "returns"),
+    [
+        pytest.param("", False, marks=pytest.mark.full),
+        ("host", False),
+        pytest.param("host", True, marks=pytest.mark.full),
+    ],
+    ids=["one level", "two levels", "two levels, and it is back too late"],
+)
 def test_a_link_that_is_gone_ends_in_an_error_on_both_sides(
     within: str, returns: bool, hosts: TwoHosts, tmp_path: Path
 ) -> None:

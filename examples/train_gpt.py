@@ -183,6 +183,7 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
         for step in range(engine.global_steps, options.steps):
             start = time.perf_counter()
             for microbatch in range(engine.gradient_accumulation_steps()):
+                # A step takes the next train_batch_size() samples, whoever takes which of them.
                 first = engine.global_samples + (microbatch * world_size + rank) * batch
                 loss = engine(*data.batch(first, engine))
                 engine.backward(loss)

@@ -4,7 +4,8 @@
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
 With --checkpoints FOLDER it saves as it goes, also at Ctrl-C, and goes on where it was stopped: with any number of ranks, under any
-stage.
+stage. Samples are numbered, and a step takes the next ones, however many ranks share them: so torchrun may start it anew with more
+machines or fewer, docs/several_hosts.md.
 
 The text is the Python standard library's own source, unless --text names a file or a folder.
 """
@@ -20,10 +21,9 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 import json5
 import torch
@@ -34,9 +34,11 @@ from rich.table import Table
 from torch import Tensor
 
 import zeroshard
+from zeroshard.launch import init_distributed
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 128  # tokens of one training sequence
+MICROBATCH = 4  # sequences of one forward, at most
 
 
 def read_text(path: Path) -> Tensor:
@@ -54,24 +56,28 @@ def read_text(path: Path) -> Tensor:
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
-class Windows(Iterator[Tensor]):
-    """Random windows of the text: int64 of shape [batch, LENGTH + 1]. Its position is saved in checkpoints."""
+class Windows:
+    """Random windows of the text, by number: which one sample 7 is does not depend on the rank that takes it, nor on when."""
 
-    def __init__(self, text: Tensor, batch: int, seed: int, device: torch.device) -> None:
-        self.text, self.batch, self.device, self.drawn = text, batch, device, 0
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, text: Tensor) -> None:
+        self.text = text
 
-    def __next__(self) -> Tensor:
-        self.drawn += 1
-        starts = torch.randint(0, len(self.text) - LENGTH - 1, (self.batch,), generator=self.generator)
-        return torch.stack([self.text[s : s + LENGTH + 1] for s in starts.tolist()]).long().to(self.device)
+    def __getitem__(self, number: int) -> Tensor:
+        random = torch.Generator().manual_seed(number)
+        start = int(torch.randint(0, len(self.text) - LENGTH - 1, (), generator=random))
+        return self.text[start : start + LENGTH + 1].long()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
+    def batch(self, first: int, engine: zeroshard.Engine) -> tuple[Tensor, Tensor]:
+        """One microbatch, from sample `first` on: tokens and targets of shape [batch, LENGTH]."""
+        numbers = range(first, first + engine.train_micro_batch_size_per_gpu())
+        tokens = torch.stack([self[number] for number in numbers]).to(engine.device)
+        return tokens[:, :-1], tokens[:, 1:]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        while self.drawn < state["drawn"]:
-            next(self)
+
+def microbatch_size(batch: object, world_size: int) -> int:
+    """Sequences of one forward. Where the config fixes those of a step, fewer ranks take more forwards, of as many each."""
+    share = batch // world_size if isinstance(batch, int) else MICROBATCH
+    return next(size for size in range(MICROBATCH, 0, -1) if share % size == 0)
 
 
 class CtrlC:
@@ -93,13 +99,11 @@ class CtrlC:
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         self.pressed = True
-        if not dist.is_initialized():
+        if dist.get_world_size() == 1:
             signal.signal(signal.SIGINT, self._before)
 
     def on_any_rank(self, device: torch.device) -> bool:
         """Whether any rank was asked to stop. Every rank must call it."""
-        if not dist.is_initialized():
-            return self.pressed
         pressed = torch.tensor(float(self.pressed), device=device)
         dist.all_reduce(pressed)
         return bool(pressed > 0)
@@ -119,14 +123,12 @@ def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> Non
 
 
 @torch.no_grad()
-def evaluate(engine: zeroshard.Engine, windows: Iterator[Tensor], count: int) -> float:
+def evaluate(engine: zeroshard.Engine, data: Windows, count: int) -> float:
     """Bits per byte over `count` batches of every rank."""
-    losses = [engine(tokens[:, :-1], tokens[:, 1:]) for tokens, _ in zip(windows, range(count), strict=False)]
-    total = torch.stack(losses).mean()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-    return float(total) / math.log(2)
+    batch, own = engine.train_micro_batch_size_per_gpu(), dist.get_rank() * count
+    total = torch.stack([engine(*data.batch((own + number) * batch, engine)) for number in range(count)]).mean()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size() / math.log(2)
 
 
 @torch.no_grad()
@@ -141,19 +143,16 @@ def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: floa
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def report(engine: zeroshard.Engine, rank: int, world_size: int, console: Console) -> None:
+def report(engine: zeroshard.Engine, console: Console) -> None:
     """A table per rank: bytes that live now, beside the formulas, and the peak of the process."""
     mine = {**engine.memory_report(), "peak of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    everyone = [mine] * world_size
-    if dist.is_initialized():
-        dist.all_gather_object(everyone, mine)
-    if rank != 0:
-        return
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
     formula = engine.memory_formula()
     table = Table(title=f"Memory at rest under ZeRO-{engine.zero_optimization_stage()}, MiB")
     table.add_column("")
-    for other in range(world_size):
-        table.add_column(f"rank {other}", justify="right")
+    for rank in range(dist.get_world_size()):
+        table.add_column(f"rank {rank}", justify="right")
     table.add_column("formula", justify="right")
     for kind in mine:
         cells = [f"{figures[kind] / 2**20:.2f}" for figures in everyone]
@@ -169,22 +168,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
     parser.add_argument("--steps", type=int, default=650)
     parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
+    parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
     parser.add_argument("--fp16", action="store_true", help='where the config says "auto"')
     return parser.parse_args()
 
 
-def train(engine: zeroshard.Engine, data: Iterator[Any], options: argparse.Namespace, console: Console) -> None:
+def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> None:
     """Train until --steps or Ctrl-C, and save."""
     columns = (BarColumn(), TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn())
-    loss = torch.zeros(())
+    rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()
     with CtrlC() as interrupt, Progress(*columns, console=console, disable=console.quiet) as progress:
         task = progress.add_task("", total=options.steps, completed=engine.global_steps)
         for step in range(engine.global_steps, options.steps):
             start = time.perf_counter()
-            for _ in range(engine.gradient_accumulation_steps()):
-                tokens = next(data)
-                loss = engine(tokens[:, :-1], tokens[:, 1:])
+            for microbatch in range(engine.gradient_accumulation_steps()):
+                # A step takes the next train_batch_size() samples, whoever takes which of them.
+                first = engine.global_samples + (microbatch * world_size + rank) * batch
+                loss = engine(*data.batch(first, engine))
                 engine.backward(loss)
                 engine.step()
             speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
@@ -196,7 +197,7 @@ def train(engine: zeroshard.Engine, data: Iterator[Any], options: argparse.Names
             if interrupt.on_any_rank(engine.device):
                 progress.stop()
                 stop(engine, options.checkpoints, console)
-            if options.checkpoints is not None and (step + 1) % 100 == 0:
+            if options.checkpoints is not None and (step + 1) % options.save_every == 0:
                 engine.save_checkpoint(options.checkpoints, asynchronous=True, keep_last=2)
     if options.checkpoints is not None:
         engine.save_checkpoint(options.checkpoints, keep_last=2)
@@ -209,10 +210,11 @@ def main() -> None:
     config = json5.loads(Path(options.config).read_text())
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
+    init_distributed()
     torch.manual_seed(0)
     # What a config may leave to "auto", and only this script knows.
     auto = {
-        "train_micro_batch_size_per_gpu": 4,
+        "train_micro_batch_size_per_gpu": microbatch_size(config.get("train_batch_size"), dist.get_world_size()),
         "lr": 2e-3,
         "betas": (0.9, 0.95),
         "weight_decay": 0.1,
@@ -221,31 +223,28 @@ def main() -> None:
         "fp16": options.fp16,
     }
     engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config, auto=auto)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    console = Console(quiet=rank != 0)
+    console = Console(quiet=dist.get_rank() != 0)
 
     text = read_text(options.text)
-    training, validation = text[: -len(text) // 20], text[-len(text) // 20 :]
-    batch = engine.train_micro_batch_size_per_gpu()
-    data = engine.training_dataloader = Windows(training, batch, seed=rank, device=engine.device)
+    training, validation = Windows(text[: -len(text) // 20]), Windows(text[-len(text) // 20 :])
     numel = sum(p.numel() for p in engine.module.parameters())
-    console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {world_size} ranks")
+    ranks = f"{dist.get_world_size()} ranks, a step of {engine.train_batch_size()} sequences"
+    console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {ranks}")
 
     if options.checkpoints is not None and (options.checkpoints / "latest").exists():
-        path, _ = engine.load_checkpoint(options.checkpoints)
+        path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
         console.print(f"going on from {path}")
 
-    train(engine, data, options, console)
+    train(engine, training, options, console)
 
     engine.eval()
-    bits = evaluate(engine, Windows(validation, batch, seed=1000 + rank, device=engine.device), count=8)
+    bits = evaluate(engine, validation, count=8)
     console.print(f"validation: {bits:.3f} bits per byte (8.000 before training)")
     console.rule("a sample")
     console.print(sample(engine, "def read(self, ", options.sample), markup=False, highlight=False)
     console.rule()
-    report(engine, rank, world_size, console)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    report(engine, console)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -54,10 +54,20 @@ def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:
     assert plot.read_text().startswith("<?xml")
 
 
+def test_compare_takes_neighbours_for_a_host(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    result = zeroshard("compare", "--model", f"{tmp_path / 'model.py'}:make", "--steps", "2", "--within", "1")
+    assert result.returncode == 0, result.stderr
+    rows = {line.split("│")[1].strip(): line for line in result.stdout.splitlines() if line.count("│") > 4}
+    assert rows["bit-equal to stage 0"].count("yes") == 4
+    assert "of that, across hosts" in rows
+
+
 def test_an_error_is_a_sentence() -> None:
     for arguments, expected in (
         (("estimate",), "either --parameters N or --model FILE"),
         (("compare", "--model", "nowhere.py:make"), "no file at nowhere.py"),
+        (("compare", "--ranks", "3", "--within", "2"), "does not divide --ranks 3"),
         (("compare", "--model", "zeroshard.cli.main:nothing"), "has no function 'nothing'"),
     ):
         result = zeroshard(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "hosts"))
 
-from two_hosts import NotPermitted, Outcome, TwoHosts
+from two_hosts import NotPermitted, Outcome, Program, TwoHosts
 
 from zeroshard import UsageError
 from zeroshard.cli.doctor import doctor
@@ -44,6 +45,14 @@ def hosts() -> Iterator[TwoHosts]:
         pytest.skip(str(error))
     with made:
         yield made
+
+
+def wait_for(folder: Path, pattern: str, programs: list[Program]) -> None:
+    """Until there is such a file."""
+    deadline = time.monotonic() + SECONDS
+    while not any(folder.glob(pattern)):
+        assert time.monotonic() < deadline, "\n".join([f"{pattern} never came", *(one.log for one in programs)])
+        time.sleep(0.05)
 
 
 def passed(outcomes: list[Outcome]) -> None:
@@ -79,18 +88,46 @@ def test_a_host_that_is_gone_is_named(within: str, hosts: TwoHosts, tmp_path: Pa
     assert any(named(text) & {2, 3} for text in told), told
 
 
-@LEVELS
-def test_a_link_that_is_gone_ends_in_an_error_on_both_sides(within: str, hosts: TwoHosts, tmp_path: Path) -> None:
-    """Also where the store is on the other side."""
+@pytest.mark.parametrize(
+    ("within", "returns"),
+    [
+        pytest.param("", False, marks=pytest.mark.full),
+        ("host", False),
+        pytest.param("host", True, marks=pytest.mark.full),
+    ],
+    ids=["one level", "two levels", "two levels, and it is back too late"],
+)
+def test_a_link_that_is_gone_ends_in_an_error_on_both_sides(
+    within: str, returns: bool, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    """Also where the store is on the other side, and where it is back when one side has given up."""
     programs = hosts.start_torchrun(2, JOB, "train", str(tmp_path), "10", environment={"WITHIN": within})
     programs[0].until("training", SECONDS)
     hosts.drop()
+    if returns:
+        wait_for(tmp_path, "failed.*", programs)
+        hosts.join()
     for program in programs:
         assert program.wait(SECONDS).status != 0
     told = {int(path.name.removeprefix("failed.")): path.read_text() for path in tmp_path.glob("failed.*")}
     assert {rank // 2 for rank in told} == {0, 1}, told
     for rank, text in told.items():
         assert named(text) & ({2, 3} if rank < 2 else {0, 1}), (rank, text)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "within"), [(1, ""), pytest.param(2, "host", marks=pytest.mark.full)], ids=["one level", "two levels"]
+)
+def test_a_link_that_is_back_in_time_changes_nothing(ranks: int, within: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    told = {"WITHIN": within, "ZEROSHARD_NOTICE_SECONDS": "1"}
+    programs = hosts.start_torchrun(ranks, JOB, "twice", str(tmp_path), environment=told)
+    programs[0].until("training", SECONDS)
+    hosts.drop()
+    time.sleep(3)
+    hosts.join()
+    outcomes = [program.wait(SECONDS) for program in programs]
+    passed(outcomes)
+    assert any(re.search("ha(s|ve) waited", one.log) for one in outcomes), "nobody noticed"
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from models import Stack
 
 import zeroshard
 from zeroshard import UsageError
-from zeroshard.launch import Launch, first_host, join_ranks, read_launch
+from zeroshard.launch import Launch, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
 from zeroshard.testing.ranks import free_port
 from zeroshard.uncaught import Hook, report_uncaught, restore
@@ -105,6 +105,14 @@ def test_what_makes_no_sense_is_refused(environment: dict[str, str], expected: s
 )
 def test_the_first_machine_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_a_store_that_outlives_its_ranks_is_told_of() -> None:
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (trap_of_restarts(shared) or "")
+    assert trap_of_restarts({**shared, "TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert trap_of_restarts({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
+    assert trap_of_restarts({}) is None
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI"])

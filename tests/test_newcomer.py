@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -324,3 +325,8 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_the_package_is_pickled_by_name() -> None:
+    """As the globals of a script's functions are by what sends these to other processes, such as Ray."""
+    assert pickle.loads(pickle.dumps(zeroshard)) is zeroshard

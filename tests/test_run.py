@@ -39,6 +39,7 @@ Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
 if os.environ["RANK"] == "1":
     if "--exit" in sys.argv: sys.exit(3)
     if "--kill" in sys.argv: os.kill(os.getpid(), 9)
+    if "--once" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": sys.exit(4)
     if "--raise" in sys.argv: raise KeyError("what the rank says")
 """
 
@@ -227,6 +228,13 @@ def test_accelerators_are_counted(script: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     error = CliRunner().invoke(app, ["run", "train.py"]).exception
     assert isinstance(error, UsageError) and "turns DeepSpeed off in accelerate" in str(error)
+
+
+@pytest.mark.full
+def test_ranks_are_started_anew(script: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "--once")
+    assert done.returncode == 0, done.stderr
+    assert "may start the ranks anew" not in done.stderr
 
 
 def test_the_path_is_printed() -> None:

@@ -127,6 +127,10 @@ class _Package(ModuleType):
     `zeroshard.shard(...)` into the call of a module.
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as any module: whoever sends functions of a script to other processes sends its globals along."""
+        return import_module, (self.__name__,)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if not (isinstance(value, ModuleType) and _HOME_OF.get(name) == name):
             super().__setattr__(name, value)

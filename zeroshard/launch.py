@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -224,6 +225,9 @@ def join_ranks(
         )
     backend = backend or dist.get_default_backend_for_device("cpu" if device.type == "meta" else device)
     rank, world_size = (0, 1) if launch is None else (launch.rank, launch.world_size)
+    trap = trap_of_restarts(os.environ)
+    if trap is not None and rank == 0:
+        logging.getLogger("zeroshard").warning(trap)
     where = _alone(os.environ) if launch is None else _meeting_point(launch)
     try:
         dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
@@ -233,6 +237,20 @@ def join_ranks(
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0]}"
         ) from error
     atexit.register(_leave_in, os.getpid())
+
+
+def trap_of_restarts(env: Mapping[str, str]) -> str | None:
+    """What is to be said where torchrun may start the ranks anew, and its own store is theirs.
+
+    They find in it where those before them listened, and wait for these (torch 2.13, over gloo).
+    """
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    return (
+        "torchrun may start the ranks anew (--max-restarts), and would have them wait for those that are gone, whose addresses its "
+        "store keeps: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before, with --standalone or, on several hosts, "
+        "--rdzv-backend c10d."
+    )
 
 
 def mark_use() -> None:

@@ -1,4 +1,4 @@
-"""One rank of a job over two hosts, for test_hosts.py: job.py parity|checkpoint|train FOLDER [SECONDS]."""
+"""One rank of a job over two hosts, for test_hosts.py: job.py parity|checkpoint|train|twice FOLDER [SECONDS]."""
 
 from __future__ import annotations
 
@@ -87,11 +87,27 @@ def train_on(folder: Path) -> None:
         os._exit(3)
 
 
+def twice(_: Path) -> None:
+    """The first training is in no hurry, so that something may happen to its links; the second gives the same bits."""
+    ends: list[list[torch.Tensor]] = []
+    for seconds in (0.05, 0.0):
+        model, sharded = build(Policy.stage(3, within="host" if os.environ["WITHIN"] else None))
+        for number in range(40):
+            step(model, sharded, number)
+            if seconds and number == 3:
+                print("training", flush=True)
+            time.sleep(seconds)
+        with zeroshard.unsharded(model):
+            ends.append([value.detach().clone() for value in model.parameters()])
+        sharded.remove()
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, folder = sys.argv[1], Path(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 60.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    {"parity": parity, "checkpoint": checkpoint, "train": train_on}[what](folder)
+    {"parity": parity, "checkpoint": checkpoint, "train": train_on, "twice": twice}[what](folder)
     dist.barrier()
     dist.destroy_process_group()

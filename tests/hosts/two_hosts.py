@@ -143,6 +143,10 @@ class TwoHosts:
         """All processes of a host end at once."""
         self._say(f"kill {host}")
 
+    def boot(self, host: int) -> None:
+        """A host that was killed is there again, with its name and address, and no process of before."""
+        (self._hosts[host],) = self._say(f"boot {host}")
+
     # ------------------------------------------------------------------ programs
 
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
@@ -164,18 +168,34 @@ class TwoHosts:
         self, ranks: int, script: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> list[Program]:
         """Start a script under torchrun on both hosts, with so many ranks each."""
+        static = ["--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", str(_PORT)]
         return [
-            self.start(
-                host,
-                [
-                    sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks),
-                    "--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(_PORT),
-                    "--local-addr", ADDRESSES[host], str(script), *arguments,
-                ],
-                environment,
-            )
+            self._start_agent(host, ranks, [*static, "--node-rank", str(host)], [str(script), *arguments], environment)
             for host in (0, 1)
+        ]
+
+    def start_elastic(
+        self, host: int, ranks: int, script: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> Program:
+        """Start a script under torchrun on one host, with so many ranks; the other may come and go."""
+        quick = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+        elastic = [
+            "--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
+            "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv-conf", f"{quick},is_host={int(host == 0)}",
         ]  # fmt: skip
+        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
+        return self._start_agent(host, ranks, elastic, [str(script), *arguments], own)
+
+    def _start_agent(
+        self,
+        host: int,
+        ranks: int,
+        options: Sequence[str],
+        script: Sequence[str],
+        environment: Mapping[str, str] | None,
+    ) -> Program:
+        local = ["--nproc-per-node", str(ranks), "--local-addr", ADDRESSES[host]]
+        return self.start(host, [sys.executable, "-m", "torch.distributed.run", *options, *local, *script], environment)
 
     def torchrun(
         self,

@@ -5,7 +5,7 @@
    A host is a network, a name and a process namespace; nothing of it has a name outside, so nothing can be left behind. Its first
    process dies with this one, and takes all others of the host with it. Packets go through one TUN device in each, which this program
    reads and writes: each waits for those before it (bandwidth), then for the delay. Prints the process ids of the hosts. Then reads
-   commands, and answers each with a line:  drop | join | bytes | kill 0 | kill 1.  It ends with its standard input. */
+   commands, and answers each with a line:  drop | join | bytes | kill HOST | boot HOST.  It ends with its standard input. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -38,6 +38,11 @@ static double ns_per_byte;
 static int dropped;
 static Way ways[2];
 
+typedef struct {
+  int net, names, tun;
+  pid_t init;
+} Host;
+
 static void fail(const char *what) {
   perror(what);
   exit(1);
@@ -63,10 +68,33 @@ static void address(int socket, struct ifreq *request, const char *text, int wha
   if (ioctl(socket, what, request)) fail(text);
 }
 
-/* Make a host, in which this process is too from now on, but for its children's process ids. Returns its end of the wire. */
-static int host(const char *name, const char *own, pid_t *init) {
-  if (unshare(CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWPID)) fail("namespaces");
+static int kept(const char *space) {
+  int f = open(space, O_RDONLY | O_CLOEXEC);
+  if (f < 0) fail(space);
+  return f;
+}
+
+/* The first process of a host, of whose networks and names this one is. */
+static void boot(Host *host) {
+  int home = kept("/proc/self/ns/pid");
+  if (setns(host->net, CLONE_NEWNET) || setns(host->names, CLONE_NEWUTS) || unshare(CLONE_NEWPID)) fail("process ids");
+  if ((host->init = fork()) < 0) fail("fork");
+  if (!host->init) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    for (int f = 0; f < 64; f++) close(f);
+    signal(SIGCHLD, SIG_IGN); /* whoever lost its parent is reaped */
+    for (;;) pause();
+  }
+  if (setns(home, CLONE_NEWPID)) fail("the process ids from before"); /* the next host's are beside, not inside */
+  close(home);
+}
+
+/* Make a host. This process is in its network, and has its name, until the next is made. */
+static void make(Host *host, const char *name, const char *own) {
+  if (unshare(CLONE_NEWNET | CLONE_NEWUTS)) fail("namespaces");
   if (sethostname(name, strlen(name))) fail("a host's name");
+  host->net = kept("/proc/self/ns/net");
+  host->names = kept("/proc/self/ns/uts");
   int tun = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC), s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   struct ifreq request = {.ifr_flags = IFF_TUN | IFF_NO_PI};
   strcpy(request.ifr_name, "wire0");
@@ -79,17 +107,8 @@ static int host(const char *name, const char *own, pid_t *init) {
   struct ifreq loopback = {.ifr_name = "lo"};
   up(s, &loopback);
   close(s);
-  if ((*init = fork()) < 0) fail("fork");
-  if (!*init) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    for (int f = 0; f < 64; f++) close(f);
-    signal(SIGCHLD, SIG_IGN); /* whoever lost its parent is reaped */
-    for (;;) pause();
-  }
-  int home = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
-  if (home < 0 || setns(home, CLONE_NEWPID)) fail("the process ids from before"); /* the next host's are beside, not inside */
-  close(home);
-  return tun;
+  host->tun = tun;
+  boot(host);
 }
 
 static void take(Way *way) {
@@ -118,14 +137,23 @@ static long give(Way *way, long next) {
   return next;
 }
 
-static int obey(pid_t *hosts) {
+static int obey(Host *hosts) {
   char line[64];
   ssize_t n = read(0, line, sizeof line - 1);
   if (n <= 0) return 0;
   line[n] = 0;
+  Host *named = &hosts[n > 5 && line[5] == '1'];
   if (!strncmp(line, "drop", 4)) dropped = 1;
   else if (!strncmp(line, "join", 4)) dropped = 0;
-  else if (!strncmp(line, "kill", 4)) kill(hosts[line[5] == '1'], SIGKILL);
+  else if (!strncmp(line, "kill", 4)) kill(named->init, SIGKILL);
+  else if (!strncmp(line, "boot", 4)) {
+    kill(named->init, SIGKILL);
+    waitpid(named->init, NULL, 0); /* all of its processes are gone then */
+    boot(named);
+    printf("%d\n", named->init);
+    fflush(stdout);
+    return 1;
+  }
   printf("%ld %ld\n", ways[0].bytes, ways[1].bytes);
   fflush(stdout);
   return 1;
@@ -135,12 +163,14 @@ int main(int count, char **words) {
   if (count != 5) return 2;
   delay_ns = atol(words[1]) * 1000;
   ns_per_byte = 8000.0 / atof(words[2]);
-  pid_t hosts[2];
-  int a = host("hosta", words[3], &hosts[0]), b = host("hostb", words[4], &hosts[1]);
+  Host hosts[2];
+  make(&hosts[0], "hosta", words[3]);
+  make(&hosts[1], "hostb", words[4]);
+  int a = hosts[0].tun, b = hosts[1].tun;
   ways[0].in = ways[1].out = a;
   ways[1].in = ways[0].out = b;
   signal(SIGPIPE, SIG_IGN);
-  printf("%d %d\n", hosts[0], hosts[1]);
+  printf("%d %d\n", hosts[0].init, hosts[1].init);
   fflush(stdout);
   struct pollfd ready[3] = {{a, POLLIN, 0}, {b, POLLIN, 0}, {0, POLLIN, 0}};
   for (;;) {

@@ -42,6 +42,9 @@ def compare(
     ranks: Annotated[int, typer.Option(min=1, help="Processes, joined over gloo.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each stage.")] = 5,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
+    within: Annotated[
+        int | None, typer.Option(min=1, help="Take so many neighbours for the ranks of a host: two-level sharding.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
 ) -> None:
     """Train a model for a few steps under every ZeRO stage: same bits, and what each costs.
@@ -57,9 +60,11 @@ def compare(
         raise UsageError(problem)
     if plot is not None:
         output_file(plot, "--plot")
+    if within is not None and ranks % within:
+        raise UsageError(f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks.")
     console = Console()
     with console.status(f"training under stages 0 to 3 on {ranks} ranks"):
-        results = _train(factory, ranks, steps, bf16)
+        results = _train(factory, ranks, steps, bf16, within)
     _print_comparison(console, results, ranks, steps)
     if plot is not None:
         _plot_comparison(results, ranks, plot)
@@ -96,7 +101,7 @@ def _check_factory(name: str, factory: Callable[[], Any]) -> None:
         raise UsageError(f"the module of {name} must return its loss, a tensor of one element.")
 
 
-def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool) -> list[dict[str, Any]]:
+def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, within: int | None) -> list[dict[str, Any]]:
     """Rank 0's result under each stage; `same`: on all ranks."""
     import torch
 
@@ -110,7 +115,8 @@ def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool) -> li
         torch.manual_seed(0)
         _, batch = factory()
         workload = Workload(lambda: factory()[0], batch, steps=steps)  # type: ignore[no-any-return]
-        runs = [train(rank, workload, Policy.stage(stage), precision=precision) for stage in STAGES]
+        policies = [Policy.stage(stage, within=within) for stage in STAGES]
+        runs = [train(rank, workload, policy, precision=precision) for policy in policies]
         results = []
         for run in runs:
             result = run.as_dict()
@@ -140,12 +146,14 @@ def _print_comparison(console: Console, results: list[dict[str, Any]], ranks: in
         table.add_row(kind, *cells)
     table.add_row("communication buffers", *[f"{result['memory']['buffers'] / MIB:.1f}" for result in results])
     table.add_row("sent per step", *[f"{_sent(result, steps):.1f}" for result in results])
+    if any(kind.endswith("across") for result in results for kind in result["sent"]):
+        table.add_row("of that, across hosts", *[f"{_sent(result, steps, 'across'):.1f}" for result in results])
     table.add_row("step time, ms", *[f"{_milliseconds(result):.0f}" for result in results])
     console.print(table)
 
 
-def _sent(result: dict[str, Any], steps: int) -> float:
-    return float(sum(result["sent"].values())) / steps / MIB
+def _sent(result: dict[str, Any], steps: int, where: str = "") -> float:
+    return float(sum(nbytes for kind, nbytes in result["sent"].items() if kind.endswith(where))) / steps / MIB
 
 
 def _milliseconds(result: dict[str, Any]) -> float:

@@ -57,6 +57,8 @@ def run(context: typer.Context) -> None:
     os.environ[PYTHONPATH] = python_path(os.environ)
     if int(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which says so in five lines
+    if options.max_restarts:
+        _let_ranks_start_anew(options)
     beside = real_deepspeed()
     if beside is not None:
         _say(f"DeepSpeed is installed ({beside}); this run imports zeroshard in its place.")
@@ -165,6 +167,13 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 # ---------------------------------------------------------------------- the ranks
+
+
+def _let_ranks_start_anew(options: argparse.Namespace) -> None:
+    """Not in the store of those that are gone: see `launch.trap_of_restarts`."""
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if options.nnodes == "1" and options.rdzv_backend == "static":
+        options.standalone = True
 
 
 def _launch(options: argparse.Namespace) -> None:

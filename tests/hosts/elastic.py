@@ -1,0 +1,58 @@
+"""The example on a small model, writing down which samples it takes: elastic.py FOLDER ARGUMENTS... for test_elastic.py.
+
+At the steps of HOLDS a rank waits to be killed, the first time that it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import train_gpt
+
+from zeroshard import Engine
+from zeroshard.testing.gpt import GPTConfig
+
+HOLDS = [(2, 1, 10), (1, 0, 20)]
+"""(ranks, this rank, step)."""
+FOLDER = Path(sys.argv.pop(1))
+
+
+def held_at(step: int) -> Path:
+    """What is there when a rank has held at this step."""
+    return FOLDER / f"held.{step}"
+
+
+class Written(train_gpt.Windows):
+    """Says what is taken."""
+
+    def batch(self, first: int, engine: Engine) -> tuple[Tensor, Tensor]:
+        ranks, step = dist.get_world_size(), engine.global_steps
+        if engine.training:
+            if (ranks, dist.get_rank(), step) in HOLDS and not held_at(step).exists():
+                held_at(step).touch()
+                time.sleep(3600)
+            taken = {
+                "life": f"{ranks} ranks at {os.environ['MASTER_PORT']}", "ranks": ranks, "step": step,
+                "samples": list(range(first, first + engine.train_micro_batch_size_per_gpu())),
+            }  # fmt: skip
+            with (FOLDER / f"taken.{socket.gethostname()}.{os.getpid()}").open("a") as file:
+                file.write(json.dumps(taken) + "\n")
+        return super().batch(first, engine)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    setattr(train_gpt, "Windows", Written)  # noqa: B010
+    setattr(train_gpt, "GPTConfig", lambda: GPTConfig(layers=2, width=64, heads=2))  # noqa: B010
+    train_gpt.main()

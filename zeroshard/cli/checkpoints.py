@@ -95,7 +95,10 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
         numel = torch.Size(record.shape).numel()
         for name, state in record.states.items():
             states[name] = states.get(name, 0) + numel * dtype_of(state.dtype).itemsize
-    engine = manifest.values.get("shared", {}).get("engine", {})
+    shared = manifest.values.get("shared", {})
+    step = shared.get("engine", {}).get(
+        "global_steps", shared.get("step")
+    )  # an engine's, or by the name that loops give it
     return {
         "path": str(reader.folder),
         "tag": manifest.tag,
@@ -104,11 +107,11 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "policy": manifest.policy,
         "optimizer": manifest.optimizer,
-        "global_steps": engine.get("global_steps"),
+        "global_steps": step if isinstance(step, int) else None,
         "numel": sum(torch.Size(record.shape).numel() for record in manifest.parameters.values()),
         "state_nbytes": states,
         "excluded": manifest.excluded,
-        "values": sorted(manifest.values.get("shared", {})),
+        "values": sorted(shared),
         "files": [{"name": one.name, "nbytes": one.nbytes} for one in manifest.files],
         "parameters": {
             name: {
@@ -149,10 +152,12 @@ def _print(told: dict[str, Any]) -> None:
         "s" if told["policy"][state]["sharded"] else "-" for state in (PARAMETERS, "gradients", "optimizer")
     )
     sizes = ", ".join(f"{name} {nbytes / MIB:.1f} MiB" for name, nbytes in told["state_nbytes"].items())
+    step = "" if told["global_steps"] is None else f"step {told['global_steps']}, "
+    ranks = f"{told['world_size']} rank{'s' * (told['world_size'] != 1)}"
     console.print(f"[bold]{told['path']}[/bold]", highlight=False)
     console.print(
         f"{told['numel']:,} elements in {len(told['parameters'])} parameters; {sizes}\n"
-        f"step {told['global_steps']}, {told['world_size']} ranks, sharded (parameters, gradients, optimizer): {stage}, "
+        f"{step}{ranks}, sharded (parameters, gradients, optimizer): {stage}, "
         f"{told['optimizer']}, zeroshard {told['written_by']['zeroshard']}, torch {told['written_by']['torch']}",
         highlight=False,
     )

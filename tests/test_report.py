@@ -80,9 +80,11 @@ def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_back_to_a_checkpoint(tmp_path: Path) -> None:
-    folder = write(tmp_path, [step(1), step(2), step(3), step(2, loss=9.0)])
-    loss = read_run(folder).series["loss"]
-    assert (loss.at, loss.values) == ([1, 2], [5.0, 9.0])
+    folder = write(tmp_path, [step(1), step(2), step(3, sent={"broadcast": 5}), step(2, loss=9.0)])
+    run = read_run(folder)
+    assert (run.series["loss"].at, run.series["loss"].values) == ([1, 2], [5.0, 9.0])
+    assert "broadcast" not in run.group("sent")
+    assert "9" in page(run)
 
 
 def test_bytes_of_a_step_where_not_every_step_says_them(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class TrainingProgress:
         self._row = TrainingRow(self._sharded, sizes, begin, self._samples, self._display)
         self._readings: Readings[_Step] = Readings()
         self._monitor: JsonLinesMonitor | None = None
-        self._sent = Sent()
+        self._sent = Sent(self._sharded.comm_report(clear=False))
         self._exits = ExitStack()
         self._is_heard = False
 

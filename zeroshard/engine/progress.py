@@ -68,7 +68,7 @@ class Progress:
         if config.schema.wall_clock_breakdown:
             sharded.measure_waits(self._timers.measure)
         self._losses: list[Tensor] = []
-        self._sent = Sent()
+        self._sent = Sent(sharded.comm_report(clear=False))  # what was sent before is no step's
         self.watcher: Watcher | None = None
         self.tokens: int | None = None
         self.start_at(0)

@@ -72,10 +72,14 @@ def _finite(number: float) -> float | None:
 
 
 class Sent:
-    """Bytes sent since the last look, out of counters that others look at and clear as well."""
+    """Bytes sent since the last look, out of counters that others look at and clear as well.
 
-    def __init__(self) -> None:
-        self._before: Mapping[str, int] = {}
+    Args:
+        before: the counters at the beginning.
+    """
+
+    def __init__(self, before: Mapping[str, int]) -> None:
+        self._before = dict(before)
 
     def take(self, now: Mapping[str, int]) -> dict[str, int]:
         """What came since, by collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from html import escape
@@ -24,7 +24,10 @@ MAX_POINTS = 1500
 _MANY = 200
 """Steps from which a loss is smoothed as well."""
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac", "#e45756")
+_COLOUR_OF = {"parameters": "#4c78a8", "gradients": "#f58518", "optimizer": "#54a24b", "buffers": "#bab0ac"}
 _SKIPPED = "#e45756"
+_FAR = 4
+"""A peak that is so many times as high as what is stacked would leave nothing of it to see."""
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
@@ -73,7 +76,7 @@ def _subtitle(about: dict[str, Any]) -> str:
     policy = about.get("policy", {})
     sharded = [state for state, one in policy.items() if one.get("sharded")]
     parts = [
-        f"{about['parameters'] / 1e6:,.1f} M parameters" if "parameters" in about else "",
+        f"{_count(about['parameters'])} parameters" if "parameters" in about else "",
         f"{about['world_size']} ranks" if "world_size" in about else "",
         f"sharded: {', '.join(sharded) or 'nothing'}" if policy else "",
         str(about.get("dtype", "")),
@@ -81,6 +84,10 @@ def _subtitle(about: dict[str, Any]) -> str:
         f"torch {about['torch']}" if "torch" in about else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
 
 
 # ---------------------------------------------------------------------- numbers
@@ -131,14 +138,16 @@ def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def smoothed(series: Series, share: float = 0.02) -> Series:
-    """An exponential mean over about that share of the steps."""
-    found, weight, mean = Series(), 1 / max(1.0, share * len(series.at)), math.nan
-    for at, value in zip(series.at, series.values, strict=True):
-        if math.isfinite(value):
-            mean = value if math.isnan(mean) else mean + weight * (value - mean)
-            found.at.append(at)
-            found.values.append(mean)
-    return found
+    """The mean over the steps around each, about that share of all; what is not finite counts in none."""
+    import numpy as np
+
+    at, values = np.asarray(series.at), np.asarray(series.values)
+    at, values = at[np.isfinite(values)], values[np.isfinite(values)]
+    half = max(1, round(share * len(values) / 2))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return Series(at.tolist(), ((sums[high] - sums[low]) / (high - low)).tolist())
 
 
 # ---------------------------------------------------------------------- pictures
@@ -160,7 +169,7 @@ def _all(run: RunLog) -> Iterator[Picture | None]:
     yield _stacked(run, "sent", "sent by rank 0 in a step by collective, MiB", MIB, "")
 
 
-_PEAK = "The dashed line is the most that the accelerator's allocator, or the process on a CPU, had at once."
+_PEAK = "The dashed line, where it is near, is the most that the accelerator's allocator, or the process on a CPU, had at once."
 
 
 def _axes(run: RunLog) -> tuple[Figure, Axes]:
@@ -192,16 +201,21 @@ def _draw(axes: Axes, series: Series, **options: Any) -> None:
     axes.plot(thin.at, thin.values, marker="." if len(_finite(thin)) < 3 else "", **options)
 
 
+def _draw_noisy(axes: Axes, series: Series, colour: str) -> None:
+    """As it is; and where there are many steps, smoothed before that."""
+    many = len(series.at) > _MANY
+    _draw(axes, series, color=colour, linewidth=1, alpha=0.3 if many else 1.0)
+    if many:
+        _draw(axes, smoothed(series), color=colour, linewidth=1.8, label="smoothed")
+        axes.legend(frameon=False, fontsize=9)
+
+
 def _loss(run: RunLog) -> Picture | None:
     series = run.series.get("loss")
     if not _finite(series) or series is None:
         return None
     figure, axes = _axes(run)
-    many = len(series.at) > _MANY
-    _draw(axes, series, color=COLOURS[0], linewidth=1, alpha=0.35 if many else 1.0)
-    if many:
-        _draw(axes, smoothed(series), color=COLOURS[0], linewidth=1.8, label="smoothed")
-        axes.legend(frameon=False, fontsize=9)
+    _draw_noisy(axes, series, COLOURS[0])
     return Picture("loss", figure)
 
 
@@ -246,7 +260,7 @@ def _speed(run: RunLog) -> Picture | None:
         series = run.series.get(name)
         if series is not None and any(_finite(series)):
             figure, axes = _axes(run)
-            _draw(axes, series, color=COLOURS[5], linewidth=1)
+            _draw_noisy(axes, series, COLOURS[5])
             axes.set_ylim(bottom=0)
             return Picture(title, figure, "Of all ranks.")
     return None
@@ -257,15 +271,14 @@ def _parts_of_time(run: RunLog) -> Picture | None:
     if not parts:
         return None
     figure, axes = _axes(run)
-    for (name, series), colour in zip(_largest_first(parts), _cycle(len(parts)), strict=True):
-        _draw(
-            axes, Series(series.at, [1e3 * value for value in series.values]), color=colour, linewidth=1.3, label=name
-        )
+    for (name, series), colour in zip(_largest_first(parts), _colours(parts), strict=True):
+        shown = smoothed(series) if len(series.at) > _MANY else series
+        _draw(axes, Series(shown.at, [1e3 * value for value in shown.values]), color=colour, linewidth=1.3, label=name)
     axes.set_ylim(bottom=0)
     _legend(axes, len(parts))
     return Picture(
         "time of a step by part, ms", figure,
-        "Of rank 0. Forward, backward and step follow one another; the others are waits for other ranks, inside of these.",
+        "Of rank 0. Forward, backward and step follow one another; the others are waits for other ranks inside of these.",
     )  # fmt: skip
 
 
@@ -274,39 +287,37 @@ def _stacked(run: RunLog, group: str, title: str, unit: float, note: str) -> Pic
     if not parts:
         return None
     figure, axes = _axes(run)
-    names = [name for name, _ in _largest_first(parts)]
+    names = [name for name in _COLOUR_OF if name in parts] + [
+        name for name, _ in _largest_first(parts) if name not in _COLOUR_OF
+    ]
     at = sorted({at for one in parts.values() for at in one.at})
     at = at[:: -(-len(at) // MAX_POINTS)]
-    rows = [_held(parts[name], at, unit) for name in names]
+    rows = [_values_at(parts[name], at, unit) for name in names]
     if len(at) == 1:
         at, rows = [at[0] - 0.5, at[0] + 0.5], [row * 2 for row in rows]
-    axes.stackplot(at, rows, labels=names, colors=_cycle(len(names)), linewidth=0)
-    peak = run.series.get("peak")
-    if group == "memory" and any(_finite(peak)) and peak is not None:
-        axes.plot(at, _held(peak, at, unit), color="black", linestyle="--", linewidth=1, label="peak")
+    axes.stackplot(at, rows, labels=names, colors=_colours(names), linewidth=0)
+    peaks = _finite(run.series.get("peak")) if group == "memory" else []
+    if peaks and max(peaks) / unit < _FAR * max(map(sum, zip(*rows, strict=True))):
+        axes.axhline(max(peaks) / unit, color="black", linestyle="--", linewidth=1, label="peak")
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     _legend(axes, len(names) + 1)
     return Picture(title, figure, note)
 
 
-def _held(series: Series, at: Sequence[float], unit: float) -> list[float]:
-    """The last value before or at each point; before the first there is none, and 0 is drawn."""
-    found, i, value = [], 0, 0.0
-    for moment in at:
-        while i < len(series.at) and series.at[i] <= moment:
-            value = series.values[i] if math.isfinite(series.values[i]) else value
-            i += 1
-        found.append(value / unit)
-    return found
+def _values_at(series: Series, at: Sequence[float], unit: float) -> list[float]:
+    """What a log does not say of a part of a group is 0."""
+    known = dict(zip(series.at, series.values, strict=True))
+    return [value / unit if math.isfinite(value := known.get(moment, 0.0)) else 0.0 for moment in at]
 
 
 def _largest_first(parts: dict[str, Series]) -> list[tuple[str, Series]]:
     return sorted(parts.items(), key=lambda item: -statistics.fmean(_finite(item[1])))
 
 
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]
+def _colours(names: Iterable[str]) -> list[str]:
+    """The same for one kind of memory in every picture; others in turn."""
+    return [_COLOUR_OF.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)]
 
 
 def _legend(axes: Axes, count: int) -> None:

@@ -33,11 +33,15 @@ class Series:
 
     def add(self, at: float, value: float) -> None:
         """One more; what is at `at` or after is of a run that was gone back on."""
+        self.go_back(at)
+        self.at.append(at)
+        self.values.append(value)
+
+    def go_back(self, at: float) -> None:
+        """Forget what is at `at` or after."""
         while self.at and self.at[-1] >= at:
             self.at.pop()
             self.values.pop()
-        self.at.append(at)
-        self.values.append(value)
 
 
 @dataclass
@@ -135,6 +139,10 @@ def _object(line: str) -> dict[str, Any] | None:
 
 def _add_step(run: RunLog, told: Mapping[str, Any], at: float, steps: float) -> None:
     """`steps`: in which what it says to be sent was sent."""
+    if run.applied.at and run.applied.at[-1] >= at:  # also those go back of which this step does not tell
+        for series in run.series.values():
+            series.go_back(at)
+        run.series = {name: series for name, series in run.series.items() if series.at}
     numbers = {name: told[name] for name in _PLAIN if name in told}
     for group in _GROUPS:
         parts = told.get(group)

@@ -183,9 +183,9 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
     """Bars of measured bytes, communication buffers included, with the formulas as marks; bytes sent and step time beside them."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
     memory, sent, times = figure.subplots(1, 3, width_ratios=[2, 1, 1])
-    labels = [f"ZeRO-{stage}" for stage in STAGES]
+    labels = [str(stage) for stage in STAGES]
     bottom = [0.0] * len(STAGES)
     for kind, colour in _KINDS:
         heights = [result["memory"][kind] / MIB for result in results]
@@ -198,12 +198,13 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
     memory.legend(frameon=False, fontsize=8, markerscale=0.4, loc="center left", bbox_to_anchor=(1, 0.5))
     steps = len(results[0]["times"])
     sent.bar(labels, [_sent(result, steps) for result in results], color="#9d755d", width=0.6)
-    sent.set_title("sent per rank and step, MiB")
+    sent.set_title("sent per step, MiB")
     times.bar(labels, [_milliseconds(result) for result in results], color="#b279a2", width=0.6)
     times.set_title("step time, ms")
     for axes in (memory, sent, times):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="x", labelsize=8)
+        axes.set_xlabel("ZeRO stage")
+        axes.title.set_fontsize(11)
     same = all(result["same"] for result in results)
     figure.suptitle(
         "losses and parameters bit-equal under all stages" if same else "losses or parameters DIFFER", fontsize=11

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from models import Stack, tokens
 from simgpu import budgets, server
 from simgpu.build import why_not
+from typer.testing import CliRunner
 
 import zeroshard
 from zeroshard import Policy, UsageError
+from zeroshard.cli.main import app
 from zeroshard.observe import display as display_module
 from zeroshard.observe.display import Display, Row, clock
 from zeroshard.observe.figures import Sent
 from zeroshard.plan.machine import machines, peak_flops_of
 from zeroshard.testing import run_ranks
+from zeroshard.testing.gpt import GPT, GPTConfig
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
@@ -148,6 +153,48 @@ def test_printed_lines_stand_above(terminal: Terminal, capsys: pytest.CaptureFix
             "drawn again"
         )
     assert capsys.readouterr().out == "said\n"
+
+
+class Noted(Display):
+    """Remembers its rows, whether anybody would see them or not."""
+
+    rows: ClassVar[list[Row]] = []
+
+    @contextmanager
+    def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
+        with super().task(what, total, in_bytes=in_bytes) as row:
+            self.rows.append(row)
+            yield row
+
+
+def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of saves, loads, exports and commands add up to what was announced."""
+    Noted.rows.clear()
+    for module in ("shard", "formats.pretrained", "formats.hugging_face", "observe.display"):
+        monkeypatch.setattr(importlib.import_module(f"zeroshard.{module}"), "Display", Noted)
+    config = GPTConfig(layers=2, width=64, heads=2, context=16)
+    engine, *_ = zeroshard.initialize(model=GPT(config), config={**CONFIG, "gradient_accumulation_steps": 1})
+    engine.backward(engine(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long)))
+    engine.step()
+    engine.save_checkpoint(tmp_path / "checkpoints", "a")
+    engine.load_checkpoint(tmp_path / "checkpoints")
+    engine.export(tmp_path / "exported")
+    engine.destroy()
+    zeroshard.load_pretrained(GPT(config), tmp_path / "exported")
+    for command in (["inspect", "checkpoints"], ["consolidate", "checkpoints", "consolidated"]):
+        done = CliRunner().invoke(app, [command[0], *[str(tmp_path / folder) for folder in command[1:]]])
+        assert done.exit_code == 0, done.output
+    names = [
+        'saving "a"',
+        'loading "a"',
+        f'exporting to "{tmp_path}/exported"',
+        f'loading "{tmp_path}/exported"',
+        "verifying",
+    ]
+    assert [row.what for row in Noted.rows] == [*names, f'writing "{tmp_path}/consolidated"']
+    for row in Noted.rows:
+        # The headers of files are in one of the two.
+        assert row.total and row.done == pytest.approx(row.total, rel=0.05), (row.what, row.done, row.total)
 
 
 def test_durations() -> None:

@@ -163,7 +163,7 @@ def read_tasks(
     """Read elements of one file and verify every chunk that they lie in. Returns the bytes that were read.
 
     Args:
-        advance: hears of bytes as they are read.
+        advance: hears of the bytes of tasks that are carried out.
 
     Raises:
         CheckpointError: the file is missing, of another size, unreadable, or altered; names it and where.
@@ -194,8 +194,7 @@ def read_tasks(
                 )
             read += length
             for task in by_chunk[number]:
-                _scatter(task, buffer, start, length)
-            advance(length)
+                advance(_scatter(task, buffer, start, length))
     finally:
         os.close(descriptor)
     return read
@@ -213,9 +212,10 @@ def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) ->
         done += count
 
 
-def _scatter(task: Task, buffer: Tensor, start: int, length: int) -> None:
-    """Copy a task's part of one chunk."""
+def _scatter(task: Task, buffer: Tensor, start: int, length: int) -> int:
+    """Copy a task's part of one chunk; returns its bytes in the file."""
     low, high = max(task.offset, start), min(task.stop, start + length)
     size = task.dtype.itemsize
     values = buffer[low - start : high - start].view(task.dtype)
     task.out[(low - task.offset) // size : (high - task.offset) // size].copy_(values)
+    return high - low

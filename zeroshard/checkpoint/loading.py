@@ -39,7 +39,7 @@ class Located:
 
 
 class Reader:
-    """Reads from one checkpoint. `nbytes` counts what was read, and `advance` hears of it."""
+    """Reads from one checkpoint. `nbytes` counts what was read, whole chunks; `advance` hears of what was wanted of them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest, self.nbytes = folder, manifest, 0
@@ -154,7 +154,7 @@ class Loader:
 
     @property
     def nbytes(self) -> int:
-        """What `read` will read, more or less: whole chunks are."""
+        """Bytes of the model states that `read` brings."""
         here = sum(one.task.stop - one.task.offset for one in self._tasks)
         return here + sum(
             held.numel * dtype_of(saved.dtype).itemsize

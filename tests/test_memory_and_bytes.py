@@ -174,12 +174,14 @@ def test_removing_gives_plain_parameters_back() -> None:
     run_ranks(body, 2)
 
 
-def test_the_layout_pads_less_than_a_line_per_shard() -> None:
+def test_the_layout_pads_less_than_a_line_per_shard_and_parameter() -> None:
     from zeroshard.layout.layout import lay_out
 
     for ranks in (1, 2, 3, 4):
         layout = lay_out([5, 0, 1, 1000, 64 * ranks * ALIGNMENT], ranks, 300, solo_numel=512)
-        assert layout.numel - sum(layout.numels) < len(layout.buckets) * ranks * ALIGNMENT
+        lines = len(layout.buckets) * ranks + len(layout.numels)
+        assert layout.numel - sum(layout.numels) < lines * ALIGNMENT
+        assert all(start % ALIGNMENT == 0 for start in layout.starts)
         for index, numel in enumerate(layout.numels):
             covered = sorted(
                 (piece.parameter_start, piece.numel)

@@ -152,8 +152,10 @@ def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) ->
         "ddp",
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
-    world, kind, of_ddp, _ = told(tmp_path / "ddp")[0]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    plain = told(tmp_path / "ddp")  # not its exit status: plain gloo now and then aborts at exit, after all is written
+    assert len(plain) == 2, done.stderr
+    world, kind, of_ddp, _ = plain[0]
     assert (world, kind) == (2, "MULTI_CPU")
     assert of_ddp == pytest.approx(losses, abs=1e-6)
 

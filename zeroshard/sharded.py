@@ -149,9 +149,9 @@ class Sharded:
         """
         storages = self._context.storages
         here = storages.accelerator
-        kept = self.optimizer.kept_in(here)
         parked = here.parked_nbytes + self._context.collectives.buffers_nbytes
-        report = memory_report(self._schedule.units, kept, self._context.pool, parked, storages.emptied)
+        units, kept, pool = self._schedule.units, self.optimizer.kept_in(here), self._context.pool
+        report = memory_report(units, kept, pool, parked, storages.emptied)
         away = storages.nbytes()
         away["cpu"] += self.optimizer.frames_nbytes
         if storages.host is not storages.accelerator:
@@ -159,10 +159,7 @@ class Sharded:
         return report | away if any(away.values()) else report
 
     def offload_states(
-        self,
-        states: Iterable[str] = STATES,
-        place: Place = Place.CPU,
-        offload: Offload | None = None,
+        self, states: Iterable[str] = STATES, place: Place = Place.CPU, offload: Offload | None = None
     ) -> int:
         """Park model states off the accelerator, between steps, so that something else may use its memory. Every rank may call it.
 
@@ -306,6 +303,7 @@ class Sharded:
     def save(
         self, folder: str | os.PathLike[str], tag: str, values: Mapping[str, Any] | None = None, *, save_latest: bool = True,
         exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None, within_step: bool = False,
+        node_local: bool = False,
     ) -> None:  # fmt: skip
         """Save a checkpoint: model states, buffers, every rank's random state, `values`. Every rank must call it, after a step.
 
@@ -321,19 +319,21 @@ class Sharded:
                 wait for it, and raise what went wrong.
             keep_last: remove all but so many of the newest.
             within_step: also between a backward and its step: the gradients are not saved, and a load begins the step anew.
+            node_local: the folder is each host's own (a local disk; memory, /dev/shm). Each rank's file is copied to the next
+                host, so that the loss of one host loses nothing.
 
         Raises:
             CheckpointError: on every rank, where any could not write; names the file and the cause.
         """
         if self._schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
-        where = Where(Path(folder), tag, save_latest, keep_last)
         with self._context.collectives.operation(f'save "{tag}"'):
+            where = Where(Path(folder), tag, save_latest, keep_last, self.checkpoints.hosts if node_local else None)
             self.checkpoints.save(where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous)
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
-        random: bool = True, fall_back: bool = False,
+        random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
         """Load a checkpoint, saved at whatever world size and policy; each rank reads what it needs. Every rank must call it.
 
@@ -344,6 +344,7 @@ class Sharded:
             optimizer_states: load the optimizer's states and hyperparameters too.
             random: restore every rank's random state, where the world size is the same.
             fall_back: where a checkpoint is damaged, load the newest whole one in its place.
+            node_local: the folder is each host's own, see `save`; what a host lacks, or lost, comes from the others first.
 
         Returns:
             Its path, tag, world size, and `values`.
@@ -353,8 +354,9 @@ class Sharded:
         """
         with self._context.collectives.operation(f'load "{tag}"' if tag is not None else f'load of "{folder}"'):
             return self.checkpoints.load(
-                folder, tag, strict=strict, optimizer_states=optimizer_states, random=random, fall_back=fall_back
-            )
+                folder, tag, strict=strict, optimizer_states=optimizer_states, random=random, fall_back=fall_back,
+                node_local=node_local,
+            )  # fmt: skip
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model for `from_pretrained`, each rank its own part, see `Engine.export`. Every rank must call it."""

@@ -333,6 +333,29 @@ def freezing(rank: int) -> None:
     on_both(Policy.stage(3), make=Frozen)
 
 
+def side_stream(rank: int) -> None:
+    """The user runs forward and backward on a stream of their own, and waits for it where torch asks them to."""
+
+    def run(training: Training) -> None:
+        side = None if training.device == CPU else torch.Stream(training.device)
+        for _ in range(3):
+            if side is None:
+                training.backward()
+            else:
+                side.wait_stream(torch.accelerator.current_stream())
+                with side:
+                    training.backward()
+                torch.accelerator.current_stream().wait_stream(side)
+            training.sharded.clip_grad_norm_(0.5)
+            training.sharded.optimizer.step()
+            training.sharded.optimizer.zero_grad()
+            training.step_number += 1
+
+    for stage in range(4):
+        on_both(Policy.stage(stage), run, make=Untied)
+    on_both(Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU), run)
+
+
 class Boom(Exception):
     pass
 
@@ -499,6 +522,6 @@ BODIES: dict[str, Callable[..., None]] = {
     for body in (
         stages, stages_in_16_bits, without_overlap, cpu_memory, cpu_memory_in_16_bits, disk, sub_groups, parking, sharded_init,
         checkpoints, asynchronous_checkpoints, activation_checkpointing, overflow, whole_parameters, freezing, error_roads,
-        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots,
+        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream,
     )
 }  # fmt: skip

@@ -16,6 +16,7 @@ from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.loading import Loader, Reader
 from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.node_local import Holdings, Hosts
 from zeroshard.checkpoint.random_state import random_state, set_random_state
 from zeroshard.checkpoint.saving import PendingSave, Where, write_checkpoint
 from zeroshard.checkpoint.snapshot import Snapshot, take_snapshot
@@ -66,8 +67,16 @@ class Checkpoints:
     def __init__(self, live: LiveModel, display: Display) -> None:
         self.live, self.display = live, display
         self._control: Collectives | None = None
+        self._hosts: Hosts | None = None
         self._pending: PendingSave | None = None
         self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which ranks share a folder that is a host's own. The first look is every rank's."""
+        if self._hosts is None:
+            self._hosts = Hosts.of(self.control)
+        return self._hosts
 
     @property
     def control(self) -> Collectives:
@@ -168,7 +177,7 @@ class Checkpoints:
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
-        random: bool = True, fall_back: bool = False,
+        random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
         """Load a checkpoint, saved at whatever world size and policy. Every rank must call it.
 
@@ -179,6 +188,7 @@ class Checkpoints:
             optimizer_states: load the optimizer's states and hyperparameters.
             random: restore random state, where the world size is the same.
             fall_back: where a checkpoint is damaged, go on with the newest whole one.
+            node_local: the folder is each host's own; what a host lacks comes from the others first.
 
         Raises:
             CheckpointError: on every rank. Parameters may have been overwritten in part: load another, or start anew.
@@ -190,7 +200,15 @@ class Checkpoints:
         self.live.optimizer.abandon()
         wanted = Wanted(strict, optimizer_states, random)
         problems: list[str] = []
-        for candidate in self._candidates(Path(folder), tag, fall_back):
+        holdings = Holdings(self.control, self.hosts, Path(folder)) if node_local else None
+        candidates = (
+            self._candidates(Path(folder), tag, fall_back)
+            if holdings is None
+            else holdings.tags(tag, fall_back=fall_back)
+        )
+        for candidate in candidates:
+            if holdings is not None:
+                self.together(partial(holdings.bring, candidate))
             found = self._try(Path(folder) / candidate, candidate, wanted)
             if isinstance(found, Loaded):
                 return found

@@ -163,15 +163,15 @@ def latest_tag(folder: Path) -> str:
         raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.") from error
 
 
-def tags(folder: Path) -> list[str]:
-    """The tags whose checkpoints are whole, the newest first."""
+def tags(folder: Path, *, whole: bool = True) -> list[str]:
+    """The tags whose checkpoints are whole, the newest first; or all, of which other hosts may have other files."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         try:
             manifest = read_manifest(path) if path.is_dir() else None
         except CheckpointError:
             continue
-        if manifest is not None and is_whole(path, manifest):
+        if manifest is not None and (not whole or is_whole(path, manifest)):
             found.append((manifest.created, path.name))
     return [name for _, name in sorted(found, reverse=True)]
 
@@ -240,10 +240,10 @@ def remove(folder: Path) -> None:
     remove_if_empty(folder)
 
 
-def keep_newest(folder: Path, count: int, kept: str) -> None:
-    """Remove whole checkpoints but the newest `count`, that called `kept`, and that which `latest` names."""
+def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> None:
+    """Remove whole checkpoints (or all) but the newest `count`, that called `kept`, and that which `latest` names."""
     named = latest_tag(folder) if (folder / LATEST).is_file() else kept
-    for tag in tags(folder)[max(count, 1) :]:
+    for tag in tags(folder, whole=whole)[max(count, 1) :]:
         if tag not in (kept, named):
             remove(folder / tag)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import CHUNK_NBYTES, Lying, write_file
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, RangeRecord, StateRecord, TensorRecord
+from zeroshard.checkpoint.node_local import Hosts, Move, broadcast, carry, copies, refuse_shared
 from zeroshard.checkpoint.snapshot import Outline, Part, Snapshot
 from zeroshard.checkpoint.values import Packer
 from zeroshard.collectives.base import Collectives
@@ -33,12 +34,21 @@ from zeroshard.version import __version__
 
 @dataclass(frozen=True)
 class Where:
-    """The folder of all checkpoints, the tag of this one, and what is done when it is whole."""
+    """The folder of all checkpoints, the tag of this one, and what is done when it is whole.
+
+    Attributes:
+        hosts: each has the folder for itself; None: all ranks see one folder.
+    """
 
     folder: Path
     tag: str
     save_latest: bool = True
     keep_last: int | None = None
+    hosts: Hosts | None = None
+
+    def leads(self, rank: int) -> bool:
+        """Whether this rank does what is done once for a folder."""
+        return rank == 0 if self.hosts is None else self.hosts.leads(rank)
 
 
 def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives, advance: Advance = ignore) -> None:
@@ -54,11 +64,9 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives, adv
     own_crcs = {name: zlib.crc32(memory_of(_cpu(buffer))) for name, buffer in snapshot.part.buffers.items()}
     hello = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": own_crcs}, "the begin of a save")
     save = hello[0]["save"]
-    path = folder / f"rank_{control.rank:05d}.{save}.safetensors"
-    if control.rank == 0:
-        _prepare(where, folder, control)
-    else:
-        _raise_errors(control.exchange_json(None, "the folder of a checkpoint"))
+    path, leads = folder / _file_name(control.rank, save), where.leads(control.rank)
+    prepared = _attempt(lambda: _prepare(where, folder), control.rank) if leads else None
+    _raise_errors(control.exchange_json(prepared, "the folder of a checkpoint"))
     # Buffers are the same on all ranks but where each keeps statistics of its own.
     different = [name for name in own_crcs if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)]
     try:
@@ -66,19 +74,39 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives, adv
     except Exception as error:  # the others wait for this rank's word
         report = {"error": f"rank {control.rank}: {error}"}
     reports = control.exchange_json(report, "the end of a save")
-    if any("error" in one for one in reports):
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+    errors, written = _errors(reports), [path]
+    if where.hosts is not None and not errors:
+        moves = copies(
+            where.hosts, [_file_name(rank, save) for rank in range(len(reports))], [one["nbytes"] for one in reports]
+        )
+        written += [folder / move.name for move in moves if move.target == control.rank]
+        errors = _copy(control, folder, moves)
+    if errors:
+        for one in written:
+            with suppress(OSError):
+                one.unlink(missing_ok=True)
         control.exchange_json(None, "the end of a save that failed")
-        if control.rank == 0:
+        if leads:
             with suppress(OSError):
                 files.remove_if_empty(folder)
-        _raise_errors(reports)
-    if control.rank != 0:
-        _raise_errors(control.exchange_json(None, "the manifest of a checkpoint"))
-        return
-    problem = _attempt(lambda: finish_save(snapshot.outline, where, save, reports))
+        _raise(errors)
+    manifest = _merge(snapshot.outline, where.tag, save, reports) if control.rank == 0 else None
+    if where.hosts is not None:  # rank 0's values count, so its manifest does
+        text = broadcast(control, manifest.model_dump_json().encode() if manifest is not None else b"", 0)
+        manifest = Manifest.model_validate_json(text)
+    problem = _attempt(lambda: _finish(where, save, manifest), control.rank) if leads and manifest is not None else None
     _raise_errors(control.exchange_json(problem, "the manifest of a checkpoint"))
+
+
+def _copy(control: Collectives, folder: Path, moves: Sequence[Move]) -> list[str]:
+    """To the next host; what went wrong, on any rank."""
+    problem = _attempt(lambda: refuse_shared(control, folder, moves), control.rank)
+    errors = _errors(control.exchange_json(problem, "the folders of hosts"))
+    if errors:
+        return errors
+    broken = carry(control, folder, moves)
+    problem = None if broken is None else {"error": f"rank {control.rank}: {broken}"}
+    return _errors(control.exchange_json(problem, "copies on the next host"))
 
 
 def write_part(
@@ -103,37 +131,50 @@ def write_part(
     }
 
 
-def _prepare(where: Where, folder: Path, control: Collectives) -> None:
-    def prepare() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be made: {error.strerror}.") from error
-        files.clean(where.folder)
-        folder.mkdir(exist_ok=True)
-
-    _raise_errors(control.exchange_json(_attempt(prepare), "the folder of a checkpoint"))
+def _file_name(rank: int, save: str) -> str:
+    return f"rank_{rank:05d}.{save}.safetensors"
 
 
-def _attempt(work: Callable[[], None]) -> dict[str, str] | None:
+def _prepare(where: Where, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}.") from error
+    files.clean(where.folder)
+    folder.mkdir(exist_ok=True)
+
+
+def _attempt(work: Callable[[], None], rank: int) -> dict[str, str] | None:
     try:
         work()
-    except Exception as error:  # the others wait for rank 0's word
-        return {"error": f"rank 0: {error}"}
+    except Exception as error:  # the others wait for this rank's word
+        return {"error": f"rank {rank}: {error}"}
     return None
 
 
+def _errors(reports: Sequence[dict[str, Any] | None]) -> list[str]:
+    return [one["error"] for one in reports if one is not None and "error" in one]
+
+
 def _raise_errors(reports: Sequence[dict[str, Any] | None]) -> None:
-    errors = [one["error"] for one in reports if one is not None and "error" in one]
+    errors = _errors(reports)
     if errors:
-        raise CheckpointError(
-            "the save failed; the checkpoints that were there are as they were.\n  " + "\n  ".join(errors)
-        )
+        _raise(errors)
+
+
+def _raise(errors: Sequence[str]) -> NoReturn:
+    raise CheckpointError(
+        "the save failed; the checkpoints that were there are as they were.\n  " + "\n  ".join(errors)
+    )
 
 
 def finish_save(outline: Outline, where: Where, save: str, reports: list[dict[str, Any]]) -> None:
     """Every part is written: the manifest, `latest`, and what is not kept any longer."""
-    files.write_manifest(where.folder / where.tag, _merge(outline, where.tag, save, reports), save)
+    _finish(where, save, _merge(outline, where.tag, save, reports))
+
+
+def _finish(where: Where, save: str, manifest: Manifest) -> None:
+    files.write_manifest(where.folder / where.tag, manifest, save)
     if where.save_latest:
         try:
             files.replace_file(where.folder / files.LATEST, where.tag.encode(), save)
@@ -142,7 +183,7 @@ def finish_save(outline: Outline, where: Where, save: str, reports: list[dict[st
     try:
         files.clean(where.folder)
         if where.keep_last is not None:
-            files.keep_newest(where.folder, where.keep_last, where.tag)
+            files.keep_newest(where.folder, where.keep_last, where.tag, whole=where.hosts is None)
     except (OSError, CheckpointError) as error:
         warnings.warn(f"{where.tag} was saved, but what is old could not be removed: {error}", stacklevel=2)
 
@@ -180,7 +221,7 @@ def _merge(outline: Outline, tag: str, save: str, reports: list[dict[str, Any]])
         optimizer=outline.optimizer,
         chunk_nbytes=CHUNK_NBYTES,
         files=[
-            FileRecord(name=f"rank_{i:05d}.{save}.safetensors", nbytes=r["nbytes"], checksums=r["checksums"])
+            FileRecord(name=_file_name(i, save), nbytes=r["nbytes"], checksums=r["checksums"])
             for i, r in enumerate(reports)
         ],
         parameters=parameters,

@@ -213,7 +213,11 @@ class CheckpointBlock(Block):
     ] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[
-        bool, refused("rank 0 writes the manifest for all: the folder is one that all ranks see.")
+        bool,
+        works(
+            "the folder is each host's own: a local disk, or memory (/dev/shm). The next host keeps a copy, so that the loss of "
+            "one host loses nothing; at a load hosts give one another what they lack."
+        ),
     ] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
     checkpoint_serialization: Annotated[bool, no_meaning("safetensors; nothing is pickled.")] = True

@@ -74,6 +74,7 @@ class Saving:
             asynchronous=asynchronous,
             keep_last=keep_last,
             within_step=True,
+            node_local=self.resolved.schema.checkpoint.use_node_local_storage,
         )
         return True
 
@@ -127,6 +128,7 @@ class Saving:
             optimizer_states=states,
             random=not load_module_only,
             fall_back=fall_back,
+            node_local=self.resolved.schema.checkpoint.use_node_local_storage,
         )
         values = loaded.values
         self._microbatches.start_step()

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT = 16
-"""Elements to whose multiple every shard is padded: 64 bytes of fp32, a cache line and a vector register."""
+"""Elements to whose multiple every parameter's start and every shard is padded: 64 bytes of fp32, a cache line and a vector
+register; in 16 bits 32 bytes, of which an accelerator's matrix products ask for 16."""
 
 SOLO_NUMEL = 1 << 20
 """A parameter of at least this many elements, evenly divisible, has buckets of its own: its gradient is then sent
@@ -144,6 +145,7 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
 
     for order, index in enumerate(solo + shared):
         numel, done = numels[index], 0
+        fill = -(-fill // ALIGNMENT) * ALIGNMENT
         if (fill and (order < len(solo) or fill + numel > limit)) or order == len(solo):
             close()
         starts[index] = cursor + fill

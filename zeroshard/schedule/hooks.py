@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.parameters.shown import forget_grad, grad_of
 from zeroshard.schedule.compiled import begin_use, end_use, is_compiled
+from zeroshard.schedule.forward_stream import ForwardStream
 from zeroshard.schedule.module_hooks import (
     Call,
     Outermost,
@@ -84,6 +85,7 @@ class Hooks:
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self._handles: list[RemovableHandle] = []
+        self._stream = ForwardStream(schedule.device)
         self.attach()
 
     def attach(self) -> None:
@@ -163,6 +165,7 @@ class Hooks:
         if recompute:
             self._begin_backward()
         else:
+            self._stream.begin()
             self._forget_what_broke_off()
             if is_root:
                 self._schedule.begin_forward()
@@ -345,9 +348,10 @@ class Hooks:
         if gradient is None:  # frozen since the forward: autograd makes none, and calls this all the same
             return
         forget_grad(parameter)
-        self._schedule.add_gradient(unit, index, gradient.detach())
-        if unit.has_all_gradients:
-            self._give_back(unit.modules)
+        with self._stream.here():
+            self._schedule.add_gradient(unit, index, gradient.detach())
+            if unit.has_all_gradients:
+                self._give_back(unit.modules)
 
     def _input_gradient_known(self, module: nn.Module, gradient: Tensor) -> None:
         if self._is_removed:
@@ -365,7 +369,8 @@ class Hooks:
     def _end_backward(self) -> None:
         schedule, leaves_graph = self._schedule, self._leaves_graph
         self._end_phase()
-        schedule.end_backward(leaves_graph=leaves_graph)
+        with self._stream.here():
+            schedule.end_backward(leaves_graph=leaves_graph)
 
     def _end_phase(self) -> None:
         if self._aside is not None:

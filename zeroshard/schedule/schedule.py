@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
+import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
@@ -128,6 +129,11 @@ class Schedule:
         self._last, self._present = _Order(), _Order()
         self._park_what_was_live()
         self.reductions.set_units(self._gradient_buckets())
+
+    @property
+    def device(self) -> torch.device:
+        """What computes."""
+        return self._accelerator.device
 
     def _move(self, move: Move) -> None:
         self.state = after(self.state, move)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -83,10 +83,13 @@ class ResizedBuffer(FlatBuffer):
     def __init__(self, label: str, tensor: Tensor) -> None:
         super().__init__(label, tensor)
         self._nbytes, self._is_borrowed = tensor.untyped_storage().nbytes(), False
+        self._taken_on = self._stream
 
     def _give_back(self) -> None:
         storage = self.tensor.untyped_storage()
         if storage.resizable():
+            if (stream := self._stream) != self._taken_on:
+                self.tensor.record_stream(stream)  # which may read it still; the memory goes back to the other's pool
             storage.resize_(0)
         elif not self._is_borrowed:
             self._is_borrowed = True
@@ -98,6 +101,13 @@ class ResizedBuffer(FlatBuffer):
 
     def _take(self) -> None:
         self.tensor.untyped_storage().resize_(self._nbytes)
+        self._taken_on = self._stream
+
+    @property
+    def _stream(self) -> Any:
+        """The current one, where memory belongs to one."""
+        device = self.tensor.device
+        return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,204 @@
+"""Checkpoints in folders that each host has for itself: a host is lost, comes back empty, or was behind; nothing goes with it."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from torch import Tensor
+
+import zeroshard
+from zeroshard import CheckpointError, Policy
+from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint import saving
+from zeroshard.checkpoint.node_local import carry
+from zeroshard.collectives import meeting
+from zeroshard.testing import run_ranks
+
+RANKS_OF_A_HOST = 2
+
+
+class Run:
+    """A small model on ranks that take themselves for ranks of several hosts, each with a folder."""
+
+    def __init__(self, rank: int, root: Path, ranks_of_a_host: int = RANKS_OF_A_HOST, stage: int = 3) -> None:
+        host = rank // ranks_of_a_host
+        meeting.host_id = lambda: str(host)  # type: ignore[assignment]
+        self.rank, self.folder = rank, root / f"host{host}"
+        torch.manual_seed(0)
+        self.model = Stack()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.sharded = zeroshard.shard(self.model, optimizer, Policy.stage(stage), bucket_numel=256)
+
+    def train(self, step: int) -> None:
+        self.model(
+            *tokens(0, step)
+        ).backward()  # the same everywhere, so that the number of ranks makes no difference but a rounding
+        self.sharded.optimizer.step()
+        self.sharded.optimizer.zero_grad()
+
+    def save(self, tag: str, **how: Any) -> None:
+        self.sharded.save(self.folder, tag, {"tag": tag}, node_local=True, **how)
+
+    def load(self, tag: str | None = None, **how: Any) -> dict[str, Any]:
+        return self.sharded.load(self.folder, tag, node_local=True, **how).values
+
+    @property
+    def values(self) -> Tensor:
+        with zeroshard.unsharded(self.model):
+            return torch.cat([value.detach().reshape(-1).clone() for value in self.model.parameters()])
+
+
+def saved(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how: Any) -> Tensor:
+    """Two checkpoints, and the values of the second."""
+
+    def body(rank: int) -> Tensor:
+        run = Run(rank, root, ranks_of_a_host)
+        for step, tag in enumerate(("one", "two")):
+            run.train(step)
+            run.save(tag, **how)
+        run.sharded.checkpoints.wait()
+        return run.values
+
+    values: Tensor = run_ranks(body, ranks)[0]
+    return values
+
+
+def loaded(
+    root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, tag: str | None = None, **how: Any
+) -> tuple[Tensor, str]:
+    def body(rank: int) -> tuple[Tensor, str]:
+        run = Run(rank, root, ranks_of_a_host)
+        told = run.load(tag, **how)
+        return run.values, told["tag"]
+
+    everyone = run_ranks(body, ranks)
+    assert all(torch.equal(one[0], everyone[0][0]) for one in everyone)
+    found: tuple[Tensor, str] = everyone[0]
+    return found
+
+
+def names(root: Path, host: int, tag: str) -> set[str]:
+    return {path.name.partition(".")[0] for path in (root / f"host{host}" / tag).glob("rank_*")}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_loss_of_one_of_two_hosts(tmp_path: Path, asynchronous: bool) -> None:
+    """The other goes on alone; and when an empty one comes in its place, both do."""
+    values = saved(tmp_path, 4, asynchronous=asynchronous)
+    for host in (0, 1):
+        assert names(tmp_path, host, "two") == {f"rank_0000{rank}" for rank in range(4)}
+    shutil.rmtree(tmp_path / "host0")
+    shutil.copytree(tmp_path / "host1", tmp_path / "alone" / "host0")
+    assert torch.equal(loaded(tmp_path / "alone", 2)[0], values)
+    assert torch.equal(loaded(tmp_path, 4)[0], values)
+    assert names(tmp_path, 0, "two") == {f"rank_0000{rank}" for rank in range(4)}
+
+
+@pytest.mark.parametrize("ranks_of_a_host", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_three_hosts_keep_two_copies_of_each_part(tmp_path: Path, ranks_of_a_host: int) -> None:
+    ranks = 3 * ranks_of_a_host
+    values = saved(tmp_path, ranks, ranks_of_a_host)
+    assert all(len(names(tmp_path, host, "two")) == 2 * ranks_of_a_host for host in range(3))
+    shutil.rmtree(tmp_path / "host1")
+    found, tag = loaded(tmp_path, ranks, ranks_of_a_host)
+    assert torch.equal(found, values) and tag == "two"
+    assert all(len(names(tmp_path, host, "two")) == ranks for host in range(3))
+
+
+def test_what_is_lost_is_said(tmp_path: Path) -> None:
+    """Two neighbours went at once; then an older one that is whole is loaded, where that is wanted."""
+    saved(tmp_path, 3, 1)
+    for host in (1, 2):
+        shutil.rmtree(tmp_path / f"host{host}" / "two")
+
+    def body(rank: int) -> None:
+        run = Run(rank, tmp_path, 1)
+        for tag in ("two", None):
+            with pytest.raises(CheckpointError, match="checkpoint two is lost: none of 3 hosts has rank_00001"):
+                run.load(tag)
+        with pytest.raises(CheckpointError, match=r"no host's .*three is a checkpoint"):
+            run.load("three")
+        assert run.load(fall_back=True)["tag"] == "one"
+
+    run_ranks(body, 3)
+
+
+def test_a_host_that_is_behind_follows(tmp_path: Path) -> None:
+    """It had not come to write its manifest, or to call the newest the latest, when all were killed."""
+    values = saved(tmp_path, 2, 1)
+    (tmp_path / "host0" / "two" / files.MANIFEST).unlink()
+    (tmp_path / "host0" / files.LATEST).write_text("one")
+    found, tag = loaded(tmp_path, 2, 1)
+    assert torch.equal(found, values) and tag == "two"
+
+
+def test_old_ones_go_on_every_host(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 1, keep_last=1)
+    for host in range(3):
+        assert {path.name for path in (tmp_path / f"host{host}").iterdir()} == {"two", files.LATEST}
+
+
+def test_a_folder_that_hosts_share_is_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        run = Run(rank, tmp_path, 1)
+        run.folder = tmp_path / "shared"
+        with pytest.raises(CheckpointError, match="a folder that several hosts share: save without node_local"):
+            run.save("one")
+        assert not list((tmp_path / "shared").rglob("rank_*"))
+
+    run_ranks(body, 2)
+
+
+def test_a_disk_that_is_full_on_the_next_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has the checkpoint then, and everybody hears why; the one before is as it was."""
+    values = saved(tmp_path, 2, 1)
+
+    def body(rank: int) -> str:
+        run = Run(rank, tmp_path, 1)
+        run.load()
+        run.train(2)
+        if rank == 1:
+            monkeypatch.setattr(saving, "carry", _carry_where_files_stay_small)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*File too large") as told:
+            run.save("three")
+        return str(told.value)
+
+    assert len(set(run_ranks(body, 2))) == 1
+    assert torch.equal(loaded(tmp_path, 2, 1)[0], values)
+    assert not list(tmp_path.rglob("three/rank_*"))
+
+
+def _carry_where_files_stay_small(*arguments: Any) -> OSError | None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        return carry(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_engine_does_it_by_its_config(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        meeting.host_id = lambda: str(rank)  # type: ignore[assignment]
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2},
+            "checkpoint": {"use_node_local_storage": True},
+        }  # fmt: skip
+        folder = tmp_path / f"host{rank}"
+        torch.manual_seed(0)
+        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+        engine.backward(engine(*tokens(0, 0)))
+        engine.step()
+        engine.save_checkpoint(folder, client_state={"best": 1})
+        if rank == 0:
+            shutil.rmtree(folder)
+        path, state = engine.load_checkpoint(folder)
+        assert path == str(folder / "global_step1") and state == {"best": 1}
+
+    run_ranks(body, 2)

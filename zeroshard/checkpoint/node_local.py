@@ -1,0 +1,282 @@
+"""Owns checkpoints in folders that each host has for itself: copies on the next host, and what a host lacks before it loads.
+
+Called by saving and checkpoints. The folder is a local disk, or memory (/dev/shm). The file of each rank lies on its own host and
+on the one after it, the manifest on all: what one host held is not lost with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.chunks import CHUNK_NBYTES
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.meeting import hosts_of
+from zeroshard.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks share a host, and therefore a folder.
+
+    Attributes:
+        ranks: of each host.
+    """
+
+    ranks: list[list[int]]
+
+    @classmethod
+    def of(cls, control: Collectives) -> Hosts:
+        """Every rank must call it."""
+        return cls(hosts_of(control.members) if isinstance(control, Grouped) else [[0]])
+
+    def host(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def leads(self, rank: int) -> bool:
+        """Whether it does for its host what is done once."""
+        return self.ranks[self.host(rank)][0] == rank
+
+    def member(self, host: int, number: int) -> int:
+        """One of a host's ranks; their work is shared out by number."""
+        ranks = self.ranks[host % len(self.ranks)]
+        return ranks[number % len(ranks)]
+
+    def keeper(self, rank: int) -> int:
+        """The rank of the next host that keeps a copy of this rank's file."""
+        home = self.host(rank)
+        return self.member(home + 1, self.ranks[home].index(rank))
+
+
+class Move(NamedTuple):
+    """A file of a checkpoint's folder that goes from one rank's host to another's."""
+
+    source: int
+    target: int
+    name: str
+    nbytes: int
+
+
+def copies(hosts: Hosts, names: Sequence[str], sizes: Sequence[int]) -> list[Move]:
+    """What goes to the next host after a save; `names` and `sizes` by rank."""
+    if len(hosts.ranks) == 1:
+        return []
+    return [Move(rank, hosts.keeper(rank), name, sizes[rank]) for rank, name in enumerate(names)]
+
+
+def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
+    """Raise where a file is there before it was sent: hosts see one another's folders."""
+    for move in moves:
+        if move.target == control.rank and (folder / move.name).exists():
+            raise CheckpointError(
+                f"{folder.parent} is a folder that several hosts share: save without node_local (use_node_local_storage)."
+            )
+
+
+def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> OSError | None:
+    """Carry out moves, the same on all ranks. Every rank must call it, and goes on to the end whatever happens on it.
+
+    Returns:
+        Why a file could not be read or written on this rank.
+    """
+    problem: OSError | None = None
+    own = {number: move for number, move in enumerate(moves) if control.rank in (move.source, move.target)}
+    with ExitStack() as stack:
+        opened: dict[int, BinaryIO] = {}
+        for number, move in own.items():
+            try:
+                opened[number] = stack.enter_context((folder / move.name).open(_mode(control, move)))  # type: ignore[assignment]
+            except OSError as error:
+                problem = problem or error
+        for start in range(0, max((move.nbytes for move in moves), default=0), CHUNK_NBYTES):
+            under_way = []
+            for number, move in enumerate(moves):
+                count = min(CHUNK_NBYTES, move.nbytes - start)
+                if count <= 0:
+                    continue
+                chunk = torch.empty(count if number in own else 0, dtype=torch.uint8)
+                if move.source == control.rank and number in opened:
+                    opened[number].readinto(chunk.numpy())  # type: ignore[attr-defined]
+                label = f"{move.name} of a checkpoint"
+                under_way.append((number, chunk, control.transfer(chunk, move.source, move.target, label)))
+            for number, chunk, pending in under_way:
+                pending.wait()
+                if moves[number].target == control.rank and number in opened:
+                    try:
+                        opened[number].write(chunk.numpy().data)
+                    except OSError as error:  # a full disk: the others still send
+                        problem = problem or error
+                        opened.pop(number)
+    return problem
+
+
+def _mode(control: Collectives, move: Move) -> str:
+    return "rb" if move.source == control.rank else "wb"
+
+
+# ---------------------------------------------------------------------- before a load
+
+
+@dataclass(frozen=True)
+class _Version:
+    """One checkpoint of a tag, as the hosts hold it together.
+
+    Attributes:
+        created: seconds since 1970.
+        names: of its files.
+        sizes: of these, in bytes.
+        holders: by name, the hosts that have it whole.
+        hosts: those that have its manifest.
+    """
+
+    tag: str
+    created: float
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    holders: dict[str, list[int]]
+    hosts: list[int]
+
+    @property
+    def lost(self) -> list[str]:
+        """Files that no host has."""
+        return [name for name in self.names if not self.holders.get(name)]
+
+
+class Holdings:
+    """What all hosts have together. Every rank must make it."""
+
+    def __init__(self, control: Collectives, hosts: Hosts, folder: Path) -> None:
+        self._control, self._hosts, self._folder = control, hosts, folder
+        told = _held(folder) if hosts.leads(control.rank) else None
+        everyone = control.exchange_json(told, "the checkpoints of each host")
+        self._latest: list[str] = []
+        self._versions: dict[str, list[_Version]] = {}
+        for host, ranks in enumerate(hosts.ranks):
+            self._take(host, everyone[ranks[0]])
+
+    def _take(self, host: int, told: dict[str, Any]) -> None:
+        self._latest += [told["latest"]] if told["latest"] else []
+        for tag, (created, names, sizes, whole) in told["tags"].items():
+            versions = self._versions.setdefault(tag, [])
+            one = next((version for version in versions if version.names == tuple(names)), None)
+            if one is None:
+                one = _Version(tag, created, tuple(names), tuple(sizes), {}, [])
+                versions.append(one)
+            one.hosts.append(host)
+            for name in whole:
+                one.holders.setdefault(name, []).append(host)
+
+    def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
+        """The tags to try: that, or the newest that a host calls the latest, and, to fall back to, all others. Newest first.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        whole = {name: version.created for name in self._versions if (version := self._newest(name)) is not None}
+        newest = sorted(whole, key=lambda name: -whole[name])
+        if tag is not None:
+            first = [tag]
+        else:
+            first = [name for name in newest if name in self._latest][:1]
+        if not first and not (fall_back and newest):
+            lost = [version for name in self._latest for version in self._versions.get(name, ())]
+            raise CheckpointError(
+                _lost_words(lost[0], len(self._hosts.ranks))
+                if lost
+                else f"no host's {self._folder} holds a checkpoint."
+            )
+        return first + [name for name in newest if fall_back and name not in first]
+
+    def _newest(self, tag: str) -> _Version | None:
+        whole = [version for version in self._versions.get(tag, ()) if not version.lost]
+        return max(whole, key=lambda version: version.created, default=None)
+
+    def bring(self, tag: str) -> None:
+        """Give every host what it lacks of a checkpoint. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank where the checkpoint is lost, or unknown.
+            OSError: a file could not be read or written on this rank.
+        """
+        version = self._newest(tag)
+        if version is None:
+            versions = self._versions.get(tag)
+            raise CheckpointError(
+                _lost_words(versions[0], len(self._hosts.ranks)) if versions
+                else f"no host's {self._folder / tag} is a checkpoint: it has no {files.MANIFEST}."
+            )  # fmt: skip
+        folder, control, hosts = self._folder / tag, self._control, self._hosts
+        moves = [
+            Move(
+                hosts.member(version.holders[name][0], number), hosts.member(host, number), name, version.sizes[number]
+            )
+            for number, name in enumerate(version.names)
+            for host in range(len(hosts.ranks))
+            if host not in version.holders[name]
+        ]
+        problems: list[Exception | None] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # the others wait for what this rank sends
+            problems.append(error)
+        problems += [carry(control, folder, moves), self._bring_manifest(folder, version)]
+        for problem in filter(None, problems):
+            raise problem
+
+    def _bring_manifest(self, folder: Path, version: _Version) -> Exception | None:
+        control, hosts = self._control, self._hosts
+        source, own = hosts.ranks[version.hosts[0]][0], hosts.host(control.rank)
+        data = b""
+        try:
+            data = (folder / files.MANIFEST).read_bytes() if control.rank == source else b""
+            data = broadcast(control, data, source)
+            if hosts.leads(control.rank) and own not in version.hosts:
+                files.replace_file(folder / files.MANIFEST, data, f"host{own}")
+        except (OSError, CheckpointError) as error:
+            return error
+        return None
+
+
+def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
+    """Rank `source`'s data."""
+    lengths = control.exchange(len(data).to_bytes(8, "little"), "the length of a manifest")
+    length = int.from_bytes(lengths[source], "little")
+    told = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(length, dtype=torch.uint8)
+    control.broadcast(told, source)
+    return told.numpy().tobytes()
+
+
+def _held(folder: Path) -> dict[str, Any]:
+    """Of this host, as JSON: what `latest` names, and by tag, when it was made, its files, their sizes, and those that are here."""
+    latest: str | None = None
+    with suppress(CheckpointError):
+        latest = files.latest_tag(folder)
+    tags: dict[str, Any] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(CheckpointError):
+            if path.is_dir():
+                manifest = files.read_manifest(path)
+                sizes = {record.name: record.nbytes for record in manifest.files}
+                tags[path.name] = (manifest.created, list(sizes), list(sizes.values()), _whole(path, manifest))
+    return {"latest": latest, "tags": tags}
+
+
+def _whole(folder: Path, manifest: Manifest) -> list[str]:
+    sizes = [(record.name, folder / record.name, record.nbytes) for record in manifest.files]
+    return [name for name, path, nbytes in sizes if path.is_file() and path.stat().st_size == nbytes]
+
+
+def _lost_words(version: _Version, hosts: int) -> str:
+    return (
+        f"checkpoint {version.tag} is lost: none of {hosts} hosts has {version.lost[0]} whole. Two copies are kept, on "
+        "hosts next to each other: both went."
+    )

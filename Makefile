@@ -14,7 +14,7 @@ MINUTES ?= 9
 OUT ?= runs/accelerator
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-rest test-simgpu test-all bench accelerator lint compare docs clean
+.PHONY: train test test-rest test-simgpu test-all bench accelerator lint compare docs notebook package clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
@@ -44,8 +44,25 @@ bench: .venv/ready
 accelerator:
 	OMP_NUM_THREADS=8 $(ACCELERATOR_PYTHON) benchmarks/accelerator.py --minutes $(MINUTES) --out $(OUT)
 
+# README's picture and table, of one run.
 compare: .venv/ready
-	$(BIN)/zeroshard compare --plot docs/compare.png
+	$(BIN)/zeroshard compare --plot docs/compare.png --table docs/compare.txt
+
+# Runs the notebook and keeps what it printed and drew, so that it reads on the web.
+notebook: .venv/ready
+	$(BIN)/jupyter-execute --inplace examples/zero_stage_by_stage.ipynb
+
+# A wheel and an sdist in dist/; each is installed into a fresh environment and tried in an empty folder.
+package: .venv/ready
+	rm -rf dist .venv/package
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv .venv/package
+	.venv/package/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	set -e; for file in dist/*.whl dist/*.tar.gz; do \
+		.venv/package/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $$file; \
+		.venv/package/bin/pip install --quiet --disable-pip-version-check $$file; \
+		(cd "$$(mktemp -d)" && $(CURDIR)/.venv/package/bin/python -I $(CURDIR)/tests/smoke.py $(CURDIR)); \
+	done
 
 # The site, into runs/site. Strict: a broken link, or a page that no menu names, is an error.
 docs: .venv/docs-ready

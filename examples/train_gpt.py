@@ -29,7 +29,6 @@ import json5
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -176,10 +175,10 @@ def parse() -> argparse.Namespace:
 
 def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> None:
     """Train until --steps or Ctrl-C, and save."""
-    columns = (BarColumn(), TextColumn("step {task.completed}/{task.total}  {task.description}"), TimeRemainingColumn())
+    loss = torch.zeros(())
     rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()
-    with CtrlC() as interrupt, Progress(*columns, console=console, disable=console.quiet) as progress:
-        task = progress.add_task("", total=options.steps, completed=engine.global_steps)
+    shown = zeroshard.progress(engine, steps=options.steps, tokens=LENGTH)
+    with CtrlC() as interrupt, shown as progress:
         for step in range(engine.global_steps, options.steps):
             start = time.perf_counter()
             for microbatch in range(engine.gradient_accumulation_steps()):
@@ -188,12 +187,10 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
                 loss = engine(*data.batch(first, engine))
                 engine.backward(loss)
                 engine.step()
-            speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
-            norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
-            figures = f"loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}  {speed:,.0f} tokens/s"
-            progress.update(task, advance=1, description=figures)
             if step % 50 == 0 or step == options.steps - 1:
-                progress.console.print(f"step {step:4d}  {figures}")
+                speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
+                norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
+                progress.print(f"step {step:4d}  loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}  {speed:,.0f} tokens/s")
             if interrupt.on_any_rank(engine.device):
                 progress.stop()
                 stop(engine, options.checkpoints, console)

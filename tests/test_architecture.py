@@ -45,6 +45,7 @@ ORDER = [
     {"initialize"},
     {"integrations"},
     {"plan"},
+    {"progress"},
     {"testing"},
     {"cli"},
     {"__main__"},

@@ -46,12 +46,16 @@ def test_estimate_counts_a_model_file(tmp_path: Path) -> None:
 
 def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(FACTORY)
-    plot = tmp_path / "plot.svg"
-    result = zeroshard("compare", "--model", f"{tmp_path / 'model.py'}:make", "--steps", "3", "--plot", str(plot))
+    plot, table = tmp_path / "plot.svg", tmp_path / "table.txt"
+    model = ("--model", f"{tmp_path / 'model.py'}:make")
+    result = zeroshard("compare", *model, "--steps", "3", "--plot", str(plot), "--table", str(table))
     assert result.returncode == 0, result.stderr
     row = next(line for line in result.stdout.splitlines() if "bit-equal" in line)
     assert row.count("yes") == 4
     assert plot.read_text().startswith("<?xml")
+    *rows, run = table.read_text().splitlines()
+    assert rows == [line.rstrip() for line in result.stdout.splitlines()[: len(rows)]], "what was printed"
+    assert f"{tmp_path / 'model.py'}:make in fp32" in run and "torch 2" in run
 
 
 def test_compare_takes_neighbours_for_a_host(tmp_path: Path) -> None:

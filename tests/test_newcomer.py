@@ -235,6 +235,7 @@ def vector():
         (["compare", "--model", "{tmp}/model.py:vector"], "must return its loss"),
         (["compare", "--plot", "{tmp}/folder.safetensors"], "is a folder"),
         (["compare", "--plot", "{tmp}/bad.py/plot.png"], "is a file, not a folder"),
+        (["compare", "--table", "{tmp}"], "--table: {tmp} is a folder"),
         (["config", "check", "{tmp}"], "is a folder, not a config file"),
         (["config", "check", "{tmp}/none.json"], "no config file at"),
         (["config", "check", "{tmp}/bad.py"], "not readable as JSON"),

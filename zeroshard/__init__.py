@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zeroshard.parameter_states import ParameterStates, parameter_states
     from zeroshard.plan import Plan, plan
     from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
+    from zeroshard.progress import TrainingProgress, progress
     from zeroshard.recompute import checkpointing
     from zeroshard.shard import shard
     from zeroshard.sharded import Sharded
@@ -62,6 +63,7 @@ __all__ = [
     "StaticLossScaler",
     "StepReport",
     "StorageError",
+    "TrainingProgress",
     "Units",
     "UsageError",
     "ZeroRedundancyOptimizer",
@@ -76,6 +78,7 @@ __all__ = [
     "materialise",
     "parameter_states",
     "plan",
+    "progress",
     "shard",
     "sharded_init",
     "unsharded",
@@ -94,6 +97,7 @@ _HOMES = {
     "parameter_states": ("ParameterStates", "parameter_states"),
     "plan": ("Plan", "plan"),
     "policy": ("Offload", "Place", "Policy", "Precision", "Residency", "Units"),
+    "progress": ("TrainingProgress", "progress"),
     "recompute": ("checkpointing",),
     "shard": ("shard",),
     "sharded": ("Sharded",),
@@ -121,7 +125,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`shard`, `initialize`, `sharded_init`, `parameter_states` and `unsharded` are functions in modules of the same name.
+    """`shard`, `initialize`, `progress`, `unsharded` and others are functions in modules of the same name.
 
     Importing a submodule makes it an attribute of its package: without this, whoever imports `zeroshard.shard` first would turn
     `zeroshard.shard(...)` into the call of a module.

@@ -20,11 +20,13 @@ from torch import nn
 
 from zeroshard.born import is_shown
 from zeroshard.checkpoint.checkpoints import Checkpoints
+from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks
 from zeroshard.layout.bucketing import Group, group_parameters
+from zeroshard.observe.display import Display
 from zeroshard.parameters.context import Context
 from zeroshard.parameters.shown import whole_class
 from zeroshard.policy import Place, Policy, Precision, Units
@@ -180,9 +182,10 @@ def _shard(
     schedule.optimized = optimized
     hooks = Hooks(model, schedule)
     register(schedule.units, hooks, sharded_optimizer)
-    checkpoints = Checkpoints(model, schedule, sharded_optimizer, collectives, policy)
+    display = Display(speaks=not dist.is_initialized() or dist.get_rank() == 0)
+    checkpoints = Checkpoints(LiveModel(model, schedule, sharded_optimizer, collectives, policy), display)
     parking = Parking(schedule, sharded_optimizer, storages, context.pool)
-    return Sharded(model, sharded_optimizer, policy, checkpoints, schedule, hooks, context, parking)
+    return Sharded(model, sharded_optimizer, policy, checkpoints, display, schedule, hooks, context, parking)
 
 
 def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:

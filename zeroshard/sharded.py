@@ -17,6 +17,7 @@ from zeroshard.checkpoint.saving import Where
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.formats.hugging_face import export_live
 from zeroshard.layout.bucketing import Group
+from zeroshard.observe.display import Display
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
 from zeroshard.policy import DTypes, Offload, Place, Policy
@@ -40,12 +41,14 @@ class Sharded:
         optimizer: what to call `step`, `zero_grad` and schedulers with.
         policy: the residencies in force.
         checkpoints: where `save` and `load` go, see there.
+        display: the lines on rank 0's terminal.
     """
 
     model: nn.Module
     optimizer: ShardedOptimizer
     policy: Policy
     checkpoints: Checkpoints
+    display: Display
     _schedule: Schedule
     _hooks: Hooks
     _context: Context
@@ -146,14 +149,9 @@ class Sharded:
         """
         storages = self._context.storages
         here = storages.accelerator
-        kept = self.optimizer.kept_in(here)
-        report = memory_report(
-            self._schedule.units,
-            kept,
-            self._context.pool,
-            here.parked_nbytes + self._context.collectives.buffers_nbytes,
-            storages.emptied,
-        )
+        parked = here.parked_nbytes + self._context.collectives.buffers_nbytes
+        units, kept, pool = self._schedule.units, self.optimizer.kept_in(here), self._context.pool
+        report = memory_report(units, kept, pool, parked, storages.emptied)
         away = storages.nbytes()
         away["cpu"] += self.optimizer.frames_nbytes
         if storages.host is not storages.accelerator:
@@ -161,10 +159,7 @@ class Sharded:
         return report | away if any(away.values()) else report
 
     def offload_states(
-        self,
-        states: Iterable[str] = STATES,
-        place: Place = Place.CPU,
-        offload: Offload | None = None,
+        self, states: Iterable[str] = STATES, place: Place = Place.CPU, offload: Offload | None = None
     ) -> int:
         """Park model states off the accelerator, between steps, so that something else may use its memory. Every rank may call it.
 
@@ -199,16 +194,22 @@ class Sharded:
         """Of the model states, where the model's parameters have one dtype."""
         return self._context.dtypes(next(self.model.parameters()).dtype)
 
-    def comm_report(self) -> dict[str, int]:
-        """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
+    def comm_report(self, *, clear: bool = True) -> dict[str, int]:
+        """Bytes that this rank sent since the last call that cleared them, by collective, counted as they are sent."""
         report = dict(self._context.collectives.sent)
-        self._context.collectives.sent.clear()
+        if clear:
+            self._context.collectives.sent.clear()
         return report
 
     @property
     def rank(self) -> int:
         """Of this process in the data-parallel group."""
         return self._context.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """Of that group."""
+        return self._context.collectives.world_size
 
     def take_masters(self) -> None:
         """Master weights were written to directly: the parameters follow. Every rank must call it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -93,3 +94,27 @@ def one_step(rank: int, system: str, stage: int, clips: bool, layers: int = LAYE
 def total(counts: dict[str, Any], kind: str) -> int:
     """Of one kind, all names."""
     return sum(Counter(counts[kind]).values())
+
+
+def watched_steps(rank: int, folder: str) -> dict[str, Any]:
+    """Counts of five steps, clipped, of which a log reads every one; and the losses of all."""
+    module = importlib.import_module("zeroshard.progress")
+    module.READ_SECONDS = 0.0  # type: ignore[attr-defined]  # in this rank's process alone
+    model = _model(2)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), Policy.stage(3))
+    batches = [_tokens(rank, number) for number in range(WARMUP + 5)]
+    losses = []
+    with zeroshard.progress(sharded, samples=4, log=folder) as progress:
+        for number, data in enumerate(batches):
+            if number == WARMUP:
+                simgpu.reset_counts()
+            loss = model(data[:, :-1], data[:, 1:])
+            loss.backward()
+            norm = sharded.clip_grad_norm_(1.0)
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+            progress.step(loss, norm)
+            losses.append(loss.detach())
+        counts = simgpu.counts()
+    found: dict[str, Any] = {kind: dict(getattr(counts, kind)) for kind in ("synchronisations", "pageable_copies")}
+    return found | {"losses": torch.stack(losses).float().cpu()}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.live_model import LiveModel
@@ -23,9 +23,7 @@ from zeroshard.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_control
 from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
-from zeroshard.policy import Policy
-from zeroshard.schedule.schedule import Schedule
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
+from zeroshard.observe.display import Display
 
 _ATTEMPTS = 3
 
@@ -63,17 +61,11 @@ class Checkpoints:
 
     Attributes:
         live: what is saved, and what a load goes to.
+        display: where it shows how far a long one has come.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        schedule: Schedule,
-        optimizer: ShardedOptimizer,
-        collectives: Collectives,
-        policy: Policy,
-    ) -> None:
-        self.live = LiveModel(model, schedule, optimizer, collectives, policy)
+    def __init__(self, live: LiveModel, display: Display) -> None:
+        self.live, self.display = live, display
         self._control: Collectives | None = None
         self._hosts: Hosts | None = None
         self._pending: PendingSave | None = None
@@ -113,7 +105,8 @@ class Checkpoints:
         self.wait_together()
         snapshot = self._agree_on_snapshot(values, exclude_frozen, asynchronous)
         if not asynchronous:
-            write_checkpoint(snapshot, where, self.control)
+            with self.display.task(f'saving "{where.tag}"', snapshot.part.nbytes) as row:
+                write_checkpoint(snapshot, where, self.control, row.advance)
             return
         self._pending = PendingSave(partial(self._write_behind, snapshot, where))
 
@@ -285,7 +278,9 @@ class Checkpoints:
         if problem is not None:
             return problem
         try:
-            loader.read()
+            with self.display.task(f'loading "{tag}"', loader.nbytes) as row:
+                reader.advance = row.advance
+                loader.read()
             values = reader.values(manifest.values["shared"])
             same_world = manifest.world_size == self.live.collectives.world_size
             own = manifest.values["ranks"][self.live.rank] if same_world else {}

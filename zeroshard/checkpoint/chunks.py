@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.errors import CheckpointError
+from zeroshard.observe.display import Advance, ignore
 from zeroshard.storage.raw_memory import memory_of
 
 CHUNK_NBYTES = 4 << 20
@@ -86,8 +87,8 @@ class Lying:
 
 
 class _ChecksummedFile:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=1 << 20)
+    def __init__(self, path: Path, advance: Advance) -> None:
+        self._file, self._advance = path.open("xb", buffering=1 << 20), advance
         self._checksum = 0
         self.nbytes, self.checksums = 0, list[int]()
 
@@ -102,6 +103,7 @@ class _ChecksummedFile:
                 self.checksums.append(self._checksum)
                 self._checksum = 0
             view = view[len(part) :]
+            self._advance(len(part))
 
     def close(self) -> None:
         try:
@@ -113,8 +115,13 @@ class _ChecksummedFile:
             self.checksums.append(self._checksum)
 
 
-def write_file(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str]) -> Written:
+def write_file(
+    path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance = ignore
+) -> Written:
     """Write a safetensors file and flush it to the disk. The tensors are written from where they lie, one opened at a time.
+
+    Args:
+        advance: hears of bytes as they are written.
 
     Raises:
         CheckpointError: names the file and the cause; what was written of it is removed.
@@ -124,7 +131,7 @@ def write_file(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str,
     told = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
     offsets: dict[str, int] = {}
     try:
-        file = _ChecksummedFile(path)
+        file = _ChecksummedFile(path, advance)
         try:
             file.write(header(told, metadata))
             for name in names:
@@ -150,8 +157,13 @@ def _on_cpu(flat: Tensor) -> Iterable[Tensor]:
         yield flat[start : start + step].cpu()
 
 
-def read_tasks(path: Path, nbytes: int, checksums: Sequence[int], tasks: Iterable[Task]) -> int:
+def read_tasks(
+    path: Path, nbytes: int, checksums: Sequence[int], tasks: Iterable[Task], advance: Advance = ignore
+) -> int:
     """Read elements of one file and verify every chunk that they lie in. Returns the bytes that were read.
+
+    Args:
+        advance: hears of the bytes of tasks that are carried out.
 
     Raises:
         CheckpointError: the file is missing, of another size, unreadable, or altered; names it and where.
@@ -182,7 +194,7 @@ def read_tasks(path: Path, nbytes: int, checksums: Sequence[int], tasks: Iterabl
                 )
             read += length
             for task in by_chunk[number]:
-                _scatter(task, buffer, start, length)
+                advance(_scatter(task, buffer, start, length))
     finally:
         os.close(descriptor)
     return read
@@ -200,9 +212,10 @@ def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) ->
         done += count
 
 
-def _scatter(task: Task, buffer: Tensor, start: int, length: int) -> None:
-    """Copy a task's part of one chunk."""
+def _scatter(task: Task, buffer: Tensor, start: int, length: int) -> int:
+    """Copy a task's part of one chunk; returns its bytes in the file."""
     low, high = max(task.offset, start), min(task.stop, start + length)
     size = task.dtype.itemsize
     values = buffer[low - start : high - start].view(task.dtype)
     task.out[(low - task.offset) // size : (high - task.offset) // size].copy_(values)
+    return high - low

@@ -23,6 +23,7 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.observe.display import Advance, ignore
 from zeroshard.step.model_states import PARAMETERS, Held, counting_on_device
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
@@ -38,10 +39,11 @@ class Located:
 
 
 class Reader:
-    """Reads from one checkpoint. `nbytes` counts what was read."""
+    """Reads from one checkpoint. `nbytes` counts what was read, whole chunks; `advance` hears of what was wanted of them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest, self.nbytes = folder, manifest, 0
+        self.advance: Advance = ignore
         self._by_name = {name: record for record in manifest.parameters.values() for name in record.names}
 
     def parameter(self, names: Sequence[str]) -> ParameterRecord | None:
@@ -55,7 +57,8 @@ class Reader:
             by_file[one.file].append(one.task)
         for number, tasks in sorted(by_file.items()):
             record = self.manifest.files[number]
-            self.nbytes += read_tasks(self.folder / record.name, record.nbytes, record.checksums, tasks)
+            path = self.folder / record.name
+            self.nbytes += read_tasks(path, record.nbytes, record.checksums, tasks, self.advance)
 
     def values(self, packed: Any) -> Any:
         """Unpack values, with the tensors that they name."""
@@ -148,6 +151,16 @@ class Loader:
                             saved, held.start, torch.empty(held.numel, device="meta"), f"{name} of {held.named.fqn}"
                         )
                     )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model states that `read` brings."""
+        here = sum(one.task.stop - one.task.offset for one in self._tasks)
+        return here + sum(
+            held.numel * dtype_of(saved.dtype).itemsize
+            for held, record in self._elsewhere
+            for saved in record.states.values()
+        )
 
     def _tasks_of(self, held: Held, record: ParameterRecord) -> list[Located]:
         """What to read for one part of a parameter, which is in memory."""

@@ -27,6 +27,7 @@ from zeroshard.checkpoint.snapshot import Outline, Part, Snapshot
 from zeroshard.checkpoint.values import Packer
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
+from zeroshard.observe.display import Advance, ignore
 from zeroshard.storage.raw_memory import memory_of
 from zeroshard.version import __version__
 
@@ -50,8 +51,11 @@ class Where:
         return rank == 0 if self.hosts is None else self.hosts.leads(rank)
 
 
-def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> None:
+def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives, advance: Advance = ignore) -> None:
     """Write this rank's part, agree with the others, and let the checkpoint exist. Every rank must call it.
+
+    Args:
+        advance: hears of bytes as they are written.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write: says which and why. What was there before is as it was.
@@ -66,7 +70,7 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives) -> 
     # Buffers are the same on all ranks but where each keeps statistics of its own.
     different = [name for name in own_crcs if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)]
     try:
-        report = write_part(snapshot.part, path, where.tag, control.rank, different)
+        report = write_part(snapshot.part, path, where.tag, control.rank, different, advance)
     except Exception as error:  # the others wait for this rank's word
         report = {"error": f"rank {control.rank}: {error}"}
     reports = control.exchange_json(report, "the end of a save")
@@ -105,13 +109,15 @@ def _copy(control: Collectives, folder: Path, moves: Sequence[Move]) -> list[str
     return _errors(control.exchange_json(problem, "copies on the next host"))
 
 
-def write_part(part: Part, path: Path, tag: str, rank: int, buffers: Sequence[str]) -> dict[str, Any]:
+def write_part(
+    part: Part, path: Path, tag: str, rank: int, buffers: Sequence[str], advance: Advance = ignore
+) -> dict[str, Any]:
     """Write one rank's file, with those of its buffers; returns what the manifest needs to know of it, as JSON."""
     packer = Packer(f"rank_{rank:05d}/buffers/")
     own = {**part.own, "buffers": {n: packer.pack(part.buffers[n], f"buffers.{n}") for n in buffers}}
     beside = {**part.tensors, **packer.tensors}
     tensors = {**{piece.name: piece for piece in part.pieces}, **{n: Lying(t) for n, t in beside.items()}}
-    written = write_file(path, tensors, {"format": "pt", "tag": tag, "rank": str(rank)})
+    written = write_file(path, tensors, {"format": "pt", "tag": tag, "rank": str(rank)}, advance)
     return {
         "nbytes": written.nbytes,
         "checksums": written.checksums,

@@ -5,6 +5,7 @@ Nothing is copied but for an asynchronous save: what is looked at are the very t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -112,6 +113,11 @@ class Part:
     own: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the model states."""
+        return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in self.pieces)
 
     def staged(self, memory: dict[str, Tensor]) -> Part:
         """A copy in CPU memory, which training does not touch.

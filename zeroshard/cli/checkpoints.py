@@ -26,9 +26,12 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint: parameters, sizes, ranks, step, and whether it is whole."""
     from zeroshard.checkpoint.loading import open_checkpoint
+    from zeroshard.observe.display import Display
 
     reader = open_checkpoint(input_folder(checkpoint, "CHECKPOINT"), tag)
-    told = describe(reader, verify=verify)
+    with Display().task("verifying", sum(one.nbytes for one in reader.manifest.files) if verify else None) as row:
+        reader.advance = row.advance
+        told = describe(reader, verify=verify)
     if as_json:
         print(json.dumps(told, indent=2))
     else:
@@ -61,10 +64,12 @@ def consolidate(
     from zeroshard.checkpoint.loading import open_checkpoint
     from zeroshard.formats.hugging_face import export
     from zeroshard.formats.model_files import MAX_SHARD_NBYTES
+    from zeroshard.observe.display import Display
 
     output_folder(out, "OUT")
     reader = open_checkpoint(input_folder(checkpoint, "CHECKPOINT"), tag)
-    for path in export(reader, out, getattr(torch, dtype), max_shard_nbytes=max_shard_size or MAX_SHARD_NBYTES):
+    limit = max_shard_size or MAX_SHARD_NBYTES
+    for path in export(reader, out, getattr(torch, dtype), max_shard_nbytes=limit, display=Display()):
         print(f"{path}  {path.stat().st_size / MIB:.1f} MiB")
 
 
@@ -76,9 +81,10 @@ def import_from_deepspeed(
     """Turn a DeepSpeed checkpoint of ZeRO 1, 2 or 3 into one that loads at any world size and stage. None of its code is run."""
     from zeroshard.checkpoint import manifest as files
     from zeroshard.formats.deepspeed import import_deepspeed
+    from zeroshard.observe.display import Display
 
     output_folder(out, "OUT")
-    path = import_deepspeed(input_folder(folder, "FOLDER"), out, tag)
+    path = import_deepspeed(input_folder(folder, "FOLDER"), out, tag, display=Display())
     manifest = files.read_manifest(path)
     print(f"{path}: {len(manifest.parameters)} parameters, {manifest.world_size} ranks")
 
@@ -136,7 +142,9 @@ def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
     if verify:
         with path.open("rb") as file:
             for number, checksum in enumerate(record.checksums):
-                if zlib.crc32(file.read(reader.manifest.chunk_nbytes)) != checksum:
+                chunk = file.read(reader.manifest.chunk_nbytes)
+                reader.advance(len(chunk))
+                if zlib.crc32(chunk) != checksum:
                     return [f"{record.name} is damaged at byte {number * reader.manifest.chunk_nbytes} or after"]
     return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,13 @@ from zeroshard.cli.options import call_factory, load_factory, output_file
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
     from torch import Tensor, nn
 
 STAGES = (0, 1, 2, 3)
 MIB = 2**20
+EXAMPLE = "zeroshard.cli.compare:example"
+_KINDS = (("parameters", "#4c78a8"), ("gradients", "#f58518"), ("optimizer", "#54a24b"), ("buffers", "#bab0ac"))
 
 
 def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
@@ -36,9 +39,7 @@ def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
 
 
 def compare(
-    model: Annotated[
-        str, typer.Option(help="module:function or file.py:function; see below.")
-    ] = "zeroshard.cli.compare:example",
+    model: Annotated[str, typer.Option(help="module:function or file.py:function; see below.")] = EXAMPLE,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, joined over gloo.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each stage.")] = 5,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
@@ -46,6 +47,7 @@ def compare(
         int | None, typer.Option(min=1, help="Take so many neighbours for the ranks of a host: two-level sharding.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the table to this file as text, with what was run.")] = None,
 ) -> None:
     """Train a model for a few steps under every ZeRO stage: same bits, and what each costs.
 
@@ -54,21 +56,29 @@ def compare(
     """
     from rich.console import Console
 
+    from zeroshard.observe.display import Display
+
     factory = load_factory(model)
     problem = _problem(model, factory)
     if problem is not None:
         raise UsageError(problem)
-    if plot is not None:
-        output_file(plot, "--plot")
+    for path, option in ((plot, "--plot"), (table, "--table")):
+        if path is not None:
+            output_file(path, option)
     if within is not None and ranks % within:
         raise UsageError(f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks.")
     console = Console()
-    with console.status(f"training under stages 0 to 3 on {ranks} ranks"):
+    with Display(animated=True).task(f"training under stages 0 to 3 on {ranks} ranks", in_bytes=False):
         results = _train(factory, ranks, steps, bf16, within)
-    _print_comparison(console, results, ranks, steps)
+    told = _table(results, ranks, steps)
+    console.print(told)
     if plot is not None:
         _plot_comparison(results, ranks, plot)
         console.print(f"drawn to {plot}")
+    if table is not None:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(_as_text(told, model, bf16), encoding="utf-8")
+        console.print(f"written to {table}")
     if not all(result["same"] for result in results):
         raise typer.Exit(1)
 
@@ -131,7 +141,7 @@ def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, withi
     return by_rank[0]  # type: ignore[no-any-return]
 
 
-def _print_comparison(console: Console, results: list[dict[str, Any]], ranks: int, steps: int) -> None:
+def _table(results: list[dict[str, Any]], ranks: int, steps: int) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{ranks} ranks, {steps} steps; MiB per rank, measured / formula", title_justify="left")
@@ -149,7 +159,24 @@ def _print_comparison(console: Console, results: list[dict[str, Any]], ranks: in
     if any(kind.endswith("across") for result in results for kind in result["sent"]):
         table.add_row("of that, across hosts", *[f"{_sent(result, steps, 'across'):.1f}" for result in results])
     table.add_row("step time, ms", *[f"{_milliseconds(result):.0f}" for result in results])
+    return table
+
+
+def _as_text(table: Table, model: str, bf16: bool) -> str:
+    """The table without colours, and under it what was run, so that a picture and a text of one run can be told from others."""
+    import os
+    from importlib.metadata import version
+
+    from rich.console import Console
+
+    from zeroshard.version import __version__
+
+    console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(table)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    which = "the example's GPT" if model == EXAMPLE else model
+    run = f"{which} in {'bfloat16' if bf16 else 'fp32'}, all ranks on one machine with {os.cpu_count()} cores"
+    return "\n".join([*lines, f"{run}; zeroshard {__version__}, torch {version('torch')}", ""])
 
 
 def _sent(result: dict[str, Any], steps: int, where: str = "") -> float:
@@ -161,29 +188,31 @@ def _milliseconds(result: dict[str, Any]) -> float:
 
 
 def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> None:
-    """Bars of measured bytes with the formulas as marks, and bytes sent and step time beside them."""
+    """Bars of measured bytes, communication buffers included, with the formulas as marks; bytes sent and step time beside them."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
     memory, sent, times = figure.subplots(1, 3, width_ratios=[2, 1, 1])
-    labels = [f"ZeRO-{stage}" for stage in STAGES]
+    labels = [str(stage) for stage in STAGES]
     bottom = [0.0] * len(STAGES)
-    for kind, colour in (("parameters", "#4c78a8"), ("gradients", "#f58518"), ("optimizer", "#54a24b")):
+    for kind, colour in _KINDS:
         heights = [result["memory"][kind] / MIB for result in results]
-        memory.bar(labels, heights, bottom=bottom, label=kind, color=colour, width=0.6)
+        label = "communication buffers" if kind == "buffers" else kind
+        memory.bar(labels, heights, bottom=bottom, label=label, color=colour, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     formulas = [sum(result["formula"].values()) / MIB for result in results]
-    memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="ZeRO formula", zorder=3)
-    memory.set_title(f"model states per rank at rest, MiB ({ranks} ranks)")
-    memory.legend(frameon=False, fontsize=8, markerscale=0.4)
+    memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="formula, model states", zorder=3)
+    memory.set_title(f"memory per rank, MiB ({ranks} ranks)")
+    memory.legend(frameon=False, fontsize=8, markerscale=0.4, loc="center left", bbox_to_anchor=(1, 0.5))
     steps = len(results[0]["times"])
     sent.bar(labels, [_sent(result, steps) for result in results], color="#9d755d", width=0.6)
-    sent.set_title("sent per rank and step, MiB")
+    sent.set_title("sent per step, MiB")
     times.bar(labels, [_milliseconds(result) for result in results], color="#b279a2", width=0.6)
     times.set_title("step time, ms")
     for axes in (memory, sent, times):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="x", labelsize=8)
+        axes.set_xlabel("ZeRO stage")
+        axes.title.set_fontsize(11)
     same = all(result["same"] for result in results)
     figure.suptitle(
         "losses and parameters bit-equal under all stages" if same else "losses or parameters DIFFER", fontsize=11

@@ -17,6 +17,7 @@ from zeroshard.cli.configs import config_app
 from zeroshard.cli.doctor import doctor
 from zeroshard.cli.estimate import estimate
 from zeroshard.cli.plan import plan
+from zeroshard.cli.report import report
 from zeroshard.cli.run import PASSED_ON, print_shim_path, run
 from zeroshard.errors import ZeroshardError
 from zeroshard.version import __version__
@@ -26,6 +27,7 @@ app.add_typer(config_app, name="config")
 app.command()(compare)
 app.command()(estimate)
 app.command()(plan)
+app.command()(report)
 app.command()(inspect)
 app.command()(consolidate)
 app.command("import-deepspeed")(import_from_deepspeed)

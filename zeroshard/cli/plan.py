@@ -176,14 +176,11 @@ def _drawn(plan: Plan) -> Plan:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, gone when it is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """A line on stderr, gone when it is done."""
+    from zeroshard.observe.display import Display
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, of: progress.update(task, completed=done, total=of)
+    with Display(animated=True).task(what, in_bytes=False) as row:
+        yield row.at
 
 
 def subject_of(name: str, sequence: int) -> Subject:

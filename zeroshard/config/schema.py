@@ -116,11 +116,15 @@ class DataTypesBlock(Block):
 
 
 class MonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`: files of what `engine.step()` sees, written by rank 0."""
+    """`tensorboard`, `csv_monitor`, `json_monitor`: files of what `engine.step()` sees, written by rank 0."""
 
-    enabled: Annotated[bool, works("write Train/Samples/train_loss, lr, loss_scale and grad_norm at each step.")] = (
-        False
-    )
+    enabled: Annotated[
+        bool,
+        works(
+            "write Train/Samples/train_loss, lr, loss_scale and grad_norm at each step; with wall_clock_breakdown, memory_breakdown "
+            "and comms_logger their figures too. json_monitor: all that is known, in steps.jsonl."
+        ),
+    ] = False
     output_path: Annotated[str, works("the folder; left out, the present one.")] = ""
     job_name: Annotated[str, works("the folder below it.")] = "DeepSpeedJobName"
 
@@ -322,6 +326,10 @@ class Schema(BaseModel):
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
     tensorboard: Annotated[MonitorBlock, works("needs the tensorboard package.")] = MonitorBlock()
     csv_monitor: Annotated[MonitorBlock, works("one CSV file for each figure.")] = MonitorBlock()
+    json_monitor: Annotated[
+        MonitorBlock,
+        works("one line of JSON for each step, for programs and `zeroshard report`. Not in DeepSpeed."),
+    ] = MonitorBlock()
     wandb: Annotated[WandbBlock, works("needs the wandb package.")] = WandbBlock()
     comet: Annotated[CometBlock, works("needs the comet_ml package.")] = CometBlock()
     comms_logger: Annotated[CommsLoggerBlock, works("what travels between ranks.")] = CommsLoggerBlock()

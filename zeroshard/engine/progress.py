@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,21 +16,61 @@ from torch import Tensor
 
 from zeroshard.config.load import Config
 from zeroshard.engine.step_report import StepReport
-from zeroshard.observe.log import Log, StepFigures
+from zeroshard.observe.figures import Sent, StepFigures
+from zeroshard.observe.log import Log
+from zeroshard.observe.memory import peak_nbytes
+from zeroshard.observe.monitors import JsonLinesMonitor
 from zeroshard.observe.timers import Timers
 from zeroshard.sharded import Sharded
+from zeroshard.version import __version__
+
+
+def about(sharded: Sharded) -> dict[str, Any]:
+    """What is run, for the first line of its log."""
+    parameters = list(sharded.model.parameters())
+    places = asdict(sharded.policy)
+    return {
+        "zeroshard": __version__,
+        "torch": torch.__version__,
+        "device": device_name(parameters[0].device),
+        "world_size": sharded.world_size,
+        "parameters": sum(one.numel() for one in parameters),
+        "trained": sum(one.numel() for one in parameters if one.requires_grad),
+        "dtype": str(sharded.dtypes.param).removeprefix("torch."),
+        "policy": {state: places[state] for state in ("parameters", "gradients", "optimizer")},
+        "formula": sharded.memory_formula(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it, where torch knows."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+Watcher = Callable[[StepReport, int, int, float, Sequence[Tensor]], None]
+"""Hears of each step: its report, its number, the samples since the start, the learning rate, this rank's losses."""
 
 
 class Progress:
-    """Gathers a step's figures, and tells them where the config asks for it."""
+    """Gathers a step's figures, and tells them where the config asks for it.
+
+    Attributes:
+        watcher: who hears of each step on this rank.
+        tokens: of one sample, where somebody said so.
+    """
 
     def __init__(self, sharded: Sharded, config: Config, device: torch.device) -> None:
-        self._sharded, self._config = sharded, config
-        self._log = Log(config.schema, dist.get_rank() if dist.is_initialized() else 0)
+        self._sharded, self._config, self._device = sharded, config, device
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._log = Log(config.schema, rank, lambda: about(sharded), sharded.display)
         self._timers = Timers(device, enabled=config.schema.wall_clock_breakdown)
         if config.schema.wall_clock_breakdown:
             sharded.measure_waits(self._timers.measure)
         self._losses: list[Tensor] = []
+        self._sent = Sent(sharded.comm_report(clear=False))  # what was sent before is no step's
+        self.watcher: Watcher | None = None
+        self.tokens: int | None = None
         self.start_at(0)
 
     def measure(self, part: str) -> AbstractContextManager[None]:
@@ -45,9 +89,15 @@ class Progress:
         """Throughput counts from now, when there were so many samples."""
         self._told_at = (time.perf_counter(), samples)
 
+    def also_to(self, folder: Path) -> AbstractContextManager[None]:
+        """Inside, each step is kept in `folder/steps.jsonl` too. Every rank must call it."""
+        return self._log.also(lambda: JsonLinesMonitor(folder, about(self._sharded)))
+
     def tell(self, report: StepReport, step: int, samples: int, lr: float) -> None:
         """A step is over. Every rank must call it; `step` and `samples` count since the start."""
         losses, self._losses = self._losses, []
+        if self.watcher is not None:
+            self.watcher(report, step, samples, lr, losses)
         if not self._log.wants(step):
             return
         # Who differentiates the loss himself keeps it to himself.
@@ -55,6 +105,7 @@ class Progress:
         mine = torch.stack(known).mean().reshape(1) if known else torch.full((1,), math.nan, dtype=torch.float64)
         (then, samples_then), now = self._told_at, time.perf_counter()
         steps = max(1, (samples - samples_then) // self._config.batch.train)
+        speed = (samples - samples_then) / (now - then)
         figures = StepFigures(
             step=step,
             samples=samples,
@@ -64,10 +115,12 @@ class Progress:
             grad_norm=report.grad_norm or 0.0,
             applied=report.applied,
             has_loss=bool(known),
-            samples_per_second=(samples - samples_then) / (now - then),
+            samples_per_second=speed,
             seconds={part: seconds / steps for part, seconds in self._timers.take().items()},
-            sent=self._sharded.comm_report() if self._config.schema.comms_logger.enabled else {},
+            sent=self._sent.take(self._sharded.comm_report(clear=False)),
             memory=self._sharded.memory_report(),
+            peak=peak_nbytes(self._device),
+            tokens_per_second=speed * self.tokens if self.tokens is not None else None,
         )
         self._told_at = (now, samples)
         self._log.tell(figures)

@@ -28,6 +28,7 @@ from zeroshard.checkpoint.saving import Where, finish_save, write_part
 from zeroshard.checkpoint.snapshot import Copied, Outline, Part
 from zeroshard.checkpoint.values import Packer
 from zeroshard.errors import CheckpointError
+from zeroshard.observe.display import Advance, Display
 from zeroshard.policy import Policy
 from zeroshard.step.model_states import PARAMETERS
 
@@ -75,13 +76,20 @@ class _Flat:
     values: dict[str, Any]
 
 
-def import_deepspeed(folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None) -> Path:
+def import_deepspeed(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    display: Display | None = None,
+) -> Path:
     """Turn a DeepSpeed checkpoint into one that `load_checkpoint` takes, at any world size and stage.
 
     Args:
         folder: that of DeepSpeed's tags, or of one of them.
         out: the folder of checkpoints to write to; the tag stays.
         tag: default: what `latest` names.
+        display: where it shows how far it has come; default: nowhere.
 
     Returns:
         The new checkpoint's folder.
@@ -91,13 +99,20 @@ def import_deepspeed(folder: str | os.PathLike[str], out: str | os.PathLike[str]
     """
     source = _find(Path(folder), tag)
     models, optimizers = _files(source)
+    shown = display or Display(speaks=False)
+    with shown.task(f'importing "{source}"', sum(path.stat().st_size for path in optimizers)) as row:
+        return _convert(models, optimizers, Where(Path(out), source.name), row.advance)
+
+
+def _convert(models: Sequence[Path], optimizers: Sequence[Path], where: Where, advance: Advance) -> Path:
+    """Write the files and the manifest of a checkpoint; returns its folder."""
     model = _load(models[0])
     shapes: list[Mapping[str, torch.Size]] = list(model["param_shapes"])
     aliases: dict[str, list[str]] = {}
     for alias, name in (model.get("shared_params") or {}).items():
         aliases.setdefault(name, []).append(alias)
     world_size, save = len(optimizers), uuid.uuid4().hex[:12]
-    target = Path(out) / source.name
+    target = where.folder / where.tag
     target.mkdir(parents=True, exist_ok=True)
     parameters = {
         name: ParameterRecord(shape=list(shape), names=[name, *aliases.get(name, [])], trained=True, states={})
@@ -122,10 +137,10 @@ def import_deepspeed(folder: str | os.PathLike[str], out: str | os.PathLike[str]
             groups = _groups(saved, shapes, packer)
         buffers = {name: model["module"][name] for name in model.get("buffer_names") or []} if rank == 0 else {}
         part = Part(pieces, values, tensors=packer.tensors, buffers=buffers)
-        report = write_part(part, target / f"rank_{rank:05d}.{save}.safetensors", source.name, rank, list(buffers))
-        reports.append(report)
+        file = target / f"rank_{rank:05d}.{save}.safetensors"
+        reports.append(write_part(part, file, where.tag, rank, list(buffers), advance))
     outline = Outline(parameters, [], groups, None, Policy.stage(stage), shared)
-    finish_save(outline, Where(Path(out), source.name), save, reports)
+    finish_save(outline, where, save, reports)
     return target
 
 

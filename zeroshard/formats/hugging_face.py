@@ -37,6 +37,7 @@ from zeroshard.formats.model_files import (
     plan,
     write_ranges,
 )
+from zeroshard.observe.display import Advance, Display
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import PARAMETERS
 from zeroshard.storage.raw_memory import memory_of
@@ -44,6 +45,7 @@ from zeroshard.storage.raw_memory import memory_of
 
 def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
+    display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
     """Write the model of a checkpoint as transformers does. Holds at most 64 MiB, whatever the model's size.
 
@@ -51,6 +53,7 @@ def export(
         out: a folder; files of a former export there are replaced.
         dtype: of the floating-point tensors; None is that of the master weights (fp32).
         max_shard_nbytes: a larger model is spread over several files.
+        display: where it shows how far it has come; default: nowhere.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, or the folder cannot be written; or parameters were left out.
@@ -64,17 +67,25 @@ def export(
     plans, texts = _contents(description, list(_sources(reader.manifest, dtype)), max_shard_nbytes)
     try:
         make_folders(folder, plans)
-        for one in plans:
-            with (folder / one.temporary).open("wb") as file:
-                file.write(one.header)
-                for source in one.sources:
-                    for part in _stream(reader, source):
-                        file.write(memory_of(part))
-                file.flush()
-                os.fsync(file.fileno())
+        shown = display or Display(speaks=False)
+        with shown.task(f'writing "{folder}"', sum(one.nbytes for one in plans)) as row:
+            for one in plans:
+                _write(reader, one, folder / one.temporary, row.advance)
         return finish(folder, plans, texts)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from error
+
+
+def _write(reader: Reader, plan: FilePlan, path: Path, advance: Advance) -> None:
+    """One file, flushed to the disk."""
+    with path.open("wb") as file:
+        file.write(plan.header)
+        for source in plan.sources:
+            for part in _stream(reader, source):
+                file.write(memory_of(part))
+                advance(part.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _contents(
@@ -134,7 +145,10 @@ def export_live(
             yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items() if name in wanted)
 
     checkpoints.together(lambda: begin(folder, plans) if live.rank == 0 else None)
-    checkpoints.together(lambda: write_ranges(folder, plans, parts()))
+    with checkpoints.display.task(
+        f'exporting to "{folder}"', sum(held.numel * held.dtype.itemsize for held in mine)
+    ) as row:
+        checkpoints.together(lambda: write_ranges(folder, plans, parts(), row.advance))
     checkpoints.together(lambda: finish(folder, plans, texts) if live.rank == 0 else None)
 
 

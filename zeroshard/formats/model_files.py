@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.safetensors_file import header
+from zeroshard.observe.display import Advance, ignore
 from zeroshard.storage.raw_memory import memory_of
 
 INDEX, SINGLE, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
@@ -108,8 +109,14 @@ def finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) ->
     return written
 
 
-def write_ranges(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write (fqn, start, 1-D tensor) to where they belong in files that are there. A tensor is asked for in its turn."""
+def write_ranges(
+    folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[str, int, Tensor]], advance: Advance = ignore
+) -> None:
+    """Write (fqn, start, 1-D tensor) to where they belong in files that are there. A tensor is asked for in its turn.
+
+    Args:
+        advance: hears of bytes, as they were in memory.
+    """
     homes: dict[str, list[tuple[FilePlan, Source]]] = {}
     for one in plans:
         for source in one.sources:
@@ -119,6 +126,7 @@ def write_ranges(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[
         for fqn, start, tensor in parts:
             for one, source in homes[fqn]:
                 _write_range(descriptors[one.name], tensor, source.dtype, one.offsets[source.name], start)
+                advance(tensor.nbytes)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
     finally:

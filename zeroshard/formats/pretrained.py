@@ -26,6 +26,7 @@ from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.model_files import INDEX, SINGLE
 from zeroshard.layout.names import name_of
+from zeroshard.observe.display import Display
 
 
 def load_pretrained(
@@ -62,6 +63,9 @@ def load_pretrained(
             name: stack.enter_context(SafetensorsReader(name)) for name in dict.fromkeys(_files(Path(path)).values())
         }
         home = {tensor: reader for reader in readers.values() for tensor in reader.entries}
+        total = sum(entry.nbytes for reader in readers.values() for entry in reader.entries.values())
+        display = Display(speaks=not dist.is_initialized() or dist.get_rank() == 0)
+        row = stack.enter_context(display.task(f'loading "{path}"', total))
         missing: list[str] = []
         used: set[str] = set()
         for fqns, tensor in _named_tensors(model):
@@ -72,6 +76,7 @@ def load_pretrained(
                 continue
             used.update(names)
             _read(model, fqns, tensor, home[name], name, births)
+            row.advance(home[name].entries[name].nbytes)
     unexpected = sorted(home.keys() - used)
     if strict and (missing or unexpected):
         raise CheckpointError(

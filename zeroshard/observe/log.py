@@ -3,60 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
 from zeroshard.config.schema import Schema
+from zeroshard.observe.display import Display
+from zeroshard.observe.figures import StepFigures
 from zeroshard.observe.monitors import Monitor, create_monitors
 
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """What is known after a step. `seconds`, `sent` and `memory` are this rank's; `loss` is the mean over ranks.
+class Log:
+    """Decides which steps are told of, and tells on rank 0.
 
-    Attributes:
-        has_loss: the backwards were the engine's, which saw the loss.
-        samples: since the start.
-        samples_per_second: since the last line.
-        seconds: by part of the step, for one step.
-        sent: bytes by collective since the last line.
-        memory: bytes of live storage by model state.
+    Args:
+        about: says what is run, for monitors that keep it.
+        display: whose lines a printed one must not run into.
     """
 
-    step: int
-    samples: int
-    loss: float
-    lr: float
-    loss_scale: float
-    grad_norm: float
-    applied: bool
-    has_loss: bool
-    samples_per_second: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    sent: Mapping[str, int] = field(default_factory=dict)
-    memory: Mapping[str, int] = field(default_factory=dict)
-
-
-class Log:
-    """Decides which steps are told of, and tells on rank 0."""
-
-    def __init__(self, schema: Schema, rank: int) -> None:
-        self._schema = schema
+    def __init__(self, schema: Schema, rank: int, about: Callable[[], Mapping[str, Any]], display: Display) -> None:
+        self._schema, self._rank, self._display = schema, rank, display
         every = schema.steps_per_print
         # The breakdown alone is asked for without an interval: then each step has its line.
         self._every = 1.0 if every is None and (schema.wall_clock_breakdown or schema.memory_breakdown) else every
         self._console = Console(quiet=rank != 0, soft_wrap=True, highlight=False)
-        enabled = (schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
+        enabled = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
         self._monitored = any(block.enabled for block in enabled)
-        self._monitors: list[Monitor] = create_monitors(schema) if rank == 0 else []
+        self._monitors: list[Monitor] = create_monitors(schema, about) if rank == 0 else []
 
     def prints(self, step: int) -> bool:
         """Whether this step has a line. The same on every rank."""
         return self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
+
+    @contextmanager
+    def also(self, make: Callable[[], Monitor]) -> Iterator[None]:
+        """Inside there is one monitor more. Every rank must call it: each hands in its part of the loss."""
+        before, self._monitored = self._monitored, True
+        more = [make()] if self._rank == 0 else []
+        self._monitors += more
+        try:
+            yield
+        finally:
+            self._monitored = before
+            for monitor in more:
+                monitor.close()
+                if monitor in self._monitors:
+                    self._monitors.remove(monitor)
 
     def wants(self, step: int) -> bool:
         """Whether anybody wants to hear of this step. The same on every rank."""
@@ -71,10 +67,15 @@ class Log:
             "Train/Samples/grad_norm": figures.grad_norm,
         }
         events |= {f"Train/Samples/elapsed_time_ms_{part}": 1e3 * value for part, value in figures.seconds.items()}
+        if self._schema.memory_breakdown:
+            events |= {f"Train/Samples/memory_bytes_{kind}": value for kind, value in figures.memory.items()}
+        if self._schema.comms_logger.enabled:
+            events |= {f"Train/Samples/sent_bytes_{kind}": value for kind, value in figures.sent.items()}
         for monitor in self._monitors:
-            monitor.write(events, figures.samples)
+            monitor.write(figures, events)
         if self.prints(figures.step):
-            self._console.print(self._line(figures), markup=False)
+            with self._display.above():
+                self._console.print(self._line(figures), markup=False)
 
     def _line(self, figures: StepFigures) -> str:
         parts = [

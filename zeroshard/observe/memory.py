@@ -1,9 +1,11 @@
-"""Owns the count of bytes that live on this rank, by model state, and what the ZeRO formulas say. Called by shard, engine, cli."""
+"""Owns the count of bytes that live on this rank, and their peak, and what the ZeRO formulas say. Called by shard, engine, cli."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from zeroshard.policy import DTypes, Policy
@@ -69,6 +71,17 @@ def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
             seen.add(storage._cdata)
             total += storage.nbytes()
     return total
+
+
+def peak_nbytes(device: torch.device) -> int:
+    """The most that this process has had at once: of the accelerator, by its allocator; on a CPU, of resident memory.
+
+    0 where the accelerator's allocator does not count. Nobody waits for the device.
+    """
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    module = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else 0
 
 
 def formula(

@@ -1,4 +1,4 @@
-"""Owns the places where figures of a run are kept: TensorBoard, CSV files, Weights & Biases, Comet. Called by observe.log.
+"""Owns where figures of a run are kept: JSON lines, CSV files, TensorBoard, Weights & Biases, Comet. Called by log and progress.
 
 A package is imported only where its block is enabled, and only on rank 0.
 """
@@ -7,22 +7,63 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from zeroshard.config.schema import CometBlock, MonitorBlock, Schema, WandbBlock
 from zeroshard.errors import ConfigError
+from zeroshard.observe.figures import StepFigures
+
+STEPS = "steps.jsonl"
 
 
 class Monitor(Protocol):
     """Keeps figures."""
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
-        """Keep figures by name, at this number of samples."""
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
+        """Keep what is known of a step: `events` is that by name, in DeepSpeed's words."""
 
     def close(self) -> None:
         """Nothing more comes."""
+
+
+def _append_to(path: Path) -> IO[str]:
+    """A file that goes on: a line that was only half written, by a run that was killed, stays a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return path.open("a", newline="", buffering=1, encoding="utf-8")
+
+
+class JsonLinesMonitor:
+    """All that is known, one JSON object a step, in `folder/steps.jsonl`. Before them a line that says what is run.
+
+    Args:
+        about: of the run: the world size, the policy, versions.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self._path, self._about = folder / STEPS, dict(about)
+        self._file: IO[str] | None = None
+
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
+        """Append a line."""
+        if self._file is None:
+            self._file = _append_to(self._path)
+            self._file.write(json.dumps({"run": self._about}) + "\n")
+        self._file.write(json.dumps(figures.as_json()) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class CsvMonitor:
@@ -32,17 +73,16 @@ class CsvMonitor:
         self._folder = Path(block.output_path) / block.job_name
         self._files: dict[str, Any] = {}
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Append a row to each figure's file."""
-        for name, value in figures.items():
+        for name, value in events.items():
             if name not in self._files:
-                self._folder.mkdir(parents=True, exist_ok=True)
                 path = self._folder / f"{name.replace('/', '_')}.csv"
                 is_new = not path.exists()
-                self._files[name] = path.open("a", newline="", buffering=1)
+                self._files[name] = _append_to(path)
                 if is_new:
                     csv.writer(self._files[name]).writerow(["samples", name])
-            csv.writer(self._files[name]).writerow([samples, value])
+            csv.writer(self._files[name]).writerow([figures.samples, value])
 
     def close(self) -> None:
         """Close the files."""
@@ -58,10 +98,10 @@ class TensorBoardMonitor:
         writer = _import("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter
         self._writer = writer(log_dir=str(Path(block.output_path) / block.job_name))
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Add a scalar for each figure."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, samples)
+        for name, value in events.items():
+            self._writer.add_scalar(name, value, figures.samples)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -75,9 +115,9 @@ class WandbMonitor:
         wandb = _import("wandb", "wandb", "wandb")
         self._run = wandb.init(project=block.project, group=block.group, entity=block.team)
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Log the figures at this number of samples."""
-        self._run.log(dict(figures), step=samples)
+        self._run.log(dict(events), step=figures.samples)
 
     def close(self) -> None:
         """Finish the run."""
@@ -96,20 +136,27 @@ class CometMonitor:
             self._experiment.set_name(block.experiment_name)
         self._interval, self._next = block.samples_log_interval, 0
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Log the figures, unless the last point is less than the interval ago."""
-        if samples >= self._next:
-            self._next = samples + self._interval
-            self._experiment.log_metrics(dict(figures), step=samples)
+        if figures.samples >= self._next:
+            self._next = figures.samples + self._interval
+            self._experiment.log_metrics(dict(events), step=figures.samples)
 
     def close(self) -> None:
         """End the experiment."""
         self._experiment.end()
 
 
-def create_monitors(schema: Schema) -> list[Monitor]:
-    """The monitors that the config enables. Raises `ConfigError` where a package is missing."""
+def create_monitors(schema: Schema, about: Callable[[], Mapping[str, Any]]) -> list[Monitor]:
+    """The monitors that the config enables. Raises `ConfigError` where a package is missing.
+
+    Args:
+        about: says what is run, see `JsonLinesMonitor`.
+    """
     made: list[Monitor] = []
+    if schema.json_monitor.enabled:
+        block = schema.json_monitor
+        made.append(JsonLinesMonitor(Path(block.output_path) / block.job_name, about()))
     if schema.csv_monitor.enabled:
         made.append(CsvMonitor(schema.csv_monitor))
     if schema.tensorboard.enabled:

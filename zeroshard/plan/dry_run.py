@@ -50,8 +50,8 @@ STEPS = 2
 """The first agrees on an order, makes the optimizer's states and fills the pool of buffers; the second is as all that follow."""
 
 _SILENT = (
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "csv_monitor", "wandb", "comet",
-    "comms_logger",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "csv_monitor", "json_monitor",
+    "wandb", "comet", "comms_logger",
 )  # fmt: skip
 """Keys of a config that make a run talk: a dry run says nothing on the way."""
 

@@ -28,11 +28,13 @@ class Processor(_Part):
         flops: by dtype of the operands, a second.
         memory_bandwidth: bytes a second, read and written together.
         launch_seconds: of one operation, besides its work.
+        peak_flops: by dtype, what its maker says of dense matrices, where that is known.
     """
 
     flops: dict[str, float]
     memory_bandwidth: float = Field(gt=0)
     launch_seconds: float = Field(ge=0)
+    peak_flops: dict[str, float] = {}
 
     def flops_of(self, dtype: str) -> float:
         """Of a dtype; of fp32 where nothing is known of it."""
@@ -74,6 +76,7 @@ class Machine(_Part):
         disk_write, disk_read: bytes a second of a host's disk, which its ranks share.
         transport: how ranks talk: "native" (NCCL and its kin) or "gloo".
         computes_on_cpu: there is no accelerator: ranks compute in CPU memory.
+        devices: how torch names such accelerators.
     """
 
     name: str
@@ -90,12 +93,19 @@ class Machine(_Part):
     unseen: Unseen
     transport: str = "native"
     computes_on_cpu: bool = False
+    devices: tuple[str, ...] = ()
 
 
 @cache
 def machines() -> dict[str, Machine]:
     """The known ones, by name."""
     return {name: Machine(name=name, **values) for name, values in json.loads(TABLE.read_text()).items()}
+
+
+def peak_flops_of(device: str, dtype: str) -> float | None:
+    """What an accelerator of this name does at most in a second; None where the table does not say."""
+    known = (machine.device.peak_flops.get(dtype) for machine in machines().values() if device in machine.devices)
+    return next(known, None)
 
 
 def machine_of(name: str) -> Machine:

@@ -1,0 +1,93 @@
+"""What is built from the tree: the wheel and the sdist hold what belongs there, and work where nothing else is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_citation_and_changelog_name_this_version() -> None:
+    assert f"\nversion: {zeroshard.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == "Unreleased" and heads[1] == zeroshard.__version__
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", head) for head in heads[1:])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(out)], cwd=ROOT, check=True, capture_output=True
+    )
+    return out
+
+
+def wheel_of(folder: Path) -> Path:
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.full
+def test_what_is_in_the_wheel(built: Path) -> None:
+    with zipfile.ZipFile(wheel_of(built)) as wheel:
+        names = set(wheel.namelist())
+        told = HeaderParser().parsestr(
+            wheel.read(next(n for n in names if n.endswith(f"{zeroshard.__version__}.dist-info/METADATA"))).decode()
+        )
+    tracked = subprocess.run(["git", "ls-files", "zeroshard"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert set(tracked.stdout.split()) <= names, "a file of the package is missing"
+    assert {"zeroshard/py.typed", "zeroshard/plan/machines.json", "zeroshard/shim/deepspeed/__init__.py"} <= names
+    assert {name.partition("/")[0] for name in names} == {"zeroshard", f"zeroshard-{zeroshard.__version__}.dist-info"}
+    assert (
+        told["Name"] == "zeroshard"
+        and told["Author"]
+        and told["Keywords"]
+        and told["License-Expression"] == "Apache-2.0"
+    )
+    assert told["Description-Content-Type"] == "text/markdown"
+
+
+@pytest.mark.full
+def test_the_wheel_works_in_an_empty_folder(built: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel_of(built)) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    (tmp_path / "empty").mkdir()
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path / "installed"), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "smoke.py"), str(ROOT)], cwd=tmp_path / "empty", env=environment, capture_output=True,
+        text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all is there" in done.stdout
+
+
+@pytest.mark.full
+def test_the_sdist_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+        sdist.extractall(tmp_path, filter="data")
+    assert {
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "SECURITY.md",
+        "LICENSE",
+        "docs/design.md",
+        "tests/smoke.py",
+    } <= names
+    source = next(tmp_path.iterdir())
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "again")]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    with zipfile.ZipFile(wheel_of(built)) as one, zipfile.ZipFile(wheel_of(tmp_path / "again")) as other:
+        assert set(one.namelist()) == set(other.namelist())

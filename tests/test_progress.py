@@ -1,0 +1,346 @@
+"""What a run shows on a terminal while it lasts, and the log that it keeps."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from models import Stack, tokens
+from simgpu import budgets, server
+from simgpu.build import why_not
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import Policy, UsageError
+from zeroshard.cli.main import app
+from zeroshard.observe import display as display_module
+from zeroshard.observe.display import Display, Row, clock
+from zeroshard.observe.figures import Sent
+from zeroshard.plan.machine import machines, peak_flops_of
+from zeroshard.testing import run_ranks
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+class Terminal(io.StringIO):
+    """Stands for stderr, once opened, with a person before it."""
+
+    def open(self) -> None:
+        sys.stderr = self
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def lines(self) -> list[str]:
+        """What was drawn, without control codes."""
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue()))
+        return [line.strip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+class Clock:
+    """A monotonic clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """stderr, from where the test opens it: what a fixture sets, pytest's capturing would set back."""
+    for name, value in {"TERM": "xterm", "COLUMNS": "200", "LINES": "40", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ZEROSHARD_PROGRESS", raising=False)
+    before = sys.stderr
+    yield Terminal()
+    sys.stderr = before
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(display_module, "monotonic", made)
+    return made
+
+
+# ---------------------------------------------------------------------- what lasts
+
+
+def test_what_takes_more_than_two_seconds_has_a_line(terminal: Terminal, time: Clock) -> None:
+    terminal.open()
+    with Display().task('saving "a"', 4e9) as row:
+        row.advance(1e9)
+        assert not terminal.lines
+        time.now += 2.5
+        row.advance(1e9)
+        assert any(re.search(r'saving "a" .*2\.00 of 4\.00 GB  0\.80 GB/s  0:02 left', line) for line in terminal.lines)
+        before = len(terminal.getvalue())
+        row.advance(1.0)
+        assert len(terminal.getvalue()) == before, "drawn again before anybody could have read it"
+
+
+def test_what_is_over_sooner_shows_nothing(terminal: Terminal, time: Clock) -> None:
+    terminal.open()
+    with Display().task("loading", 100) as row:
+        time.now += 1.9
+        row.advance(100)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("why", ["not rank 0", "switched off", "no terminal"])
+def test_quiet(why: str, terminal: Terminal, time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.open()
+    if why == "switched off":
+        monkeypatch.setenv("ZEROSHARD_PROGRESS", "0")
+    if why == "no terminal":
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
+    with Display(speaks=why != "not rank 0").task("loading", 100) as row:
+        time.now += 10
+        row.advance(50)
+    assert terminal.getvalue() == ""
+
+
+def test_lines_of_things_within_things(terminal: Terminal, time: Clock) -> None:
+    terminal.open()
+    display = Display()
+    with display.shown(Row("training", 10, display, delay=0)), display.task("saving", 10) as row:
+        time.now += 3
+        row.advance(5)
+        drawn = terminal.lines
+    assert any(line.startswith("training") for line in drawn)
+    assert any(line.startswith("saving") for line in drawn)
+
+
+def test_a_narrow_terminal_loses_what_is_wanted_least(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.open()
+    monkeypatch.setenv("COLUMNS", "40")
+
+    class Many(Row):
+        def figures(self) -> list[str]:
+            return ["first 1", "second 2", "third " + 40 * "3"]
+
+    display = Display()
+    with display.shown(Many("what", None, display, delay=0)):
+        assert "what  first 1  second 2" in terminal.lines
+    assert all(len(line) < 40 for line in terminal.lines)
+
+
+def test_printed_lines_stand_above(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.open()
+    display = Display()
+    with display.shown(Row("training", 10, display, delay=0)):
+        with display.above():
+            print("said")
+        assert terminal.lines.count("training  0 of 10  0:00") + terminal.getvalue().count("training") >= 2, (
+            "drawn again"
+        )
+    assert capsys.readouterr().out == "said\n"
+
+
+class Noted(Display):
+    """Remembers its rows, whether anybody would see them or not."""
+
+    rows: ClassVar[list[Row]] = []
+
+    @contextmanager
+    def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
+        with super().task(what, total, in_bytes=in_bytes) as row:
+            self.rows.append(row)
+            yield row
+
+
+def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of saves, loads, exports and commands add up to what was announced."""
+    Noted.rows.clear()
+    for module in ("shard", "formats.pretrained", "formats.hugging_face", "observe.display"):
+        monkeypatch.setattr(importlib.import_module(f"zeroshard.{module}"), "Display", Noted)
+    config = GPTConfig(layers=2, width=64, heads=2, context=16)
+    engine, *_ = zeroshard.initialize(model=GPT(config), config={**CONFIG, "gradient_accumulation_steps": 1})
+    engine.backward(engine(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long)))
+    engine.step()
+    engine.save_checkpoint(tmp_path / "checkpoints", "a")
+    engine.load_checkpoint(tmp_path / "checkpoints")
+    engine.export(tmp_path / "exported")
+    engine.destroy()
+    zeroshard.load_pretrained(GPT(config), tmp_path / "exported")
+    for command in (["inspect", "checkpoints"], ["consolidate", "checkpoints", "consolidated"]):
+        done = CliRunner().invoke(app, [command[0], *[str(tmp_path / folder) for folder in command[1:]]])
+        assert done.exit_code == 0, done.output
+    names = [
+        'saving "a"',
+        'loading "a"',
+        f'exporting to "{tmp_path}/exported"',
+        f'loading "{tmp_path}/exported"',
+        "verifying",
+    ]
+    assert [row.what for row in Noted.rows] == [*names, f'writing "{tmp_path}/consolidated"']
+    for row in Noted.rows:
+        # The headers of files are in one of the two.
+        assert row.total and row.done == pytest.approx(row.total, rel=0.05), (row.what, row.done, row.total)
+
+
+def test_durations() -> None:
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3600, 3725)] == ["0:00", "1:00", "1:00:00", "1:02:05"]
+
+
+# ---------------------------------------------------------------------- trainings
+
+
+def train(engine: zeroshard.Engine, steps: int, rank: int = 0) -> list[float]:
+    losses = []
+    for number in range(2 * steps):
+        loss = engine(*tokens(rank, number))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_line_of_an_engine(terminal: Terminal) -> None:
+    terminal.open()
+    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    with zeroshard.progress(engine, steps=4, tokens=5, peak_flops=1e12):
+        losses = train(engine, 4)
+    with pytest.raises(UsageError, match="with an engine"), zeroshard.progress(engine) as progress:
+        progress.step(1.0)
+    engine.destroy()
+    last = next(line for line in reversed(terminal.lines) if "step 4/4" in line)
+    assert f"loss {sum(losses[-2:]) / 2:.4g}" in last
+    for figure in (
+        r"lr 1\.00e-02",
+        r"norm [\d.]+",
+        r"[\d.,]+ samples/s",
+        r"[\d.,]+ tokens/s",
+        r"MFU [\d.]+%",
+        r"states \d+ MiB",
+        "peak",
+    ):
+        assert re.search(figure, last), (figure, last)
+
+
+def test_the_line_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.open()
+    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    with zeroshard.progress(engine, steps=4) as progress:
+        train(engine, 1)
+        progress.print("above", 1)
+        progress.stop()
+        drawn = terminal.getvalue()
+        train(engine, 1)
+    engine.destroy()
+    assert terminal.getvalue() == drawn
+    assert "step 1/4" in terminal.lines[-1]
+    assert capsys.readouterr().out == "above 1\n"
+
+
+def plain_loop(rank: int, steps: int, log: Path | None = None, begin: int = 0) -> list[float]:
+    torch.manual_seed(0)
+    model = Stack()
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(3))
+    losses = []
+    with zeroshard.progress(sharded, steps=begin + steps, begin=begin, samples=6, tokens=5, log=log) as progress:
+        for number in range(steps):
+            loss = model(*tokens(rank, number))
+            loss.backward()
+            norm = sharded.clip_grad_norm_(1.0)
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+            progress.step(loss, norm)
+            losses.append(loss.item())
+    sharded.remove()
+    return losses
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def test_the_log_of_a_plain_loop(tmp_path: Path) -> None:
+    losses = run_ranks(lambda rank: plain_loop(rank, 5, tmp_path / "run"), 2)
+    about, *steps = records(tmp_path / "run")
+    assert about["run"]["world_size"] == 2
+    assert about["run"]["policy"]["parameters"]["sharded"] is True
+    assert [one["step"] for one in steps] == [1, 2, 3, 4, 5]
+    assert [one["samples"] for one in steps] == [6, 12, 18, 24, 30]
+    assert [one["loss"] for one in steps] == pytest.approx(losses[0]), "rank 0's"
+    assert all(one["lr"] == 1e-2 and one["applied"] and one["grad_norm"] > 0 for one in steps)
+    assert steps[-1]["memory"]["parameters"] > 0 and steps[-1]["peak"] > 0 and steps[-1]["sent"]
+    assert steps[-1]["tokens_per_second"] == pytest.approx(5 * steps[-1]["samples_per_second"])
+
+
+def test_a_log_goes_on_after_a_line_that_was_half_written(tmp_path: Path) -> None:
+    plain_loop(0, 2, tmp_path)
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    plain_loop(0, 2, tmp_path, begin=2)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert lines[3] == '{"step": 3, "lo'
+    assert [json.loads(line)["step"] for line in lines[5:]] == [3, 4]
+
+
+@pytest.mark.parametrize("how", ["config", "progress"])
+def test_the_log_of_an_engine(how: str, tmp_path: Path) -> None:
+    block = {"json_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+
+    def body(rank: int) -> list[float]:
+        config = {**CONFIG, "wall_clock_breakdown": True, "steps_per_print": 1e9, **(block if how == "config" else {})}
+        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+        with zeroshard.progress(engine, log=tmp_path / "run" if how == "progress" else None):
+            losses = train(engine, 3, rank)
+        train(engine, 1, rank)
+        engine.destroy()
+        return losses
+
+    losses = run_ranks(body, 2)
+    about, *steps = records(tmp_path / "run")
+    assert about["run"]["trained"] == about["run"]["parameters"]
+    assert [one["step"] for one in steps] == [1, 2, 3, *([4] if how == "config" else [])]
+    means = [sum(rank[2 * step] + rank[2 * step + 1] for rank in losses) / 4 for step in range(3)]
+    assert [one["loss"] for one in steps[:3]] == pytest.approx(means), "the mean over ranks and microbatches"
+    assert {"forward", "backward", "step"} <= set(steps[0]["seconds"])
+    assert all(one["sent"] for one in steps)
+
+
+def test_counters_of_bytes_may_be_cleared_by_others() -> None:
+    sent = Sent({"a": 2})
+    assert sent.take({"a": 5}) == {"a": 3}
+    assert sent.take({"a": 7, "b": 1}) == {"a": 2, "b": 1}
+    assert sent.take({"a": 3}) == {"a": 3}, "somebody cleared them"
+    assert sent.take({"a": 3}) == {}
+
+
+def test_peaks_of_known_accelerators() -> None:
+    assert peak_flops_of("NVIDIA H200", "bfloat16") == pytest.approx(989e12)
+    assert peak_flops_of("NVIDIA H200", "float32") is None
+    assert peak_flops_of("a new one", "bfloat16") is None
+    for machine in machines().values():
+        for dtype, flops in machine.device.peak_flops.items():
+            assert flops > machine.device.flops[dtype], f"{machine.name} trains faster than it can"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
+    found = server.call(budgets.watched_steps, mode="all late", folder=str(tmp_path))[0]
+    assert sum(found["synchronisations"].values()) == 0, found
+    assert sum(found["pageable_copies"].values()) == 0, found
+    _, *steps = records(tmp_path)
+    assert [one["step"] for one in steps] == list(range(1, len(found["losses"]) + 1))
+    assert [one["loss"] for one in steps] == pytest.approx(found["losses"].tolist(), rel=1e-6)

@@ -1,0 +1,177 @@
+"""A run's log as one page, and what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Stack, tokens
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import UsageError
+from zeroshard.cli.main import app
+from zeroshard.observe.report_page import MAX_POINTS, page, smoothed, thinned
+from zeroshard.observe.run_log import RunLog, Series, read_run
+
+ABOUT = {
+    "world_size": 2, "parameters": 10_000_000, "dtype": "bfloat16", "device": "<cpu>", "torch": "2.13",
+    "policy": {"parameters": {"sharded": False}, "gradients": {"sharded": True}, "optimizer": {"sharded": True}},
+}  # fmt: skip
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    skipped = number % 10 == 7
+    return {
+        "step": number, "samples": 8 * number, "at": 1.7e9 + number, "loss": 5.0 / number, "lr": 1e-3, "loss_scale": 2.0**16,
+        "grad_norm": None if skipped else 1.0, "applied": not skipped, "samples_per_second": 100.0, "tokens_per_second": 12800.0,
+        "seconds": {"forward": 0.01, "backward": 0.02}, "sent": {"reduce_scatter": 2 << 20},
+        "memory": {"parameters": 30 << 20, "optimizer": 60 << 20}, "peak": 200 << 20, **more,
+    }  # fmt: skip
+
+
+def write(folder: Path, steps: list[dict[str, Any]], end: str = "\n") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(one) for one in ({"run": ABOUT}, *steps)]
+    (folder / "steps.jsonl").write_text("\n".join(lines) + end)
+    return folder
+
+
+def pictures_of(text: str) -> list[str]:
+    return re.findall(r"<figcaption>(.*?)</figcaption>", text)
+
+
+def test_one_page_holds_everything(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(number) for number in range(1, 31)])
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.exit_code == 0, done.output
+    text = (folder / "report.html").read_text()
+    assert pictures_of(text) == [
+        "loss", "learning rate", "norm of the gradients before clipping", "loss scale, and steps that were skipped",
+        "tokens a second", "memory of rank 0 by category, MiB", "time of a step by part, ms",
+        "sent by rank 0 in a step by collective, MiB",
+    ]  # fmt: skip
+    assert text.count("<svg") == 8
+    assert "<script" not in text and "@import" not in text
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', text.replace("xlink:href", "href")), "it needs the network"
+    assert "10.0 M parameters, 2 ranks, sharded: gradients, optimizer, bfloat16, &lt;cpu&gt;, torch 2.13" in text
+    assert "<dt>skipped steps</dt><dd>3</dd>" in text
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+def test_a_step_alone_and_a_log_of_losses_alone(tmp_path: Path) -> None:
+    assert len(pictures_of(page(read_run(write(tmp_path / "one", [step(1)]))))) == 8
+    few = {"step": 1, "samples": 8, "loss": 2.0, "lr": 0.1, "loss_scale": 1.0, "grad_norm": 1.0, "applied": True}
+    run = read_run(write(tmp_path / "few", [few, {**few, "step": 2, "loss": None}]))
+    assert pictures_of(page(run)) == ["loss", "learning rate", "norm of the gradients before clipping"]
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path, [step(1), step(2)], end='\n{"step": 3, "lo')
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.exit_code == 0
+    assert "steps.jsonl: line 4 left out, not a JSON object of a step (half-written?)" in done.output
+    assert read_run(folder).series["loss"].at == [1, 2]
+
+
+def test_a_run_that_went_back_to_a_checkpoint(tmp_path: Path) -> None:
+    folder = write(tmp_path, [step(1), step(2), step(3, sent={"broadcast": 5}), step(2, loss=9.0)])
+    run = read_run(folder)
+    assert (run.series["loss"].at, run.series["loss"].values) == ([1, 2], [5.0, 9.0])
+    assert "broadcast" not in run.group("sent")
+    assert "9" in page(run)
+
+
+def test_bytes_of_a_step_where_not_every_step_says_them(tmp_path: Path) -> None:
+    steps = [step(number) for number in range(1, 9)]
+    for one in steps:
+        if one["step"] % 4:
+            del one["sent"]
+    sent = read_run(write(tmp_path, steps)).group("sent")["reduce_scatter"]
+    assert sent.values == [(2 << 20) / 4, (2 << 20) / 4]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (None, "no log at {run}"),
+        ({}, "{run} holds no log: neither steps.jsonl"),
+        ({"steps.jsonl": ""}, "holds no step: it is empty"),
+        (
+            {"steps.jsonl": json.dumps({"run": ABOUT}) + "\n"},
+            "holds no step: it is empty, or the run has not ended its first step",
+        ),
+        ({"steps.jsonl": "what\n"}, "holds no step: line 1 is not a JSON object of a step"),
+        ({"Train_Samples_lr.csv": "samples,Train/Samples/lr\n"}, "holds no step"),
+        ({"job/steps.jsonl": "{}"}, "but these below it do: {run}/job. Give one of them."),
+    ],
+)
+def test_what_is_no_log_is_a_sentence(files: dict[str, str] | None, expected: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name, content in (files or {}).items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(content)
+    if files == {}:
+        run.mkdir()
+    done = CliRunner().invoke(app, ["report", str(run)])
+    assert isinstance(done.exception, UsageError), done.output
+    assert expected.replace("{run}", str(run)) in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_where_the_page_cannot_be(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(1)])
+    done = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path)])
+    assert "is a folder: give it the name of a file" in str(done.exception)
+
+
+def test_the_files_of_the_csv_monitor(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "comms_logger": {"enabled": True},
+        "steps_per_print": 1e9,
+    }
+    engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+    for number in range(3):
+        loss = engine(*tokens(0, number))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    with (tmp_path / "job" / "Train_Samples_lr.csv").open("a") as file:
+        file.write("12,0.0")
+    run = read_run(tmp_path / "job")
+    assert run.axis == "samples"
+    assert run.series["loss"].at == [3, 6, 9]
+    assert run.series["lr"].values == [1e-2] * 3
+    assert set(run.group("seconds")) >= {"forward", "backward", "step"}
+    assert set(run.group("memory")) >= {"parameters", "gradients", "optimizer"}
+    assert run.notes == ["Train_Samples_lr.csv: line 5 left out, not a row of samples and a number (half-written?)."]
+    shown = pictures_of(page(run))
+    assert {"loss", "time of a step by part, ms", "memory of rank 0 by category, MiB"} <= set(shown)
+
+
+def test_long_runs_keep_their_spikes_and_gaps() -> None:
+    many = Series(list(range(100_000)), [1.0] * 100_000)
+    many.values[54_321] = 99.0
+    many.values[10] = float("nan")
+    thin = thinned(many)
+    assert len(thin.at) <= MAX_POINTS and max(thin.values) == 99.0
+    assert thinned(Series([1], [2.0])) == Series([1], [2.0])
+    assert len(smoothed(many).at) == 99_999
+
+
+def test_a_page_of_a_long_run_stays_small() -> None:
+    run = RunLog(Path("x"), "step")
+    for number in range(30_000):
+        run.add("loss", number, 1.0 + number % 7)
+        run.add("memory/parameters", number, 5e8)
+    assert len(page(run)) < 400_000

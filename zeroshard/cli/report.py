@@ -1,0 +1,31 @@
+"""Owns `zeroshard report`: what a run kept of its steps, as one page of plots. Called by main."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroshard.cli.options import output_file
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A folder with steps.jsonl or the CSV monitor's files; or such a file.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: report.html beside the log.")] = None,
+) -> None:
+    """Draw a run's log into one HTML file: loss, learning rate, norm, loss scale, speed, memory, time by part, bytes sent.
+
+    The page holds its pictures, and needs neither network nor JavaScript. It may be made while the run goes on.
+    """
+    from zeroshard.observe.report_page import page
+    from zeroshard.observe.run_log import read_run
+
+    read = read_run(run)
+    path = out or (run if run.is_dir() else run.parent) / "report.html"
+    output_file(path, "--out" if out else "RUN")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(read), encoding="utf-8")
+    for note in read.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"{path}  {path.stat().st_size / 1024:,.0f} KiB")

@@ -1,0 +1,221 @@
+"""Owns the lines that move on a terminal while something lasts: a training, a save, a load. Called by whatever lasts, and by cli.
+
+They are on stderr, of rank 0, and nowhere where stderr is no terminal. No thread draws them while ranks train: who works says how
+far it has come, and draws what is due. So a data loader's worker is never forked from under a lock that a thread holds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.live import Live
+    from rich.text import Text
+
+DELAY_SECONDS = 2.0
+"""What is over sooner has no line."""
+REFRESH_SECONDS = 0.25
+SWITCH = "ZEROSHARD_PROGRESS"
+"""The environment variable that turns lines off, where it is 0."""
+_SEEN = 60
+_BAR_CELLS = 20
+_GB = 1e9
+
+Advance: TypeAlias = Callable[[float], object]
+"""Says that so much more is done."""
+
+
+def ignore(amount: float) -> None:
+    """The `Advance` of who shows nothing."""
+
+
+class Row:
+    """One thing that lasts.
+
+    Attributes:
+        what: what it is called.
+        total, done: how much there is to do, where that is known, and how much was done.
+        since: when it began, by the monotonic clock.
+    """
+
+    def __init__(
+        self, what: str, total: float | None, display: Display, *, done: float = 0.0, delay: float = DELAY_SECONDS
+    ) -> None:
+        self.what, self.total, self.done = what, total, done
+        self.since = monotonic()
+        self._due, self._display = self.since + delay, display
+        self._seen = deque([(self.since, done)], maxlen=_SEEN)
+
+    def advance(self, amount: float) -> None:
+        """So much more is done."""
+        self.done += amount
+        self._display.refresh()
+
+    def at(self, done: float, total: float) -> None:
+        """So much is done, of so much."""
+        self.done, self.total = done, total
+        self._display.refresh()
+
+    def note(self, now: float) -> None:
+        """Remember how far it has come, for its speed."""
+        self._seen.append((now, self.done))
+
+    def is_due(self, now: float) -> bool:
+        """Whether it has lasted long enough to have a line."""
+        return now >= self._due
+
+    @property
+    def speed(self) -> float:
+        """Done in a second, of late."""
+        then, before = self._seen[0]
+        now, done = self._seen[-1]
+        return (done - before) / (now - then) if now > then else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until it is done, where that can be said."""
+        if self.total is None or self.done <= 0 or self.speed <= 0:
+            return None
+        return max(self.total - self.done, 0.0) / self.speed
+
+    def figures(self) -> list[str]:
+        """What is known of it, the most wanted first: what does not fit on the line is left out."""
+        count = f"{self.done:g} of {self.total:g}" if self.total is not None else ""
+        return [part for part in (count, clock(monotonic() - self.since)) if part]
+
+
+class BytesRow(Row):
+    """One whose work is counted in bytes."""
+
+    def figures(self) -> list[str]:
+        left = self.seconds_left
+        of = f" of {self.total / _GB:.2f}" if self.total is not None else ""
+        parts = [f"{self.done / _GB:.2f}{of} GB", f"{self.speed / _GB:.2f} GB/s"]
+        return [*parts, f"{clock(left)} left"] if left is not None else parts
+
+
+def clock(seconds: float) -> str:
+    """For people: 0:42, 12:05, 3:01:40."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Display:
+    """The lines of one model, or of one command.
+
+    Args:
+        speaks: whether this process may have lines: rank 0. An attribute too.
+        animated: a thread draws them, and they appear at once: for commands that say little on their way.
+    """
+
+    def __init__(self, *, speaks: bool = True, animated: bool = False) -> None:
+        self.speaks, self._animated = speaks, animated
+        self._rows: list[Row] = []
+        self._live: Live | None = None
+        self._drawn_at = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a line would be seen."""
+        return self.speaks and os.environ.get(SWITCH) != "0" and sys.stderr is not None and sys.stderr.isatty()
+
+    @contextmanager
+    def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
+        """Inside, `what` lasts; whoever does it calls `advance` of the row."""
+        kind = BytesRow if in_bytes else Row
+        row = kind(what, total, self, delay=0 if self._animated else DELAY_SECONDS)
+        with self.shown(row):
+            yield row
+
+    @contextmanager
+    def shown(self, row: Row, *, stays: bool = False) -> Iterator[None]:
+        """Inside, a row has its line. `stays`: what it said last stands there after."""
+        if not self.is_on:
+            yield
+            return
+        self._rows.append(row)
+        self.refresh(now=True)
+        try:
+            yield
+        finally:
+            self._rows.remove(row)
+            row.note(monotonic())
+            with self.above():
+                if stays:
+                    console = _console()
+                    console.print(_line(row, console.width, console.options.ascii_only))
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Draw what is due, unless that was a moment ago."""
+        if not self._rows:
+            return
+        moment = monotonic()
+        if not now and moment - self._drawn_at < REFRESH_SECONDS:
+            return
+        self._drawn_at = moment
+        for row in self._rows:
+            row.note(moment)
+        if not any(row.is_due(moment) for row in self._rows):
+            return
+        if self._live is None:
+            self._live = self._start()
+        self._live.refresh()
+
+    def _start(self) -> Live:
+        from rich.live import Live
+
+        # What is written to a file is none of the terminal's business.
+        both = sys.stdout is not None and sys.stdout.isatty()
+        live = Live(
+            self, console=_console(), auto_refresh=self._animated, transient=True, redirect_stdout=both,
+            vertical_overflow="visible",
+        )  # fmt: skip
+        live.start()
+        return live
+
+    @contextmanager
+    def above(self) -> Iterator[None]:
+        """What is printed inside stands above the lines."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        try:
+            yield
+        finally:
+            if live is not None:
+                self.refresh(now=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        now = monotonic()
+        for row in self._rows:
+            if row.is_due(now):
+                yield _line(row, options.max_width, options.ascii_only)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def _line(row: Row, width: int, ascii_only: bool) -> Text:
+    from rich.text import Text
+
+    line = Text(row.what, no_wrap=True, overflow="ellipsis")
+    if row.total and width >= 4 * _BAR_CELLS:
+        full = min(round(_BAR_CELLS * row.done / row.total), _BAR_CELLS)
+        line.append("  " if row.what else "").append(("#" if ascii_only else "━") * full, "cyan")
+        line.append(("-" if ascii_only else "━") * (_BAR_CELLS - full), "bright_black")
+    for part in row.figures():
+        if line.cell_len + 2 + len(part) >= width:
+            break
+        line.append(f"{'  ' if line.cell_len else ''}{part}")
+    return line

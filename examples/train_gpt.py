@@ -228,9 +228,9 @@ def main() -> None:
     ranks = f"{dist.get_world_size()} ranks, a step of {engine.train_batch_size()} sequences"
     console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {ranks}")
 
-    if options.checkpoints is not None and (options.checkpoints / "latest").exists():
+    if options.checkpoints is not None:  # every rank asks, also on a host that has none
         path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
-        console.print(f"going on from {path}")
+        console.print("no checkpoint yet" if path is None else f"going on from {path}")
 
     train(engine, training, options, console)
 

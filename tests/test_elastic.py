@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,8 +27,9 @@ HOLDS = (10, 20)
 """Steps at which the job waits to be killed: see JOB."""
 
 
-def arguments(folder: Path) -> list[str]:
+def arguments(folder: Path, *, node_local: bool = False) -> list[str]:
     config = {
+        "checkpoint": {"use_node_local_storage": node_local},
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -89,20 +91,25 @@ def samples_of(step: int) -> list[int]:
 
 
 @pytest.mark.full
-def test_a_host_that_dies_and_comes_back_changes_nothing(tmp_path: Path, uninterrupted: dict[int, float]) -> None:
+@pytest.mark.parametrize("node_local", [False, True], ids=["one folder", "a folder a host"])
+def test_a_host_that_dies_and_comes_back_changes_nothing(
+    tmp_path: Path, uninterrupted: dict[int, float], node_local: bool
+) -> None:
     folder = tmp_path / "job"
-    given = arguments(folder)
+    given = arguments(folder, node_local=node_local)
+    own = [["--checkpoints", str(folder / f"memory of host {host}")] if node_local else [] for host in (0, 1)]
     try:
         made = TwoHosts(delay_us=200, mbit=1000)
     except NotPermitted as error:
         pytest.skip(str(error))
     with made as hosts:
-        programs = [hosts.start_elastic(host, 1, JOB, *given) for host in (0, 1)]
+        programs = [hosts.start_elastic(host, 1, JOB, *given, *own[host]) for host in (0, 1)]
         until(folder / f"held.{HOLDS[0]}", programs)
         hosts.kill(1)
+        shutil.rmtree(folder / "memory of host 1", ignore_errors=True)  # as memory does
         until(folder / f"held.{HOLDS[1]}", programs)
         hosts.boot(1)
-        programs[1] = hosts.start_elastic(1, 1, JOB, *given)
+        programs[1] = hosts.start_elastic(1, 1, JOB, *given, *own[1])
         outcomes = [program.wait(SECONDS) for program in programs]
     assert [one.status for one in outcomes] == [0, 0], "\n".join(one.log for one in outcomes)
 

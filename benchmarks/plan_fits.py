@@ -17,6 +17,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,12 @@ def trained(training: Training, limit: int | None) -> tuple[bool, int]:
         command = [sys.executable, __file__, "--rank-of", str(group.path), json.dumps(asdict(training))]
         command += [AS_IT_IS] * (AS_IT_IS in sys.argv)
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    statuses = [process.wait(timeout=300) for process in ranks]
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):  # as torchrun does: who was to come will not
+            for process in ranks:
+                process.kill()
+        time.sleep(0.05)
+    statuses = [process.wait() for process in ranks]
     peak = group.peak
     group.close()
     return not any(statuses), peak

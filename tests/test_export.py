@@ -72,6 +72,19 @@ def test_a_checkpoint_becomes_a_model_file(name: str, limit: int, tmp_path: Path
             assert index["weight_map"].keys() == expected.keys()
 
 
+def test_a_checkpoint_of_which_a_part_is_elsewhere(tmp_path: Path) -> None:
+    """The error says what is meant, and nothing half-written stays."""
+    saved(tmp_path)
+    reader = open_checkpoint(tmp_path / "ckpt")
+    name = reader.manifest.files[1].name
+    (reader.folder / name).unlink()
+    with pytest.raises(
+        CheckpointError, match=f"lacks {re.escape(name)}, one of 1 files .* bring the files of all of them together"
+    ):
+        export(reader, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_model_that_trains_exports_itself(stage: int, bf16: bool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import zeroshard
 from zeroshard import CheckpointError, Policy
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint import saving
-from zeroshard.checkpoint.node_local import carry
+from zeroshard.checkpoint.node_local import Move, carry
 from zeroshard.collectives import meeting
 from zeroshard.testing import run_ranks
 
@@ -136,6 +136,46 @@ def test_a_host_that_is_behind_follows(tmp_path: Path) -> None:
     (tmp_path / "host0" / files.LATEST).write_text("one")
     found, tag = loaded(tmp_path, 2, 1)
     assert torch.equal(found, values) and tag == "two"
+
+
+def test_hosts_that_were_killed_before_their_manifests_have_their_parts(tmp_path: Path) -> None:
+    """Of four, two had come to the manifest, and to remove what is old: neither they nor the others have one of both whole."""
+    values = saved(tmp_path, 4, 1)
+    for host in (0, 1):
+        shutil.rmtree(tmp_path / f"host{host}" / "one")
+    for host in (2, 3):
+        (tmp_path / f"host{host}" / "two" / files.MANIFEST).unlink()
+        (tmp_path / f"host{host}" / files.LATEST).write_text("one")
+    found, tag = loaded(tmp_path, 4, 1)
+    assert torch.equal(found, values) and tag == "two"
+
+
+def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path) -> None:
+    """Without node_local: the error says how it is meant."""
+
+    def body(rank: int) -> None:
+        run = Run(rank, tmp_path, 1)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*this rank does not see it: .* save with node_local=True"):
+            run.sharded.save(run.folder, "one")
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("what", ["cut", "unreadable"])
+def test_a_file_that_cannot_be_read_keeps_nobody_waiting(what: str, tmp_path: Path) -> None:
+    def body(rank: int) -> str | None:
+        run = Run(rank, tmp_path, 1)
+        run.folder.mkdir()
+        if rank == 0 and what == "cut":
+            (run.folder / "file").write_bytes(b"12345")
+        elif rank == 0:
+            (run.folder / "file").symlink_to("/proc/self/mem")  # an I/O error at its begin
+        problem = carry(run.sharded.checkpoints.control, run.folder, [Move(0, 1, "file", 10)])
+        return None if problem is None else str(problem)
+
+    told = run_ranks(body, 2)
+    assert told[1] is None
+    assert told[0] is not None and ("ends too soon" if what == "cut" else "error") in told[0]
 
 
 def test_old_ones_go_on_every_host(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def trained():
     return model, lambda rank, step: (torch.zeros(1, 4),)
 def module():
     return torch.nn.Linear(4, 1)
+def meta():
+    return torch.nn.Linear(4, 1, device="meta"), lambda rank, step: (torch.zeros(1, 4),)
 """
 
 
@@ -92,6 +94,20 @@ def test_what_is_auto_is_given(folder: Path) -> None:
     done = CliRunner().invoke(app, [*planned, "--auto", "lr=1e-3", "--write", "out.json"])
     assert done.exit_code == 0, done.output
     assert json.loads((folder / "out.json").read_text())["optimizer"]["params"]["lr"] == 1e-3
+
+
+def test_what_would_be_left_out_is_refused(folder: Path) -> None:
+    (folder / "auto.json").write_text(json.dumps(CONFIG))
+    planned = [".", "--sequence", "32", "--quick"]
+    assert "name one by --config" in refused(*planned, "--auto", "lr=1e-3")
+    told = refused(*planned, "--config", "auto.json", "--auto", "lr=1e-3", "--auto", "stge=3")
+    assert "auto['stge'] is the name of no config key. Did you mean 'stage'?" in told
+    for name in ("memory.txt", "memory"):
+        assert "is no picture's name" in refused(*planned, "--plot", name)
+
+
+def test_a_factory_that_is_on_the_meta_device(folder: Path) -> None:
+    assert "on the meta device: leave the device out" in refused("factory.py:meta", "--config", "zero.json", "--quick")
 
 
 def test_json_is_for_programs(folder: Path) -> None:

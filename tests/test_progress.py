@@ -251,6 +251,79 @@ def test_the_line_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pyt
     assert capsys.readouterr().out == "above 1\n"
 
 
+def test_progress_within_progress_of_one_engine(terminal: Terminal) -> None:
+    """As of epochs: the outer line goes on after the inner one."""
+    terminal.open()
+    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    with zeroshard.progress(engine, steps=4):
+        with zeroshard.progress(engine, steps=2):
+            train(engine, 2)
+        train(engine, 1)
+    engine.destroy()
+    assert any("step 2/2" in line for line in terminal.lines)
+    assert "step 3/4" in terminal.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"steps": "4"}, "steps='4'"), ({"steps": -1}, "0 or more"), ({"samples": "many"}, "samples='many'"),
+        ({"peak_flops": 0}, "more than 0"), ({"tokens": -1}, "tokens=-1"),
+    ],
+)  # fmt: skip
+def test_what_progress_is_not_told_so(wrong: dict[str, Any], expected: str, terminal: Terminal) -> None:
+    terminal.open()
+    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    with pytest.raises(UsageError, match=expected):
+        zeroshard.progress(engine, **wrong)
+    with pytest.raises(UsageError, match=r"progress\(\) of a Linear: give it the engine"):
+        zeroshard.progress(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    engine.destroy()
+
+
+def test_a_line_that_could_not_be_drawn_leaves_nothing_behind(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal.open()
+    display = Display()
+
+    class Broken(Row):
+        def figures(self) -> list[str]:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"), display.shown(Broken("one", 1, display, delay=0)):
+        pass
+    with display.shown(Row("two", 1, display, delay=0)):
+        pass
+    assert any("two" in line for line in terminal.lines)
+
+
+def test_a_step_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    model = Stack()
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(2))
+    progress = zeroshard.progress(sharded)
+    with pytest.raises(UsageError, match="outside of `with"):
+        progress.step(1.0)
+    with progress, pytest.raises(UsageError, match=r"a loss of shape \(3,\)"):
+        progress.step(torch.ones(3))
+    sharded.remove()
+
+
+@pytest.mark.parametrize("how", ["engine", "plain loop"])
+def test_a_log_that_cannot_be_written_is_said_before_the_first_step(how: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"the log .*file/steps.jsonl cannot be written: .*\. Name a folder"):
+        if how == "engine":
+            engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+            with zeroshard.progress(engine, log=tmp_path / "file"):
+                raise AssertionError("a step could have been made")
+        else:
+            plain_loop(0, 0, tmp_path / "file")
+    if how == "engine":
+        train(engine, 1)
+        engine.destroy()
+
+
 def plain_loop(rank: int, steps: int, log: Path | None = None, begin: int = 0) -> list[float]:
     torch.manual_seed(0)
     model = Stack()

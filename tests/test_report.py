@@ -87,6 +87,44 @@ def test_a_run_that_went_back_to_a_checkpoint(tmp_path: Path) -> None:
     assert "9" in page(run)
 
 
+def test_a_page_never_takes_the_place_of_a_log(tmp_path: Path) -> None:
+    folder = write(tmp_path, [step(1)])
+    before = (folder / "steps.jsonl").read_text()
+    done = CliRunner().invoke(app, ["report", str(folder), "--out", str(folder / "steps.jsonl")])
+    assert isinstance(done.exception, UsageError) and "a log's name" in str(done.exception)
+    assert (folder / "steps.jsonl").read_text() == before
+
+
+def test_losses_that_are_not_finite_are_said(tmp_path: Path) -> None:
+    """Where no loss is finite there is no plot of them that could show it."""
+    text = page(read_run(write(tmp_path, [step(number, loss=None) for number in range(3, 7)])))
+    assert "loss" not in pictures_of(text)
+    assert "<dt>loss not finite</dt><dd>4 times, first at 3</dd>" in text
+
+
+def test_a_second_run_from_the_start_is_noted(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, [step(1), step(2), step(1, loss=9.0)]))
+    assert run.series["loss"].values == [9.0]
+    (note,) = run.notes
+    assert "more than one run from the start" in note
+    assert not read_run(write(tmp_path, [step(1), step(2), step(2)])).notes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": NaN, "loss": 1}', '{"step": Infinity, "loss": 1}', f'{{"step": {"9" * 400}, "loss": 1}}', "[" * 100_000,
+        f'{{"step": 3, "loss": {"9" * 400}, "sent": {{"broadcast": {"9" * 400}}}}}', '{"step": 3, "loss": -1e308}',
+        '{"run": {"policy": "x", "parameters": "many"}}', '{"run": {"policy": {"parameters": 3}}}',
+    ],
+)  # fmt: skip
+def test_an_odd_line_does_not_cost_the_page(line: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, [step(1), step(2)], end=f"\n{line}\n")
+    run = read_run(folder)
+    assert run.series["loss"].at[:2] == [1, 2] and run.series["loss"].at[-1] in (2, 3)
+    assert "loss" in pictures_of(page(run))
+
+
 def test_bytes_of_a_step_where_not_every_step_says_them(tmp_path: Path) -> None:
     steps = [step(number) for number in range(1, 9)]
     for one in steps:

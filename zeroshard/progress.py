@@ -15,9 +15,10 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -69,13 +70,29 @@ def progress(
         flops: of one sample, forward and backward. Default: 6 for each trained parameter and token, 4 for each frozen one.
         peak_flops: what one accelerator does at most in a second, for MFU. Default: what `zeroshard plan` knows of the device.
         log: a folder, where rank 0 keeps each step in `steps.jsonl`, for `zeroshard report`.
+
+    Raises:
+        UsageError: an argument is none of these.
     """
+    if not isinstance(trained, Engine | Sharded):
+        raise UsageError(
+            f"progress() of a {type(trained).__name__}: give it the engine, or what zeroshard.shard() returned."
+        )
+    _check_numbers({"steps": steps, "begin": begin, "samples": samples, "tokens": tokens})
+    _check_numbers({"flops": flops, "peak_flops": peak_flops}, zero=False)
     return TrainingProgress(
         trained,
         Sizes(steps, samples, tokens, flops, peak_flops),
         trained.global_steps if isinstance(trained, Engine) else begin,
         None if log is None else Path(log),
     )
+
+
+def _check_numbers(told: Mapping[str, object], *, zero: bool = True) -> None:
+    for name, number in told.items():
+        if number is None or (isinstance(number, Real) and (float(number) >= 0 if zero else float(number) > 0)):
+            continue
+        raise UsageError(f"progress({name}={number!r}): it is a number, {'0 or more' if zero else 'more than 0'}.")
 
 
 @dataclass(frozen=True)
@@ -116,22 +133,22 @@ class TrainingProgress:
         self._monitor: JsonLinesMonitor | None = None
         self._sent = Sent(self._sharded.comm_report(clear=False))
         self._exits = ExitStack()
-        self._is_heard = False
+        self._is_heard = self._was_entered = False
 
     def __enter__(self) -> Self:
-        if self._engine is not None:
-            reporter = self._engine._progress
-            reporter.watcher, reporter.tokens = self._hear, self._sizes.tokens
-            self._exits.callback(self._stop_hearing)
-            if self._log is not None:
-                self._exits.enter_context(reporter.also_to(self._log))
-        elif self._log is not None and self._display.speaks:
-            self._monitor = JsonLinesMonitor(self._log, about(self._sharded))
-            self._exits.callback(self._monitor.close)
-        self._is_heard = self._display.is_on or self._monitor is not None
-        self._read_at = self._told_at = monotonic()
-        self._told_samples = self._samples
-        self._exits.enter_context(self._display.shown(self._row, stays=True))
+        with ExitStack() as exits:
+            if self._engine is not None:
+                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens))
+                if self._log is not None:
+                    exits.enter_context(self._engine._progress.also_to(self._log))
+            elif self._log is not None and self._display.speaks:
+                self._monitor = JsonLinesMonitor(self._log, about(self._sharded))
+                exits.callback(self._monitor.close)
+            self._is_heard = self._display.is_on or self._monitor is not None
+            self._read_at = self._told_at = monotonic()
+            self._told_samples = self._samples
+            exits.enter_context(self._display.shown(self._row, stays=True))
+            self._exits, self._was_entered = exits.pop_all(), True
         return self
 
     def __exit__(
@@ -150,10 +167,6 @@ class TrainingProgress:
             if self._is_heard:
                 self._is_heard = False
                 self._read(wait=True)
-
-    def _stop_hearing(self) -> None:
-        assert self._engine is not None
-        self._engine._progress.watcher = self._engine._progress.tokens = None
 
     def step(
         self,
@@ -174,10 +187,19 @@ class TrainingProgress:
             applied: whether the parameters were updated.
 
         Raises:
-            UsageError: an engine trains, which counts its steps itself.
+            UsageError: an engine trains, which counts its steps itself; the loop is in no `with`; the loss is no single number.
         """
         if self._engine is not None:
             raise UsageError("progress.step() with an engine: engine.step() says what there is to say. Leave it out.")
+        if not self._was_entered:
+            raise UsageError(
+                "progress.step() outside of `with zeroshard.progress(...) as progress:`: nothing is shown or kept."
+            )
+        for name, told in (("loss", loss), ("norm", norm)):
+            if isinstance(told, Tensor) and told.numel() != 1:
+                raise UsageError(
+                    f"progress.step() with a {name} of shape {tuple(told.shape)}: a step has one. Take its mean."
+                )
         self._samples += samples if samples is not None else self._sizes.samples or 0
         losses = [] if loss is None else [loss.detach() if isinstance(loss, Tensor) else loss]
         rate = self._sharded.optimizer.param_groups[0]["lr"]

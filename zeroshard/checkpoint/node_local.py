@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.chunks import CHUNK_NBYTES
-from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
@@ -105,7 +105,7 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> OSError 
                     continue
                 chunk = torch.empty(count if number in own else 0, dtype=torch.uint8)
                 if move.source == control.rank and number in opened:
-                    opened[number].readinto(chunk.numpy())  # type: ignore[attr-defined]
+                    problem = _read(opened[number], chunk, move.name) or problem
                 label = f"{move.name} of a checkpoint"
                 under_way.append((number, chunk, control.transfer(chunk, move.source, move.target, label)))
             for number, chunk, pending in under_way:
@@ -117,6 +117,15 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> OSError 
                         problem = problem or error
                         opened.pop(number)
     return problem
+
+
+def _read(file: BinaryIO, chunk: Tensor, name: str) -> OSError | None:
+    """Fill a chunk; or say why not: the other rank waits for it all the same."""
+    try:
+        count = file.readinto(chunk.numpy())  # type: ignore[attr-defined]
+    except OSError as error:
+        return error
+    return None if count == chunk.numel() else OSError(f"{name} ends too soon")
 
 
 def _mode(control: Collectives, move: Move) -> str:
@@ -160,20 +169,29 @@ class Holdings:
         everyone = control.exchange_json(told, "the checkpoints of each host")
         self._latest: list[str] = []
         self._versions: dict[str, list[_Version]] = {}
-        for host, ranks in enumerate(hosts.ranks):
-            self._take(host, everyone[ranks[0]])
+        by_host = [everyone[ranks[0]] for ranks in hosts.ranks]
+        for host, told in enumerate(by_host):
+            self._take(host, told)
+        for host, told in enumerate(by_host):
+            self._take_files(host, told["files"])
 
     def _take(self, host: int, told: dict[str, Any]) -> None:
         self._latest += [told["latest"]] if told["latest"] else []
-        for tag, (created, names, sizes, whole) in told["tags"].items():
+        for tag, (created, names, sizes) in told["tags"].items():
             versions = self._versions.setdefault(tag, [])
             one = next((version for version in versions if version.names == tuple(names)), None)
             if one is None:
                 one = _Version(tag, created, tuple(names), tuple(sizes), {}, [])
                 versions.append(one)
             one.hosts.append(host)
-            for name in whole:
-                one.holders.setdefault(name, []).append(host)
+
+    def _take_files(self, host: int, told: dict[str, dict[str, int]]) -> None:
+        """Files count by their names, which are one save's alone: a host that was killed before its manifest has its part, too."""
+        for tag, sizes in told.items():
+            for version in self._versions.get(tag, ()):
+                for name, nbytes in zip(version.names, version.sizes, strict=True):
+                    if sizes.get(name) == nbytes:
+                        version.holders.setdefault(name, []).append(host)
 
     def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
         """The tags to try: that, or the newest that a host calls the latest, and, to fall back to, all others. Newest first.
@@ -256,23 +274,21 @@ def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
 
 
 def _held(folder: Path) -> dict[str, Any]:
-    """Of this host, as JSON: what `latest` names, and by tag, when it was made, its files, their sizes, and those that are here."""
+    """Of this host, as JSON: what `latest` names; by tag, what a manifest says, and the files that are here with their sizes."""
     latest: str | None = None
     with suppress(CheckpointError):
         latest = files.latest_tag(folder)
     tags: dict[str, Any] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        with suppress(CheckpointError):
+    here: dict[str, dict[str, int]] = {}
+    with suppress(OSError):  # a folder that cannot be read holds nothing; the others wait for this rank's word
+        for path in folder.iterdir() if folder.is_dir() else ():
             if path.is_dir():
-                manifest = files.read_manifest(path)
-                sizes = {record.name: record.nbytes for record in manifest.files}
-                tags[path.name] = (manifest.created, list(sizes), list(sizes.values()), _whole(path, manifest))
-    return {"latest": latest, "tags": tags}
-
-
-def _whole(folder: Path, manifest: Manifest) -> list[str]:
-    sizes = [(record.name, folder / record.name, record.nbytes) for record in manifest.files]
-    return [name for name, path, nbytes in sizes if path.is_file() and path.stat().st_size == nbytes]
+                here[path.name] = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+                with suppress(CheckpointError):
+                    manifest = files.read_manifest(path)
+                    sizes = {record.name: record.nbytes for record in manifest.files}
+                    tags[path.name] = (manifest.created, list(sizes), list(sizes.values()))
+    return {"latest": latest, "tags": tags, "files": here}
 
 
 def _lost_words(version: _Version, hosts: int) -> str:

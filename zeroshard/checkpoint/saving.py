@@ -31,6 +31,11 @@ from zeroshard.observe.display import Advance, ignore
 from zeroshard.storage.raw_memory import memory_of
 from zeroshard.version import __version__
 
+_UNSEEN = (
+    " Rank 0 made its folder, and this rank does not see it: name a folder that all ranks see, or save with node_local=True "
+    "(use_node_local_storage)."
+)
+
 
 @dataclass(frozen=True)
 class Where:
@@ -72,7 +77,8 @@ def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives, adv
     try:
         report = write_part(snapshot.part, path, where.tag, control.rank, different, advance)
     except Exception as error:  # the others wait for this rank's word
-        report = {"error": f"rank {control.rank}: {error}"}
+        unseen = where.hosts is None and not folder.is_dir()
+        report = {"error": f"rank {control.rank}: {error}{_UNSEEN if unseen else ''}"}
     reports = control.exchange_json(report, "the end of a save")
     errors, written = _errors(reports), [path]
     if where.hosts is not None and not errors:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.options import call_factory, load_factory, output_file
+from zeroshard.cli.options import call_factory, load_factory, output_file, picture_file
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ def compare(
     problem = _problem(model, factory)
     if problem is not None:
         raise UsageError(problem)
-    for path, option in ((plot, "--plot"), (table, "--table")):
-        if path is not None:
-            output_file(path, option)
+    if plot is not None:
+        picture_file(plot, "--plot")
+    if table is not None:
+        output_file(table, "--table")
     if within is not None and ranks % within:
         raise UsageError(f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks.")
     console = Console()

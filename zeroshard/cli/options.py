@@ -19,6 +19,7 @@ from zeroshard.uncaught import is_users
 if TYPE_CHECKING:
     from torch import nn
 
+_PICTURES = (".png", ".svg", ".pdf")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?|[+-]?[\d_]+\.)\s*([a-z]*)", re.IGNORECASE)
@@ -176,6 +177,19 @@ def output_file(path: Path, option: str) -> Path:
         raise UsageError(f"{option}: {path} is a folder: give it the name of a file.")
     output_folder(path.parent, option)
     return path
+
+
+def picture_file(path: Path, option: str) -> Path:
+    """A file that a plot may be drawn to.
+
+    Raises:
+        UsageError: it is no name of a picture, or as for `output_file`.
+    """
+    if path.suffix.lower() not in _PICTURES:
+        raise UsageError(
+            f"{option}: {path} is no picture's name: it ends in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}."
+        )
+    return output_file(path, option)
 
 
 def output_folder(path: Path, option: str) -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroshard.cli.configs import supplied
-from zeroshard.cli.options import call_factory, load_factory, nbytes_of, output_file
+from zeroshard.cli.options import call_factory, load_factory, nbytes_of, output_file, picture_file
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,20 +71,23 @@ def plan(
     `batch(rank, step)` gives the arguments of one call.
     """
     from zeroshard.config.auto import supply
-    from zeroshard.config.load import read
+    from zeroshard.config.load import KEYS, read
     from zeroshard.plan.planner import job_of
     from zeroshard.plan.result import limits
 
-    for path, option in ((write, "--write"), (plot, "--plot")):
-        if path is not None:
-            output_file(path, option)
+    if auto and config is None:
+        raise UsageError('--auto is for what a config leaves "auto": name one by --config.')
+    if write is not None:
+        output_file(write, "--write")
+    if plot is not None:
+        picture_file(plot, "--plot")
     subject = subject_of(model, sequence)
     job = job_of(subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init)
     bounds = limits(job.machine, memory, host_memory)
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)
     else:
-        found = _judge(job, bounds, supply(read(config), supplied(auto or [])), batch, quick=quick)
+        found = _judge(job, bounds, supply(read(config), supplied(auto or []), KEYS), batch, quick=quick)
     if plot is not None:
         from zeroshard.plan.plot import draw
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from zeroshard.cli.options import output_file
+from zeroshard.errors import UsageError
 
 
 def report(
@@ -24,6 +25,8 @@ def report(
     read = read_run(run)
     path = out or (run if run.is_dir() else run.parent) / "report.html"
     output_file(path, "--out" if out else "RUN")
+    if path.suffix in (".jsonl", ".csv"):
+        raise UsageError(f"--out: {path} would be a log's name, and the page one of HTML: call it report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(read), encoding="utf-8")
     for note in read.notes:

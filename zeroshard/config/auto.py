@@ -167,8 +167,16 @@ def resolve_auto(
     return resolved, set(paths)
 
 
-def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the config with what the user supplies in the place of "auto"; any other "auto" stays."""
+def supply(config: Mapping[str, Any], supplied: Mapping[str, Any], known_keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config with what the user supplies in the place of "auto"; any other "auto" stays.
+
+    Args:
+        known_keys: as for `resolve_auto`.
+
+    Raises:
+        ConfigError: a name that nothing knows.
+    """
+    _refuse_strangers(Facts(supplied), list(_find(config)), known_keys)
     given: dict[str, Any] = _copy(dict(config))
     for path in _find(config):
         value = _supplied(Facts(supplied), path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ class Progress:
     """Gathers a step's figures, and tells them where the config asks for it.
 
     Attributes:
-        watcher: who hears of each step on this rank.
         tokens: of one sample, where somebody said so.
     """
 
@@ -69,7 +68,7 @@ class Progress:
             sharded.measure_waits(self._timers.measure)
         self._losses: list[Tensor] = []
         self._sent = Sent(sharded.comm_report(clear=False))  # what was sent before is no step's
-        self.watcher: Watcher | None = None
+        self._watchers: list[Watcher] = []
         self.tokens: int | None = None
         self.start_at(0)
 
@@ -89,6 +88,18 @@ class Progress:
         """Throughput counts from now, when there were so many samples."""
         self._told_at = (time.perf_counter(), samples)
 
+    @contextmanager
+    def heard_by(self, watcher: Watcher, tokens: int | None) -> Iterator[None]:
+        """Inside, somebody on this rank hears of each step, who may know how many tokens a sample has."""
+        before = self.tokens
+        self._watchers.append(watcher)
+        self.tokens = before if tokens is None else tokens
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+            self.tokens = before
+
     def also_to(self, folder: Path) -> AbstractContextManager[None]:
         """Inside, each step is kept in `folder/steps.jsonl` too. Every rank must call it."""
         return self._log.also(lambda: JsonLinesMonitor(folder, about(self._sharded)))
@@ -96,8 +107,8 @@ class Progress:
     def tell(self, report: StepReport, step: int, samples: int, lr: float) -> None:
         """A step is over. Every rank must call it; `step` and `samples` count since the start."""
         losses, self._losses = self._losses, []
-        if self.watcher is not None:
-            self.watcher(report, step, samples, lr, losses)
+        for watcher in self._watchers:
+            watcher(report, step, samples, lr, losses)
         if not self._log.wants(step):
             return
         # Who differentiates the loss himself keeps it to himself.

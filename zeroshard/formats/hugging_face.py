@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,19 @@ def export(
             for one in plans:
                 _write(reader, one, folder / one.temporary, row.advance)
         return finish(folder, plans, texts)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from error
+    except (OSError, CheckpointError) as error:
+        for one in plans:
+            with suppress(OSError):
+                (folder / one.temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from error
+        missing = [one.name for one in reader.manifest.files if not (reader.folder / one.name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts save to folders of "
+                "their own (node_local), bring the files of all of them together first."
+            ) from error
+        raise
 
 
 def _write(reader: Reader, plan: FilePlan, path: Path, advance: Advance) -> None:

@@ -142,8 +142,8 @@ class Display:
             yield
             return
         self._rows.append(row)
-        self.refresh(now=True)
         try:
+            self.refresh(now=True)
             yield
         finally:
             self._rows.remove(row)

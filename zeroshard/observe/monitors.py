@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from zeroshard.config.schema import CometBlock, MonitorBlock, Schema, WandbBlock
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, UsageError
 from zeroshard.observe.figures import StepFigures
 
 STEPS = "steps.jsonl"
@@ -46,10 +46,19 @@ class JsonLinesMonitor:
 
     Args:
         about: of the run: the world size, the policy, versions.
+
+    Raises:
+        UsageError: the file cannot be written, which is said before the first step.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self._path, self._about = folder / STEPS, dict(about)
+        try:
+            _append_to(self._path).close()
+        except OSError as error:
+            raise UsageError(
+                f"the log {self._path} cannot be written: {error.strerror or error}. Name a folder that this process may write to."
+            ) from error
         self._file: IO[str] | None = None
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:

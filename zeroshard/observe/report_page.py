@@ -73,10 +73,12 @@ def page(run: RunLog) -> str:
 def _subtitle(about: dict[str, Any]) -> str:
     if not about:
         return ""
-    policy = about.get("policy", {})
-    sharded = [state for state, one in policy.items() if one.get("sharded")]
+    policy, parameters = about.get("policy"), about.get("parameters")
+    if not isinstance(policy, dict):  # another version's log
+        policy = {}
+    sharded = [state for state, one in policy.items() if isinstance(one, dict) and one.get("sharded")]
     parts = [
-        f"{_count(about['parameters'])} parameters" if "parameters" in about else "",
+        f"{_count(parameters)} parameters" if isinstance(parameters, int | float) else "",
         f"{about['world_size']} ranks" if "world_size" in about else "",
         f"sharded: {', '.join(sharded) or 'nothing'}" if policy else "",
         str(about.get("dtype", "")),
@@ -104,6 +106,9 @@ def summary(run: RunLog) -> list[tuple[str, str]]:
         found.append(
             (f"loss, mean of the last {len(tail)}" if len(tail) > 1 else "loss, last", f"{sum(tail) / len(tail):.4g}")
         )
+    broken = [at for at, loss in _points(run.series.get("loss")) if not math.isfinite(loss)]
+    if broken:
+        found.append(("loss not finite", f"{len(broken)} times, first at {broken[0]:,.0f}"))
     found.append(("skipped steps", str(len(run.skipped))))
     for name, unit in (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")):
         speeds = _finite(run.series.get(name))
@@ -116,6 +121,10 @@ def summary(run: RunLog) -> list[tuple[str, str]]:
     if len(times) > 1:
         found.append(("from first to last", str(timedelta(seconds=round(times[-1] - times[0])))))
     return found
+
+
+def _points(series: Series | None) -> Iterable[tuple[float, float]]:
+    return zip(series.at, series.values, strict=True) if series is not None else ()
 
 
 def _finite(series: Series | None) -> list[float]:

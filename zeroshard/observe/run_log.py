@@ -22,6 +22,8 @@ _CSV_NAMES = {"train_loss": "loss", "lr": "lr", "loss_scale": "loss_scale", "gra
 _CSV_GROUPS = {"elapsed_time_ms_": ("seconds", 1e-3), "memory_bytes_": ("memory", 1.0), "sent_bytes_": ("sent", 1.0)}
 _PLAIN = ("loss", "lr", "loss_scale", "grad_norm", "samples_per_second", "tokens_per_second", "peak", "at")
 _GROUPS = ("memory", "seconds", "sent")
+_LARGEST = 1e300
+"""What is larger counts as not finite: no axis could be drawn that far."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class RunLog:
 
     def add(self, name: str, at: float, value: float | None) -> None:
         """A number of one step; None: it was not finite."""
-        self.series.setdefault(name, Series()).add(at, math.nan if value is None else float(value))
+        self.series.setdefault(name, Series()).add(at, _float(value))
 
     def group(self, name: str) -> dict[str, Series]:
         """Series by part: of memory, seconds or sent."""
@@ -118,7 +120,7 @@ def _read_json_lines(path: Path) -> RunLog:
             if told is not None and isinstance(told.get("run"), dict):
                 run.about, sent_at = told["run"], None
                 continue
-            if told is None or not _is_number(told.get("step")):
+            if told is None or not _is_number(told.get("step")) or math.isnan(_float(told["step"])):
                 left_out += [number] if line.strip() else []
                 continue
             at = told["step"]
@@ -132,7 +134,7 @@ def _read_json_lines(path: Path) -> RunLog:
 def _object(line: str) -> dict[str, Any] | None:
     try:
         told = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return told if isinstance(told, dict) else None
 
@@ -140,6 +142,10 @@ def _object(line: str) -> dict[str, Any] | None:
 def _add_step(run: RunLog, told: Mapping[str, Any], at: float, steps: float) -> None:
     """`steps`: in which what it says to be sent was sent."""
     if run.applied.at and run.applied.at[-1] >= at:  # also those go back of which this step does not tell
+        if run.applied.at[0] >= at:
+            run.notes.append(
+                f"{run.path.name}: it holds more than one run from the start, and the page only the last. Give each a folder."
+            )
         for series in run.series.values():
             series.go_back(at)
         run.series = {name: series for name, series in run.series.items() if series.at}
@@ -149,8 +155,12 @@ def _add_step(run: RunLog, told: Mapping[str, Any], at: float, steps: float) -> 
         numbers |= {f"{group}/{part}": value for part, value in parts.items()} if isinstance(parts, dict) else {}
     for name, value in numbers.items():
         if value is None or _is_number(value):
-            run.add(name, at, value / steps if value is not None and name.startswith("sent/") else value)
+            run.add(name, at, _float(value) / steps if name.startswith("sent/") else value)
     run.applied.add(at, float(bool(told.get("applied", True))))
+
+
+def _float(value: float | None) -> float:
+    return float(value) if value is not None and abs(value) < _LARGEST else math.nan
 
 
 def _is_number(value: Any) -> bool:

@@ -263,6 +263,10 @@ def _build(job: Job) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"the factory made {type(model).__name__}, not a torch.nn.Module.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "the factory gave a model on the meta device: leave the device out, a plan makes tensors without values itself."
+        )
     if any(not isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         raise UsageError(
             "the factory gave a model that has values already: make it inside of the factory, so that the plan needs no memory."

@@ -13,7 +13,7 @@ from models import Stack, tokens
 from torch import Tensor
 
 import zeroshard
-from zeroshard import CheckpointError, Policy
+from zeroshard import CheckpointError, Policy, UsageError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint import saving
 from zeroshard.checkpoint.node_local import Move, carry
@@ -221,6 +221,16 @@ def _carry_where_files_stay_small(*arguments: Any) -> OSError | None:
         return carry(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_ranks_that_do_not_agree_are_told(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        run = Run(rank, tmp_path, 1)
+        for work in (run.sharded.save, run.sharded.load):
+            with pytest.raises(UsageError, match="node_local is True on rank 0 and False on rank 1"):
+                work(run.folder, "one", node_local=rank == 0)
+
+    run_ranks(body, 2)
 
 
 def test_an_engine_does_it_by_its_config(tmp_path: Path) -> None:

@@ -328,8 +328,10 @@ class Sharded:
         if self._schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         with self._context.collectives.operation(f'save "{tag}"'):
-            where = Where(Path(folder), tag, save_latest, keep_last, self.checkpoints.hosts if node_local else None)
-            self.checkpoints.save(where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous)
+            where = Where(Path(folder), tag, save_latest, keep_last)
+            self.checkpoints.save(
+                where, values or {}, exclude_frozen=exclude_frozen, asynchronous=asynchronous, node_local=node_local
+            )
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,

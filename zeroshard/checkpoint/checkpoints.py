@@ -71,12 +71,17 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
 
-    @property
-    def hosts(self) -> Hosts:
-        """Which ranks share a folder that is a host's own. The first look is every rank's."""
-        if self._hosts is None:
+    def _hosts_of(self, node_local: bool) -> Hosts | None:
+        """Which ranks share a folder, where each host has it for itself; None where all see one. Every rank must call it."""
+        said = self.control.exchange_json(node_local, "whether each host has the folder for itself")
+        other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"node_local is {said[0]} on rank 0 and {said[other]} on rank {other}: say the same on every rank."
+            )
+        if node_local and self._hosts is None:
             self._hosts = Hosts.of(self.control)
-        return self._hosts
+        return self._hosts if node_local else None
 
     @property
     def control(self) -> Collectives:
@@ -88,8 +93,9 @@ class Checkpoints:
     # ------------------------------------------------------------------ save
 
     def save(
-        self, where: Where, values: Mapping[str, Any], *, exclude_frozen: bool = False, asynchronous: bool = False
-    ) -> None:
+        self, where: Where, values: Mapping[str, Any], *, exclude_frozen: bool = False, asynchronous: bool = False,
+        node_local: bool = False,
+    ) -> None:  # fmt: skip
         """Save everything that training needs, with `values` (JSON and tensors; rank 0's count). Every rank must call it.
 
         Raises:
@@ -103,6 +109,7 @@ class Checkpoints:
                 "disk, where there is room for them: save without asynchronous=True."
             )
         self.wait_together()
+        where = replace(where, hosts=self._hosts_of(node_local))
         snapshot = self._agree_on_snapshot(values, exclude_frozen, asynchronous)
         if not asynchronous:
             with self.display.task(f'saving "{where.tag}"', snapshot.part.nbytes) as row:
@@ -200,7 +207,8 @@ class Checkpoints:
         self.live.optimizer.abandon()
         wanted = Wanted(strict, optimizer_states, random)
         problems: list[str] = []
-        holdings = Holdings(self.control, self.hosts, Path(folder)) if node_local else None
+        hosts = self._hosts_of(node_local)
+        holdings = None if hosts is None else Holdings(self.control, hosts, Path(folder))
         candidates = (
             self._candidates(Path(folder), tag, fall_back)
             if holdings is None

@@ -300,7 +300,8 @@ def test_as_deepspeed_too_late_is_an_error(tmp_path: Path, before: str, sentence
         "deepspeed"
     ):
         pytest.skip("needs the library, and no DeepSpeed")
-    last = python(f"{before}\nimport zeroshard.as_deepspeed", *path, status=1).splitlines()[-1]
+    *_, last, note = python(f"{before}\nimport zeroshard.as_deepspeed", *path, status=1).splitlines()
+    assert note == "see docs/troubleshooting.md#usageerror"
     assert "UsageError" in last and "comes too late" in last and sentence in last
 
 

@@ -178,6 +178,31 @@ def test_a_file_that_cannot_be_read_keeps_nobody_waiting(what: str, tmp_path: Pa
     assert told[0] is not None and ("ends too soon" if what == "cut" else "error") in told[0]
 
 
+def test_a_manifest_that_cannot_be_read_any_more_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 2, 1)
+    shutil.rmtree(tmp_path / "host0")
+    calls: list[Path] = []
+
+    def body(rank: int) -> None:
+        read = Path.read_bytes
+
+        def read_once(path: Path) -> bytes:
+            calls.append(path)
+            if len(calls) > 2:  # each of the two checkpoints was looked at
+                raise OSError(5, "Input/output error")
+            return read(path)
+
+        run = Run(rank, tmp_path, 1)
+        if rank == 1:
+            monkeypatch.setattr(Path, "read_bytes", read_once)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):
+            run.load()
+
+    run_ranks(body, 2, timeout=30)
+
+
 def test_old_ones_go_on_every_host(tmp_path: Path) -> None:
     saved(tmp_path, 3, 1, keep_last=1)
     for host in range(3):

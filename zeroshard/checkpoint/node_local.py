@@ -6,11 +6,13 @@ on the one after it, the manifest on all: what one host held is not lost with it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
 from zeroshard.errors import CheckpointError
+from zeroshard.storage.raw_memory import memory_of
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,11 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> OSError 
     problem: OSError | None = None
     own = {number: move for number, move in enumerate(moves) if control.rank in (move.source, move.target)}
     with ExitStack() as stack:
-        opened: dict[int, BinaryIO] = {}
+        opened: dict[int, FileIO] = {}  # not buffered: nothing is left to be written when they are closed
         for number, move in own.items():
             try:
-                opened[number] = stack.enter_context((folder / move.name).open(_mode(control, move)))  # type: ignore[assignment]
+                file = (folder / move.name).open("rb" if move.source == control.rank else "wb", buffering=0)
+                opened[number] = stack.enter_context(file)
             except OSError as error:
                 problem = problem or error
         for start in range(0, max((move.nbytes for move in moves), default=0), CHUNK_NBYTES):
@@ -111,25 +115,34 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> OSError 
             for number, chunk, pending in under_way:
                 pending.wait()
                 if moves[number].target == control.rank and number in opened:
-                    try:
-                        opened[number].write(chunk.numpy().data)
-                    except OSError as error:  # a full disk: the others still send
-                        problem = problem or error
+                    is_last = start + chunk.numel() == moves[number].nbytes
+                    failed = _write(opened[number], chunk, flush=is_last)
+                    if failed is not None:  # a full disk: the others still send
+                        problem = problem or failed
                         opened.pop(number)
     return problem
 
 
-def _read(file: BinaryIO, chunk: Tensor, name: str) -> OSError | None:
+def _read(file: FileIO, chunk: Tensor, name: str) -> OSError | None:
     """Fill a chunk; or say why not: the other rank waits for it all the same."""
     try:
-        count = file.readinto(chunk.numpy())  # type: ignore[attr-defined]
+        count = file.readinto(memory_of(chunk))
     except OSError as error:
         return error
     return None if count == chunk.numel() else OSError(f"{name} ends too soon")
 
 
-def _mode(control: Collectives, move: Move) -> str:
-    return "rb" if move.source == control.rank else "wb"
+def _write(file: FileIO, chunk: Tensor, *, flush: bool) -> OSError | None:
+    """All of a chunk, and at the end to the disk, before a manifest names the file; or say why not."""
+    left = memory_of(chunk)
+    try:
+        while left:
+            left = left[file.write(left) :]
+        if flush:
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 # ---------------------------------------------------------------------- before a load
@@ -253,15 +266,18 @@ class Holdings:
     def _bring_manifest(self, folder: Path, version: _Version) -> Exception | None:
         control, hosts = self._control, self._hosts
         source, own = hosts.ranks[version.hosts[0]][0], hosts.host(control.rank)
-        data = b""
+        data, problem = b"", None
         try:
             data = (folder / files.MANIFEST).read_bytes() if control.rank == source else b""
-            data = broadcast(control, data, source)
-            if hosts.leads(control.rank) and own not in version.hosts:
+        except OSError as error:  # the others wait for it: they get nothing, and write nothing
+            problem = error
+        data = broadcast(control, data, source)
+        try:
+            if data and hosts.leads(control.rank) and own not in version.hosts:
                 files.replace_file(folder / files.MANIFEST, data, f"host{own}")
-        except (OSError, CheckpointError) as error:
+        except CheckpointError as error:
             return error
-        return None
+        return problem
 
 
 def broadcast(control: Collectives, data: bytes, source: int) -> bytes:

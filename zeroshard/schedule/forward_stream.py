@@ -32,6 +32,8 @@ class ForwardStream:
             yield
             return
         stream.wait_stream(now)  # type: ignore[attr-defined]
-        with stream:
-            yield
-        now.wait_stream(stream)  # type: ignore[attr-defined]
+        try:
+            with stream:
+                yield
+        finally:  # also after an error: what was begun goes on there
+            now.wait_stream(stream)  # type: ignore[attr-defined]

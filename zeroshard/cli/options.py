@@ -183,13 +183,14 @@ def picture_file(path: Path, option: str) -> Path:
     """A file that a plot may be drawn to.
 
     Raises:
-        UsageError: it is no name of a picture, or as for `output_file`.
+        UsageError: as for `output_file`, or it is no name of a picture.
     """
+    output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(
             f"{option}: {path} is no picture's name: it ends in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}."
         )
-    return output_file(path, option)
+    return path
 
 
 def output_folder(path: Path, option: str) -> Path:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
+import resource
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,29 @@ def test_csv_files(tmp_path: Path) -> None:
     assert [int(samples) for samples, _ in rows] == [12, 24, 36, 48]
     means = [sum(rank[2 * step] + rank[2 * step + 1] for rank in losses) / 4 for step in range(4)]
     assert [float(value) for _, value in rows] == pytest.approx(means)
+
+
+@pytest.mark.parametrize("kind", ["json_monitor", "csv_monitor"])
+def test_a_log_that_the_disk_does_not_take_is_no_end(tmp_path: Path, kind: str) -> None:
+    """Files may not grow beyond some lines: rank 0 says so once, and both ranks train to the end."""
+    settings = {kind: {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+
+    def body(rank: int) -> tuple[list[float], list[str]]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900 if kind == "json_monitor" else 60, before[1]))
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                losses = run(settings, rank)[1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return losses, [str(one.message) for one in told if "the log" in str(one.message)]
+
+    (losses, told), (others, nothing) = run_ranks(body, 2)
+    assert len(losses) == len(others) == 8 and not nothing
+    assert len(told) == 1 and re.search(
+        r"the log .*job.* ends before step [1-4]: File too large\. The training goes on", told[0]
+    )
 
 
 class Recorder:

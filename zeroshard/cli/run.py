@@ -51,6 +51,7 @@ def run(context: typer.Context) -> None:
         raise UsageError("there is no script to run: zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
     options = _options(context.args)
     _check_script(options)
+    _check_meeting_point(options)
     _check_arguments(options.training_script_args, has_accelerator=options.accelerators > 0)
     if options.nproc_per_node == "1" and options.is_one_by_default:
         _say("one process, for as many accelerators or none; --nproc-per-node 2 starts two.")
@@ -126,6 +127,16 @@ def _check_script(options: argparse.Namespace) -> None:
         raise UsageError(f"there is {what} at {script}: zeroshard run takes a script, or -m and a module.")
 
 
+def _check_meeting_point(options: argparse.Namespace) -> None:
+    least, _, most = options.nnodes.partition(":")
+    is_met = options.standalone or (options.rdzv_backend != "static" and options.rdzv_endpoint)
+    if most not in ("", least) and not is_met:
+        raise UsageError(
+            f"--nnodes {options.nnodes}: machines that come and go meet at one of them, and nothing says where: give "
+            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each."
+        )
+
+
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
     """What would be found out only after minutes of imports, or never.
 
@@ -172,7 +183,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 def _let_ranks_start_anew(options: argparse.Namespace) -> None:
     """Not in the store of those that are gone: see `launch.trap_of_restarts`."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if options.nnodes == "1" and options.rdzv_backend == "static":
+    if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
         options.standalone = True
 
 

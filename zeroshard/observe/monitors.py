@@ -9,7 +9,10 @@ import csv
 import importlib
 import json
 import os
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -41,7 +44,44 @@ def _append_to(path: Path) -> IO[str]:
     return path.open("a", newline="", buffering=1, encoding="utf-8")
 
 
-class JsonLinesMonitor:
+class FileMonitor(ABC):
+    """Keeps figures in files. When one cannot be written any longer, as on a full disk, the training goes on without.
+
+    Attributes:
+        path: what is written to, for the sentence that says so.
+    """
+
+    path: Path
+    _failed = False
+
+    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
+        """Keep a step's figures, or warn once that this is over."""
+        if self._failed:
+            return
+        try:
+            self._write(figures, events)
+        except OSError as error:
+            self._failed = True
+            warnings.warn(
+                f"the log {self.path} ends before step {figures.step}: {error.strerror or error}. The training goes on without it.",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files():
+            with suppress(OSError):  # what a full disk did not take
+                file.close()
+
+    @abstractmethod
+    def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def _files(self) -> list[IO[str]]:
+        """Those that are open, which are forgotten."""
+
+
+class JsonLinesMonitor(FileMonitor):
     """All that is known, one JSON object a step, in `folder/steps.jsonl`. Before them a line that says what is run.
 
     Args:
@@ -52,52 +92,47 @@ class JsonLinesMonitor:
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self._path, self._about = folder / STEPS, dict(about)
+        self.path, self._about = folder / STEPS, dict(about)
         try:
-            _append_to(self._path).close()
+            _append_to(self.path).close()
         except OSError as error:
             raise UsageError(
-                f"the log {self._path} cannot be written: {error.strerror or error}. Name a folder that this process may write to."
+                f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process may write to."
             ) from error
         self._file: IO[str] | None = None
 
-    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Append a line."""
+    def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         if self._file is None:
-            self._file = _append_to(self._path)
+            self._file = _append_to(self.path)
             self._file.write(json.dumps({"run": self._about}) + "\n")
         self._file.write(json.dumps(figures.as_json()) + "\n")
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _files(self) -> list[IO[str]]:
+        file, self._file = self._file, None
+        return [] if file is None else [file]
 
 
-class CsvMonitor:
+class CsvMonitor(FileMonitor):
     """One file a figure, `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) for each step."""
 
     def __init__(self, block: MonitorBlock) -> None:
-        self._folder = Path(block.output_path) / block.job_name
-        self._files: dict[str, Any] = {}
+        self.path = Path(block.output_path) / block.job_name
+        self._open: dict[str, IO[str]] = {}
 
-    def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Append a row to each figure's file."""
+    def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         for name, value in events.items():
-            if name not in self._files:
-                path = self._folder / f"{name.replace('/', '_')}.csv"
+            if name not in self._open:
+                path = self.path / f"{name.replace('/', '_')}.csv"
                 is_new = not path.exists()
-                self._files[name] = _append_to(path)
+                self._open[name] = _append_to(path)
                 if is_new:
-                    csv.writer(self._files[name]).writerow(["samples", name])
-            csv.writer(self._files[name]).writerow([figures.samples, value])
+                    csv.writer(self._open[name]).writerow(["samples", name])
+            csv.writer(self._open[name]).writerow([figures.samples, value])
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+    def _files(self) -> list[IO[str]]:
+        files = list(self._open.values())
+        self._open.clear()
+        return files
 
 
 class TensorBoardMonitor:

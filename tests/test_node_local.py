@@ -129,6 +129,35 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
     run_ranks(body, 3)
 
 
+@pytest.mark.parametrize("fall_back", [False, True])
+def test_a_damaged_copy_gives_way_to_the_other_hosts(tmp_path: Path, fall_back: bool) -> None:
+    """Of each file one copy is damaged, at its own host or at the next; with both of one gone there is no such checkpoint."""
+    values = saved(tmp_path, 2, 1)
+    for host, rank in ((0, 0), (0, 1)):
+        damage(tmp_path, host, rank)
+    found, tag = loaded(tmp_path, 2, 1, fall_back=fall_back)
+    assert torch.equal(found, values) and tag == "two"
+    shutil.rmtree(tmp_path / "host1" / "two")  # what is left was mended
+    assert torch.equal(loaded(tmp_path, 2, 1)[0], values)
+    for host in (0, 1):
+        damage(tmp_path, host, 1)
+
+    def body(rank: int) -> None:
+        run = Run(rank, tmp_path, 1)
+        with pytest.raises(CheckpointError, match=r"rank_00001.* is damaged: its bytes"):
+            run.load("two")
+        assert run.load(fall_back=True)["tag"] == "one"
+
+    run_ranks(body, 2)
+
+
+def damage(root: Path, host: int, rank: int) -> None:
+    (path,) = (root / f"host{host}" / "two").glob(f"rank_{rank:05}*")
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
 def test_a_host_that_is_behind_follows(tmp_path: Path) -> None:
     """It had not come to write its manifest, or to call the newest the latest, when all were killed."""
     values = saved(tmp_path, 2, 1)

@@ -218,6 +218,9 @@ class Checkpoints:
             if holdings is not None:
                 self.together(partial(holdings.bring, candidate))
             found = self._try(Path(folder) / candidate, candidate, wanted)
+            if isinstance(found, str) and holdings is not None and holdings.leave_out_damaged(candidate):
+                self.together(partial(holdings.bring, candidate))
+                found = self._try(Path(folder) / candidate, candidate, wanted)
             if isinstance(found, Loaded):
                 return found
             problems.append(found)

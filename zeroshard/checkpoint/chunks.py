@@ -200,6 +200,18 @@ def read_tasks(
     return read
 
 
+def is_whole(path: Path, nbytes: int, checksums: Sequence[int]) -> bool:
+    """Whether all of a file is there, and as it was written."""
+    chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
+    starts = range(0, nbytes, CHUNK_NBYTES)
+    tasks = [Task(start, torch.uint8, chunk[: min(CHUNK_NBYTES, nbytes - start)]) for start in starts]
+    try:
+        read_tasks(path, nbytes, checksums, tasks)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(memory):

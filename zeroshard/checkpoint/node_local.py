@@ -6,6 +6,7 @@ on the one after it, the manifest on all: what one host held is not lost with it
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.chunks import CHUNK_NBYTES
+from zeroshard.checkpoint.chunks import CHUNK_NBYTES, is_whole
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
@@ -262,6 +263,34 @@ class Holdings:
         problems += [carry(control, folder, moves), self._bring_manifest(folder, version)]
         for problem in filter(None, problems):
             raise problem
+
+    def leave_out_damaged(self, tag: str) -> bool:
+        """Read the files of a checkpoint that every host had, and forget those that are damaged. Every rank must call it.
+
+        Returns:
+            Whether some are, and other hosts have all of them: `bring` brings these.
+        """
+        version = self._newest(tag)
+        if version is None:
+            return False
+        control, hosts, folder = self._control, self._hosts, self._folder / tag
+        own, damaged = hosts.host(control.rank), list[str]()
+        with suppress(CheckpointError):  # what is wrong with the manifest was told
+            records = {record.name: record for record in files.read_manifest(folder).files}
+            for number, name in enumerate(version.names):
+                if own not in version.holders[name] or hosts.member(own, number) != control.rank:
+                    continue
+                if name in records and not is_whole(folder / name, records[name].nbytes, records[name].checksums):
+                    damaged.append(name)
+        everyone = control.exchange_json(damaged, "the damaged files of each host")
+        for rank, names in enumerate(everyone):
+            for name in names:
+                version.holders[name].remove(hosts.host(rank))
+        if not any(everyone) or version.lost:
+            return False
+        for name in damaged:
+            logging.getLogger("zeroshard").warning("%s is damaged: another host's copy takes its place.", folder / name)
+        return True
 
     def _bring_manifest(self, folder: Path, version: _Version) -> Exception | None:
         control, hosts = self._control, self._hosts

@@ -26,6 +26,7 @@ from zeroshard.collectives.quantized import QuantizedGradients, QuantizedWeights
 from zeroshard.collectives.reduction import sum_into
 from zeroshard.collectives.watch import Watch
 from zeroshard.config.load import load_config
+from zeroshard.shim_path import put_on_path
 from zeroshard.testing import Run, run_ranks, train
 from zeroshard.testing.parity import ranks_agree
 
@@ -813,6 +814,33 @@ def test_an_engine_tells_of_it_and_skips_overflows(tmp_path: Path, transport: st
     log = next(tmp_path.rglob("steps.jsonl"))
     about = json.loads(log.read_text().splitlines()[0])
     assert "weights int8, gradients across hosts int4" in json.dumps(about)
+
+
+def test_the_command_line_says_so(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from zeroshard.cli.main import app
+
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    (tmp_path / "zero.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": zero}))
+    result = CliRunner().invoke(app, ["config", "check", str(tmp_path / "zero.json"), "--ranks", "2"])
+    assert result.exit_code == 0
+    assert "rounded on the wire, to other bits than of exact wires: weights int8" in " ".join(result.output.split())
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    with pytest.raises(UsageError, match="no plan is made of wires that round"):
+        zeroshard.plan(Stack, config, world_size=2, batch=lambda size: tokens(0, 0, batch=size))
+
+
+def test_parameters_are_born_exact() -> None:
+    def body(rank: int) -> None:
+        put_on_path()
+        import deepspeed
+
+        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+            with pytest.raises(UsageError, match=rf"Init\({name}=...\): .* exact"):
+                deepspeed.zero.Init(**{name: True})
+
+    run_ranks(body, 1)
 
 
 def test_a_compiled_model(transport: str) -> None:

@@ -222,13 +222,13 @@ class Policy:
     def _refuse_wire(self) -> None:
         if self.wire.weights is not None and not self.parameters.sharded:
             raise PolicyError(
-                "the wire of weights is to be rounded (in a config, zero_quantized_weights), and parameters are not sharded at "
-                "rest: what is gathered is what rests, and stays exact. Shard them (Policy.stage(3)), or leave it out."
+                "the wire of weights is to be rounded (in a config, zero_optimization.zero_quantized_weights), and parameters are "
+                "not sharded at rest: what is gathered is what rests, and stays exact. Shard them (Policy.stage(3)), or leave it out."
             )
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
-                "the wire of gradients is to be rounded (in a config, zero_quantized_gradients), which is for what crosses between "
-                "hosts, and none are named: give within, the ranks of a host (in a config, zero_hpz_partition_size or "
+                "the wire of gradients is to be rounded (in a config, zero_optimization.zero_quantized_gradients), which is for "
+                "what crosses between hosts, and none are named: give within, the ranks of a host (zero_hpz_partition_size or "
                 "mics_shard_size), or leave it out."
             )
 

@@ -222,8 +222,9 @@ class Policy:
     def _refuse_wire(self) -> None:
         if self.wire.weights is not None and not self.parameters.sharded:
             raise PolicyError(
-                "the wire of weights is to be rounded (in a config, zero_optimization.zero_quantized_weights), and parameters are "
-                "not sharded at rest: what is gathered is what rests, and stays exact. Shard them (Policy.stage(3)), or leave it out."
+                "the wire of weights is to be rounded (in a config, zero_optimization.zero_quantized_weights), and parameters "
+                "are not sharded at rest: what is gathered is what rests, and stays exact. Shard them (Policy.stage(3)), or "
+                "leave it out."
             )
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(

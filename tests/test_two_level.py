@@ -205,8 +205,8 @@ def test_keys_of_configs_mean_it(block: dict[str, Any], within: int | None) -> N
     [
         ({"zero_hpz_partition_size": 3}, "does not divide the 8 ranks"),
         ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, "two numbers of ranks"),
-        ({"zero_quantized_weights": True}, "not offered"),
-        ({"zero_quantized_gradients": True}, "not offered"),
+        ({"zero_quantized_nontrainable_weights": True}, "not offered"),
+        ({"zero_quantized_gradients": True}, "give within"),
     ],
 )
 def test_keys_that_cannot_be_meant_are_refused(block: dict[str, Any], words: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zeroshard.optim.muon import MuonWithAdamW
     from zeroshard.parameter_states import ParameterStates, parameter_states
     from zeroshard.plan import Plan, plan
-    from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units
+    from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units, Wire
     from zeroshard.progress import TrainingProgress, progress
     from zeroshard.recompute import checkpointing
     from zeroshard.shard import shard
@@ -66,6 +66,7 @@ __all__ = [
     "TrainingProgress",
     "Units",
     "UsageError",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "ZeroshardError",
     "borrow",
@@ -96,7 +97,7 @@ _HOMES = {
     "optim.muon": ("MuonWithAdamW",),
     "parameter_states": ("ParameterStates", "parameter_states"),
     "plan": ("Plan", "plan"),
-    "policy": ("Offload", "Place", "Policy", "Precision", "Residency", "Units"),
+    "policy": ("Offload", "Place", "Policy", "Precision", "Residency", "Units", "Wire"),
     "progress": ("TrainingProgress", "progress"),
     "recompute": ("checkpointing",),
     "shard": ("shard",),

@@ -11,7 +11,7 @@ A ZeRO stage is nothing but a preset of `Policy` (Rajbhandari et al., "ZeRO", ar
     stage 3    sharded       sharded                             sharded
     =========  ============  ==================================  =========
 
-The policy never changes a result: see docs/design.md, "Numbers".
+The policy never changes a result, but where its `wire` says so by name: see docs/design.md, "Numbers".
 """
 
 from __future__ import annotations
@@ -100,6 +100,40 @@ def largest_shard_numel(offload: Offload) -> int:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """What loses digits on its way between ranks. Left out, nothing does, and every stage gives the same bits.
+
+    What rests is exact, and so are files, `unsharded` and the optimizer's arithmetic. Values travel in blocks of 256 with a scale
+    each, off by half a scale at most: the block's largest magnitude over 127 (int8) or 7 (int4).
+
+    Attributes:
+        weights: "int8": parameters that are sharded at rest are computed with as they arrive, rounded, the same on every rank.
+        gradients: "int8" or "int4": what goes across hosts (`Policy.within`) of the sums of gradients. Sums are made in fp32.
+    """
+
+    weights: Literal["int8"] | None = None
+    gradients: Literal["int8", "int4"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in (None, "int8"):
+            raise PolicyError(f'Wire(weights=...) is "int8" or None, not {self.weights!r}.')
+        if self.gradients not in (None, "int8", "int4"):
+            raise PolicyError(f'Wire(gradients=...) is "int8", "int4" or None, not {self.gradients!r}.')
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything loses digits."""
+        return self != EXACT
+
+    def __str__(self) -> str:
+        told = {"weights": self.weights, "gradients across hosts": self.gradients}
+        return ", ".join(f"{what} {kind}" for what, kind in told.items() if kind) or "nothing"
+
+
+EXACT = Wire()
+
+
+@dataclass(frozen=True)
 class Policy:
     """The residencies of the three model states.
 
@@ -118,6 +152,7 @@ class Policy:
             optimizer.
         within: how many ranks are one host, in the order of ranks, or "host" for those that share a machine. Sums over ranks are
             then those over hosts of each host's: other bits than without, and the same for every policy of the same `within`.
+        wire: what loses digits on its way between ranks. By default nothing does; else the bits are other ones.
     """
 
     parameters: Residency
@@ -130,9 +165,11 @@ class Policy:
     offload_parameters: Offload = Offload()
     offload_optimizer: Offload = Offload()
     within: int | Literal["host"] | None = None
+    wire: Wire = EXACT
 
     def __post_init__(self) -> None:
         self._refuse_hosts()
+        self._refuse_wire()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
                 "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole "
@@ -182,6 +219,20 @@ class Policy:
                 "them rest in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
             )
 
+    def _refuse_wire(self) -> None:
+        if self.wire.weights is not None and not self.parameters.sharded:
+            raise PolicyError(
+                "the wire of weights is to be rounded (in a config, zero_optimization.zero_quantized_weights), and parameters "
+                "are not sharded at rest: what is gathered is what rests, and stays exact. Shard them (Policy.stage(3)), or "
+                "leave it out."
+            )
+        if self.wire.gradients is not None and self.within is None:
+            raise PolicyError(
+                "the wire of gradients is to be rounded (in a config, zero_optimization.zero_quantized_gradients), which is for "
+                "what crosses between hosts, and none are named: give within, the ranks of a host (zero_hpz_partition_size or "
+                "mics_shard_size), or leave it out."
+            )
+
     @property
     def uses_disk(self) -> bool:
         """Whether anything rests on disk, so that CPU memory is bounded by the buffers."""
@@ -189,12 +240,18 @@ class Policy:
 
     @classmethod
     def stage(
-        cls, stage: int, *, reshard_after_forward: bool = True, within: int | Literal["host"] | None = None
+        cls,
+        stage: int,
+        *,
+        reshard_after_forward: bool = True,
+        within: int | Literal["host"] | None = None,
+        wire: Wire = EXACT,
     ) -> Policy:
         """The preset of a ZeRO stage, 0 to 3.
 
         Args:
             within: the ranks of a host, see `Policy`. Stage 3: parameters rest over these, gradients and optimizer states over all.
+            wire: what loses digits on its way, see `Wire`.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}.")
@@ -204,6 +261,7 @@ class Policy:
             optimizer=Residency(sharded=stage >= 1),
             reshard_after_forward=reshard_after_forward,
             within=within,
+            wire=wire,
         )
 
     def offloaded(

@@ -151,7 +151,9 @@ def shard_on(
     whole = needs_whole_parameters(optimizer, elementwise)
 
     device = parameters[0].device
-    collectives = backend.collectives(group, device, precision.predivide_factor, what="shard()", within=policy.within)
+    collectives = backend.collectives(
+        group, device, precision.predivide_factor, what="shard()", within=policy.within, wire=policy.wire
+    )
     storages = backend.storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
     context = Context(
         policy, precision, collectives, BufferPool(device, collectives.shareable), storages, bucket_numel, whole_parameters=whole,

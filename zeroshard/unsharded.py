@@ -161,9 +161,9 @@ def _units_whole(
     try:
         with _operation(units, "unsharded"):
             for unit in at_rest:
-                unit.start_unshard()
+                unit.start_unshard(to_compute=not changes)
             for unit in units:
-                unit.unshard()
+                unit.unshard(to_compute=not changes)
                 unit.pin()
                 pinned.append(unit)
                 unit.write_back()  # what was written before is no change inside
@@ -182,12 +182,7 @@ def _units_whole(
     finally:
         for unit, look in looks:
             unit.appearance.end_look(look)
-        for unit in pinned:
-            unit.unpin()
-        for unit in at_rest:
-            _give_back(unit, forget_writes=not is_over)
-        for unit in offloaded:
-            unit.offload()
+        _leave(pinned, at_rest, offloaded, forget_writes=not is_over)
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
@@ -227,6 +222,18 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
             unit.written_since(versions)  # which undoes it
         unit.appearance.take_written()
         unit.appearance.settle()
+
+
+def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
+    """Nobody holds them any longer."""
+    for unit in pinned:
+        unit.unpin()
+    for unit in at_rest:
+        _give_back(unit, forget_writes=forget_writes)
+    for unit in pinned:
+        unit.round()
+    for unit in offloaded:
+        unit.offload()
 
 
 def _give_back(unit: Unit, *, forget_writes: bool) -> None:

@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
-from zeroshard import MuonWithAdamW, Offload, Place, Policy, Precision, Sharded, ZeroRedundancyOptimizer
+from zeroshard import (
+    MuonWithAdamW,
+    Offload,
+    Place,
+    Policy,
+    Precision,
+    Residency,
+    Sharded,
+    Wire,
+    ZeroRedundancyOptimizer,
+)
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 from zeroshard.storage.storages import Storages
 
@@ -317,6 +327,14 @@ def whole_parameters(rank: int) -> None:
         on_both(Policy.stage(stage), optimizer=adafactor)
 
 
+def lossy_wires(rank: int) -> None:
+    """What arrives as codes is decoded when it is there, and codes are read before their memory is used again."""
+    both = Wire("int8", "int4")
+    on_both(Policy.stage(3, wire=Wire("int8")), make=Untied)
+    on_both(replace(Policy.stage(3, within=1, wire=both), parameters=Residency(sharded=True)), make=Untied)
+    on_both(Policy.stage(2, within=1, wire=Wire(gradients="int8")), make=Untied)
+
+
 def freezing(rank: int) -> None:
     """What takes gradients changes between steps."""
 
@@ -522,6 +540,6 @@ BODIES: dict[str, Callable[..., None]] = {
     for body in (
         stages, stages_in_16_bits, without_overlap, cpu_memory, cpu_memory_in_16_bits, disk, sub_groups, parking, sharded_init,
         checkpoints, asynchronous_checkpoints, activation_checkpointing, overflow, whole_parameters, freezing, error_roads,
-        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream,
+        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, lossy_wires,
     )
 }  # fmt: skip

@@ -89,10 +89,12 @@ def _in_force(config: Config) -> str:
     norm = f"gradients are clipped to a norm of {clipping}" if clipping else "gradients are not clipped"
     made = config.schema.optimizer
     optimizer = f"the config's {made.type}" if made else "the one that `initialize` is given"
-    batch = config.batch
+    batch, wire = config.batch, config.policy.wire
+    rounded = f"rounded on the wire, to other bits than of exact wires: {wire};\n" if wire.is_lossy else ""
     return (
-        f"In force: ZeRO stage {config.stage}; {norm}; optimizer: {optimizer};\nbatch {batch.train} = {batch.micro} samples x "
-        f"{batch.accumulation} accumulated x {batch.world_size} rank{'' if batch.world_size == 1 else 's'}."
+        f"In force: ZeRO stage {config.stage}; {norm}; optimizer: {optimizer};\n{rounded}"
+        f"batch {batch.train} = {batch.micro} samples x {batch.accumulation} accumulated x "
+        f"{batch.world_size} rank{'' if batch.world_size == 1 else 's'}."
     )
 
 

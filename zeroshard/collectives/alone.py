@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Pending, PendingReduction
+from zeroshard.collectives.base import Collectives, Pending, PendingReduction, PendingRows
 from zeroshard.collectives.reduction import sum_into
 
 
@@ -15,7 +15,7 @@ class Alone(Collectives):
     rank = 0
     world_size = 1
 
-    class _Nothing(Pending):
+    class _Nothing(PendingRows):
         def wait(self) -> None:
             return
 
@@ -34,6 +34,9 @@ class Alone(Collectives):
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
         return self._Mean(rows, self._divisor)
+
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+        return self._Nothing()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return

@@ -46,6 +46,19 @@ class PendingReduction(ABC):
         return
 
 
+class PendingRows(Pending):
+    """Rows on their way from each rank to each."""
+
+    @property
+    def has_readers(self) -> bool:
+        """Once waited for: other ranks still read what went out, which must stay as it is."""
+        return False
+
+    def wait_readers(self) -> None:
+        """Block until none does."""
+        return
+
+
 class Collectives(ABC):
     """What a bucket asks of the other ranks. `rows` is a [world_size, shard_numel] tensor, of which each rank owns one row."""
 
@@ -63,6 +76,8 @@ class Collectives(ABC):
     """What was started goes on behind the computation."""
     arrives_by_itself = True
     """An all-gather is complete without a further call of the others."""
+    rounds_parameters = False
+    """What `gather_to_compute` brings has lost digits."""
 
     def __init__(self, predivide_factor: float = 1.0) -> None:
         self.sent: Counter[str] = Counter()
@@ -126,6 +141,25 @@ class Collectives(ABC):
         Args:
             resting: [shard_numel], the same values in memory that stays as it is until `wait_readers`.
         """
+
+    def gather_to_compute(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+        """As `all_gather`, of parameters that are computed with, and never become what rests.
+
+        Where the policy's wire says so every row arrives rounded, this rank's own too, and the same on every rank.
+        """
+        return self.all_gather(rows, bucket, label, resting)
+
+    def round_to_compute(self, rows: Tensor) -> None:
+        """Make of whole rows, in place and without other ranks, what `gather_to_compute` would have brought."""
+        return
+
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+        """Bring each row of `rows`, uint8 [world_size, n], to its rank; `received` is then what each rank had for this one.
+
+        Part of a reduction, and counted as one. Each rank's own row stays where it is, and `received` has nothing for it. Both are
+        busy until it was waited for.
+        """
+        raise NotImplementedError
 
     def wait_readers(self, memory: Tensor | None = None) -> None:
         """What rests here (default: all of it) is about to change: block until no other rank reads it."""

@@ -15,10 +15,12 @@ from zeroshard.collectives.meeting import ONE_RANK_A_HOST, TURNED_OFF
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.quantized import BITS, QuantizedGradients, QuantizedWeights, unwrapped
 from zeroshard.collectives.shared_memory import NotShared, SharedMemory
-from zeroshard.collectives.two_level import OneHost, TwoLevel, Within, cut
+from zeroshard.collectives.two_level import Crossing, OneHost, TwoLevel, Within, cut
 from zeroshard.collectives.watch import Watch, notice_seconds_from
 from zeroshard.launch import mark_use
+from zeroshard.policy import EXACT, Wire
 
 
 def create_collectives(
@@ -30,6 +32,7 @@ def create_collectives(
     *,
     lasting: bool = True,
     within: Within | None = None,
+    wire: Wire = EXACT,
 ) -> Collectives:
     """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised).
 
@@ -42,6 +45,7 @@ def create_collectives(
         lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
             dear then uses the group's own: there is nothing to make, and nothing to close.
         within: as the policy's: sums are made host by host.
+        wire: as the policy's: what is rounded on its way. On one rank nothing is.
 
     Raises:
         CollectiveError: not every rank came; names them.
@@ -59,12 +63,18 @@ def create_collectives(
     watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds))
     try:
         with watch.operation(what) if what else nullcontext():
-            collectives = _of_levels(members, device, predivide_factor, watch, within, lasting=lasting)
+            levels = within, _crossing(wire)
+            collectives = _of_levels(members, device, predivide_factor, watch, levels, lasting=lasting)
     except BaseException:
         watch.close()
         raise
     collectives.owns_watch()
-    return collectives
+    return collectives if wire.weights is None else QuantizedWeights(collectives, BITS[wire.weights])
+
+
+def _crossing(wire: Wire) -> Crossing:
+    kind = wire.gradients
+    return lambda across: across if kind is None else QuantizedGradients(across, BITS[kind])
 
 
 def _of_levels(
@@ -72,13 +82,14 @@ def _of_levels(
     device: torch.device,
     predivide_factor: float,
     watch: Watch,
-    within: Within | None,
+    levels: tuple[Within | None, Crossing],
     *,
     lasting: bool,
 ) -> Grouped:
+    within, crossing = levels
     if within is not None:
         with suppress(OneHost):
-            return TwoLevel(members, device, predivide_factor, watch, within, _best)
+            return TwoLevel(members, device, predivide_factor, watch, within, _best, crossing)
     return _best(members, device, predivide_factor, watch, lasting=lasting)
 
 
@@ -104,6 +115,7 @@ def create_control(beside: Collectives) -> Collectives:
     Raises:
         CollectiveError: not every rank came; names them.
     """
+    beside = unwrapped(beside)
     if not isinstance(beside, Grouped):
         return Alone()
     # The connections that are there tell at once of a rank that is dead; new ones are only waited for.

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroshard.collectives.base import Collectives, Pending
+from zeroshard.collectives.base import Collectives, PendingRows
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.report import describe_failure
 from zeroshard.collectives.watch import Watch, spelled
@@ -135,7 +135,7 @@ def _closed_peers(works: Sequence[Work]) -> set[int]:
     return closed
 
 
-class Transfer(Pending):
+class Transfer(PendingRows):
     """The works of one operation, None until they `begin`. `land` is called when they are done."""
 
     def __init__(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from zeroshard.collectives.base import Pending, PendingReduction
+from zeroshard.collectives.base import Pending, PendingReduction, PendingRows
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.point_to_point import PointToPoint
@@ -146,6 +146,20 @@ class Native(Grouped):
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
         divisor = 1.0 if self._averages else self._divisor
         return _NativeMean(self._begin(_REDUCE, workspace, rows.view(-1), label), workspace, divisor)
+
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
+        transfer, moves = _OnDevice(self, None, _REDUCE, label), list[_Move]()
+        for peer in (other for other in range(self.world_size) if other != self.rank):
+            for operation, rows_of in ((dist.isend, rows), (dist.irecv, received)):
+                there = self.members.ranks[peer]
+                moves.append(
+                    _Move(dist.P2POp(operation, rows_of[peer], there, self._group, TRANSFER_TAG), peer, transfer)
+                )
+        with self.guarded(label):
+            works = dist.batch_isend_irecv([move.operation for move in moves])
+        transfer.begin([(work, None) for work in works])
+        return transfer
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if tensor.numel() == 0:

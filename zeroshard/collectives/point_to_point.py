@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.collectives.base import Pending, PendingReduction
+from zeroshard.collectives.base import Pending, PendingReduction, PendingRows
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer, Work
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.reduction import sum_into
@@ -114,9 +114,15 @@ class PointToPoint(Grouped):
     def scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> tuple[Transfer, dict[int, Tensor]]:
         """Start to bring this rank's row of every peer to the workspace; returns where each will be."""
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
+        return self._scatter(rows, received, bucket, label), received
+
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+        return self._scatter(rows, {peer: received[peer] for peer in self.peers}, bucket, label)
+
+    def _scatter(self, rows: Tensor, received: dict[int, Tensor], bucket: int, label: str) -> Transfer:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
         send = {peer: rows[peer] for peer in self.peers}
-        return self._start(send, received, self._tag(bucket, 1), "reduce", label), received
+        return self._start(send, received, self._tag(bucket, 1), "reduce", label)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         found = {self.rank: data, **self.exchange_with_peers(data, label)}

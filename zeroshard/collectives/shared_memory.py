@@ -14,21 +14,19 @@ import struct
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Pending, PendingReduction
-from zeroshard.collectives.grouped import Grouped, Transfer, Work
+from zeroshard.collectives.base import Pending, PendingReduction, PendingRows
+from zeroshard.collectives.grouped import Grouped, Work
 from zeroshard.collectives.lending import Lending
 from zeroshard.collectives.meeting import Met, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.point_to_point import PointToPoint
-from zeroshard.collectives.reduction import sum_into
+from zeroshard.collectives.reading import Offer, SharedGather, SharedMean, SharedRows, overlap
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, UsageError
 
@@ -42,18 +40,6 @@ _PIECE_NBYTES = 4 << 20
 
 class NotShared(Exception):
     """The ranks cannot share memory; says why, in the same words on every rank."""
-
-
-class _Offer(NamedTuple):
-    """What one rank tells another of an operation.
-
-    Attributes:
-        offset: where the data lies in its file.
-        nbytes: how much of it, to find out ranks that diverge.
-    """
-
-    offset: int
-    nbytes: int
 
 
 class SharedMemory(Grouped):
@@ -80,7 +66,7 @@ class SharedMemory(Grouped):
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
-        self._unread: weakref.WeakSet[_Gather] = weakref.WeakSet()
+        self._unread: weakref.WeakSet[SharedGather] = weakref.WeakSet()
         turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.near = [peer for peer in turned if peer in met.windows]
         far = [peer for peer in turned if peer not in met.windows]
@@ -165,7 +151,7 @@ class SharedMemory(Grouped):
         def concerns(tag: int) -> bool:
             # Not rows: a peer may read those only after what this rank does next.
             is_gather = tag >> _SEQUENCE_BITS & 3 == _GATHER
-            return is_gather and (memory is None or _overlap(self._lending.tensor(tag), memory))
+            return is_gather and (memory is None or overlap(self._lending.tensor(tag), memory))
 
         self._wait_in_place(concerns)
 
@@ -178,15 +164,15 @@ class SharedMemory(Grouped):
         """Whether anybody still reads in place what was offered under this tag."""
         return self._made_lending is not None and self._made_lending.is_in_place(tag)
 
-    def offered(self, peer: int, tag: int, nbytes: int, label: str) -> _Offer:
+    def offered(self, peer: int, tag: int, nbytes: int, label: str) -> Offer:
         """Wait for a rank's offer of so many bytes. `view` shows it; `release` says that it was read."""
         with self.guarded(label, peer):
-            found = _Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
+            found = Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
             if found.nbytes != nbytes:
                 raise RuntimeError(f"rank {peer} offers {found.nbytes} bytes, and this rank expects {nbytes}")
         return found
 
-    def view(self, peer: int, offer: _Offer, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def view(self, peer: int, offer: Offer, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Elements of an offer, from the `start`-th on."""
         return self._here.windows[peer].view(offer.offset + start * dtype.itemsize, numel, dtype)
 
@@ -214,12 +200,12 @@ class SharedMemory(Grouped):
         self.sent["all_gather"] += own.nbytes * len(self.near)
         in_place = self.offer(own, tag, self.near, label)
         far = self.over_gloo.all_gather(rows, bucket, label) if self.over_gloo is not None else None
-        gather = _Gather(self, rows, tag, label, far, resting, waits_for_readers=in_place and resting is None)
+        gather = SharedGather(self, rows, tag, label, far, resting, waits_for_readers=in_place and resting is None)
         if resting is not None:
             self._unread.add(gather)
         return gather
 
-    def was_read(self, gather: _Gather) -> None:
+    def was_read(self, gather: SharedGather) -> None:
         """Nothing of it is left to be read."""
         self._unread.discard(gather)
 
@@ -231,7 +217,14 @@ class SharedMemory(Grouped):
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
         self.offer(rows, tag, self.near, label)
         far = self.over_gloo.scatter(rows, workspace, bucket, label) if self.over_gloo is not None else None
-        return _Mean(self, rows, tag, label, far)
+        return SharedMean(self, rows, tag, label, far)
+
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+        tag = self.tag(bucket, _REDUCE)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
+        self.offer(rows, tag, self.near, label)
+        far = self.over_gloo.scatter_rows(rows, received, bucket, label) if self.over_gloo is not None else None
+        return SharedRows(self, received, tag, label, far)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
@@ -301,100 +294,3 @@ class _Done(Pending):
 
 
 _DONE = _Done()
-
-
-class _Gather(Pending):
-    def __init__(
-        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, far: Pending | None,
-        resting: Tensor | None, *, waits_for_readers: bool,
-    ) -> None:  # fmt: skip
-        self._collectives, self._rows, self._tag, self._label = collectives, rows, tag, label
-        self._far, self._waits_for_readers = far, waits_for_readers
-        self._resting = resting
-        self._early: dict[int, Tensor] = {}
-        self._failed: CollectiveError | None = None
-        self._left = list(collectives.near)
-
-    def wait(self) -> None:
-        if self._failed is not None:  # what did not arrive has not arrived since
-            raise self._failed
-        try:
-            with self._collectives.measure("gather"):
-                self._read(wanted=True)
-                if self._far is not None:
-                    self._far.wait()
-                if self._waits_for_readers:
-                    self._collectives.wait_read(self._tag)
-        except CollectiveError as error:
-            self._failed = error
-            raise
-
-    def abandon(self) -> None:
-        with suppress(CollectiveError):
-            self._read(wanted=False)
-        if self._far is not None:
-            self._far.abandon()
-
-    def rests_in(self, memory: Tensor) -> bool:
-        """Whether this rank's own row lies in this memory."""
-        return self._resting is not None and _overlap(self._resting, memory)
-
-    def read_early(self) -> None:
-        """Read the others' rows now, to be put where they belong in `wait`: that place may have no memory yet."""
-        for peer in [peer for peer in self._left if peer not in self._early]:
-            row = self._rows[peer]
-            offer = self._collectives.offered(peer, self._tag, row.nbytes, self._label)
-            self._early[peer] = self._collectives.view(peer, offer, 0, row.numel(), row.dtype).clone()
-            self._collectives.release(peer, self._tag, self._label)
-
-    def _read(self, *, wanted: bool) -> None:
-        collectives = self._collectives
-        while self._left:
-            peer = self._left[0]
-            row = self._rows[peer]
-            early = self._early.pop(peer, None)
-            if early is None:
-                offer = collectives.offered(peer, self._tag, row.nbytes, self._label)
-                if wanted:
-                    row.copy_(collectives.view(peer, offer, 0, row.numel(), row.dtype))
-                collectives.release(peer, self._tag, self._label)
-            elif wanted:
-                row.copy_(early)
-            del self._left[0]
-        collectives.was_read(self)
-
-
-class _Mean(PendingReduction):
-    def __init__(
-        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str,
-        far: tuple[Transfer, dict[int, Tensor]] | None,
-    ) -> None:  # fmt: skip
-        self._collectives, self._rows, self._tag, self._label, self._far = collectives, rows, tag, label, far
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        collectives, rows, rank = self._collectives, self._rows, self._collectives.rank
-        numel = rows.shape[1]
-        contributions = {rank: rows[rank]}
-        with collectives.measure("reduce"):
-            for peer in collectives.near:
-                offer = collectives.offered(peer, self._tag, rows.nbytes, self._label)
-                contributions[peer] = collectives.view(peer, offer, rank * numel, numel, rows.dtype)
-            if self._far is not None:
-                transfer, received = self._far
-                transfer.wait()
-                contributions |= received
-        ordered = [contributions[one] for one in range(collectives.world_size)]
-        sum_into(ordered, collectives._divisor, out, accumulate)
-        for peer in collectives.near:
-            collectives.release(peer, self._tag, self._label)
-
-    @property
-    def has_readers(self) -> bool:
-        return self._collectives.is_lent(self._tag)
-
-    def wait_readers(self) -> None:
-        self._collectives.wait_read(self._tag)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

@@ -32,6 +32,7 @@ from zeroshard.errors import UsageError
 
 Within = int | Literal["host"]
 Make = Callable[[Members, torch.device, float, Watch], Grouped]
+Crossing = Callable[[Collectives], Collectives]
 
 
 class OneHost(Exception):
@@ -44,6 +45,7 @@ class TwoLevel(Grouped):
     Args:
         within: how many ranks are one host, in the group's order; or "host", for those that share a machine.
         make: the collectives for some of the members. Each of those must call it.
+        crossing: puts what goes across into other collectives around those that send.
 
     Raises:
         OneHost: all of them are.
@@ -53,8 +55,9 @@ class TwoLevel(Grouped):
     arrives_by_itself = False  # what came across goes on inside when it is waited for
 
     def __init__(
-        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, within: Within, make: Make
-    ) -> None:
+        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, within: Within, make: Make,
+        crossing: Crossing = lambda across: across,
+    ) -> None:  # fmt: skip
         super().__init__(members, device, predivide_factor, watch)
         self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
         """The members of each."""
@@ -67,19 +70,20 @@ class TwoLevel(Grouped):
         there = [host[self._place] for host in self._hosts]
         # The sum inside is not divided: what is divided by is that of the whole, and comes last.
         self._inside: Collectives = make(members.only(own), device, float(len(own)), watch) if len(own) > 1 else Alone()
-        self._across = make(members.only(there), device, predivide_factor / len(own), watch)
-        self.reads_in_place, self.travels = self._inside.reads_in_place, self._across.travels or self._inside.travels
-        self.rounds_each_sum = self._inside.rounds_each_sum or self._across.rounds_each_sum
-        self._count()
+        across = make(members.only(there), device, predivide_factor / len(own), watch)
+        self.reads_in_place, self.travels = self._inside.reads_in_place, across.travels or self._inside.travels
+        self.rounds_each_sum = self._inside.rounds_each_sum or across.rounds_each_sum
+        self._count(across)
         if isinstance(self._inside, SharedMemory):
-            self._across.warn_others = self._inside.tell_failure
+            across.warn_others = self._inside.tell_failure
+        self._across = crossing(across)
         self._latest: Callable[[], _Mean | None] = lambda: None
         """The last reduction, as long as somebody waits for it."""
 
-    def _count(self) -> None:
+    def _count(self, across: Collectives) -> None:
         """One count and one clock for both."""
         crossing = _Crossing(self.sent)
-        for one, sent in ((self._inside, self.sent), (self._across, crossing)):
+        for one, sent in ((self._inside, self.sent), (across, crossing)):
             one.sent = sent
             one.measure = self._measure_of_both
             if isinstance(one, SharedMemory) and one.over_gloo is not None:

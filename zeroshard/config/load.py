@@ -22,7 +22,7 @@ from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect
 from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError
-from zeroshard.policy import Offload, Place, Policy, Precision, Units, largest_shard_numel
+from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
@@ -90,7 +90,8 @@ class Config:
             read_ahead=optimizer.pipeline_read is not False,
             write_behind=optimizer.pipeline_write is not False,
         )
-        policy = Policy.stage(self.stage, within=_ranks_of_a_host(zero, self.batch.world_size)).offloaded(
+        within = _ranks_of_a_host(zero, self.batch.world_size)
+        policy = Policy.stage(self.stage, within=within, wire=_wire(zero)).offloaded(
             parameters=_PLACES[parameters.device], offload=of_parameters
         )
         policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)
@@ -259,6 +260,15 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
                 "a divisor of it."
             )
     return next(iter(given.values()), None)
+
+
+def _wire(zero: ZeroBlock) -> Wire:
+    """What ZeRO++ calls qwZ and qgZ."""
+    gradients = zero.zero_quantized_gradients
+    return Wire(
+        weights="int8" if zero.zero_quantized_weights else None,
+        gradients=gradients if isinstance(gradients, str) else "int8" if gradients else None,
+    )
 
 
 def _offload(block: OffloadParamBlock | OffloadOptimizerBlock, common: Offload) -> Offload:

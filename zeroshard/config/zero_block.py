@@ -188,9 +188,23 @@ class ZeroBlock(Block):
     mics_hierarchical_params_gather: Annotated[
         bool, no_meaning("parameters are gathered inside mics_shard_size ranks alone.")
     ] = False
-    zero_quantized_weights: Annotated[bool, refused("quantised all-gathers (ZeRO++ qwZ) change the result.")] = False
-    zero_quantized_nontrainable_weights: Annotated[bool, refused("quantised all-gathers change the result.")] = False
-    zero_quantized_gradients: Annotated[bool, refused("quantised reductions (ZeRO++ qgZ) change the result.")] = False
+    zero_quantized_weights: Annotated[
+        bool,
+        works(
+            "for stage 3 (ZeRO++ qwZ): all-gathers of parameters send int8 blocks of 256, each with a scale. The bits are other ones "
+            "than without. What rests, is saved and is updated stays exact."
+        ),
+    ] = False
+    zero_quantized_nontrainable_weights: Annotated[
+        bool, refused("what is frozen rests exact; zero_quantized_weights sends it as int8 too.")
+    ] = False
+    zero_quantized_gradients: Annotated[
+        bool | Literal["int8", "int4"],
+        works(
+            "with zero_hpz_partition_size or mics_shard_size (ZeRO++ qgZ): sums of gradients cross between hosts as int8 (true), or int4, "
+            'if it says "int4". Sums are made in fp32. The bits are other ones than without.'
+        ),
+    ] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 
 

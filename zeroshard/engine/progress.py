@@ -28,7 +28,7 @@ from zeroshard.version import __version__
 def about(sharded: Sharded) -> dict[str, Any]:
     """What is run, for the first line of its log."""
     parameters = list(sharded.model.parameters())
-    places = asdict(sharded.policy)
+    places, wire = asdict(sharded.policy), sharded.policy.wire
     return {
         "zeroshard": __version__,
         "torch": torch.__version__,
@@ -38,6 +38,7 @@ def about(sharded: Sharded) -> dict[str, Any]:
         "trained": sum(one.numel() for one in parameters if one.requires_grad),
         "dtype": str(sharded.dtypes.param).removeprefix("torch."),
         "policy": {state: places[state] for state in ("parameters", "gradients", "optimizer")},
+        **({"rounded on the wire": str(wire)} if wire.is_lossy else {}),
         "formula": sharded.memory_formula(),
     }
 

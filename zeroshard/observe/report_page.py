@@ -81,6 +81,7 @@ def _subtitle(about: dict[str, Any]) -> str:
         f"{_count(parameters)} parameters" if isinstance(parameters, int | float) else "",
         f"{about['world_size']} ranks" if "world_size" in about else "",
         f"sharded: {', '.join(sharded) or 'nothing'}" if policy else "",
+        f"rounded on the wire: {about['rounded on the wire']}" if "rounded on the wire" in about else "",
         str(about.get("dtype", "")),
         str(about.get("device", "")),
         f"torch {about['torch']}" if "torch" in about else "",

@@ -20,8 +20,12 @@ class Away(ABC):
     """How parameters come back to the flat buffer, and leave it."""
 
     @abstractmethod
-    def start(self) -> None:
-        """Start to bring them together. The flat buffer takes its storage, or does in `land`."""
+    def start(self, *, to_compute: bool) -> None:
+        """Start to bring them together. The flat buffer takes its storage, or does in `land`.
+
+        Args:
+            to_compute: they may be rounded on their way.
+        """
 
     @abstractmethod
     def land(self) -> None:
@@ -43,7 +47,7 @@ class ShardedAway(Away):
         self._is_late = False
         live.numel += flat.tensor.numel()
 
-    def start(self) -> None:
+    def start(self, *, to_compute: bool) -> None:
         # Where the others read what rests here, and nothing arrives by itself, the memory is taken no earlier than it is used.
         self._is_late = all(bucket.can_be_read_at_rest for bucket in self._buckets)
         try:
@@ -53,7 +57,7 @@ class ShardedAway(Away):
                     bucket.start_reload()
             with self._collectives.together():
                 for bucket in self._buckets:
-                    bucket.unshard(is_late=self._is_late)
+                    bucket.unshard(is_late=self._is_late, to_compute=to_compute)
         except BaseException:
             for bucket in self._buckets:
                 bucket.abandon_unshard()
@@ -90,7 +94,7 @@ class InCpuMemory(Away):
         self._flat, self.slot, self.is_current = flat, slot, False
         self._reloading: Transfer = LANDED
 
-    def start(self) -> None:
+    def start(self, *, to_compute: bool) -> None:
         self._flat.allocate()
         self._reloading = self.slot.read(self._flat.tensor)
 

@@ -75,6 +75,8 @@ class ParameterBucket:
         # On their way to the rows: this rank's part from where it rests, and the other ranks' parts.
         self._reloading: Transfer | None = None
         self._gathering: Pending | None = None
+        self.is_rounded = False
+        """What the rows show, or will, has lost digits on its way: it is to be computed with, and never becomes what rests."""
         self._spreading: Pending | None = None
         """The other hosts' rows of the block, on their way to where it rests."""
 
@@ -112,14 +114,27 @@ class ParameterBucket:
 
     # ------------------------------------------------------------------ together
 
-    def unshard(self, *, is_late: bool = False) -> None:
+    def unshard(self, *, is_late: bool = False, to_compute: bool = False) -> None:
         """The parameters are about to be used: start to bring them together. The rows have storage.
 
         Args:
             is_late: they have none until they are waited for, and `reload` is called then.
+            to_compute: they may be rounded on their way.
         """
         if self._resting is not None and self._gathering is None:
-            self._bring("all-gather of", reload=not is_late)
+            self._bring("all-gather of", reload=not is_late, to_compute=to_compute)
+
+    def unround(self) -> None:
+        """Rows that were brought rounded become what rests. Every rank must call it."""
+        if self.is_rounded:
+            self._bring("all-gather of")
+            self.wait_unsharded()
+
+    def round(self) -> None:
+        """The end of `unround`: rows are as they are computed with. It takes no other rank."""
+        if self._resting is not None and self._holders.rounds_parameters and not self.is_rounded:
+            self._holders.round_to_compute(self._blocks)
+            self.is_rounded = True
 
     def sync(self) -> None:
         """The optimizer has updated what rests on this rank: bring what the others hold of it up to date."""
@@ -127,12 +142,14 @@ class ParameterBucket:
             self._bring("all-gather of updated")
         self._spread("updated")
 
-    def _bring(self, what: str, *, reload: bool = True) -> None:
+    def _bring(self, what: str, *, reload: bool = True, to_compute: bool = False) -> None:
         self.settle()
         if reload:
             self.reload()
         resting = self._resting.memory_in(self._accelerator) if self._resting is not None else None
-        self._gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", resting)
+        gather = self._holders.gather_to_compute if to_compute else self._holders.all_gather
+        self.is_rounded = to_compute and self._holders.rounds_parameters
+        self._gathering = gather(self._blocks, self.number, f"{what} {self.label}", resting)
 
     def _spread(self, what: str) -> None:
         """This rank's row of the block was changed: start to bring it to the ranks of other hosts that hold it, and theirs here."""
@@ -269,7 +286,7 @@ class ParameterBucket:
                     self.rests[rank].write(values).wait(values.device)
         self._spread("set")
         if regather:
-            self._bring("all-gather of set")
+            self._bring("all-gather of set", to_compute=self.is_rounded)
             self.wait_unsharded()
 
     def differs_from_rest(self) -> bool:

@@ -43,6 +43,7 @@ from zeroshard.plan.pretended_ranks import FEW, PretendedRanks
 from zeroshard.plan.pretended_storages import PretendedStorages
 from zeroshard.plan.tracing import not_traced
 from zeroshard.plan.whereabouts import whereabouts
+from zeroshard.policy import Wire
 from zeroshard.shard import Backend
 from zeroshard.storage.transfers import CPU
 
@@ -222,9 +223,14 @@ class _Members:
         self._job, self._config, self._ledger, self._clock = job, config, ledger, clock
 
     def collectives(
-        self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None
+        self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None, wire: Wire
     ) -> PretendedRanks:
         """In the place of `create_collectives`."""
+        if wire.is_lossy:
+            raise UsageError(
+                "no plan is made of wires that round what they bring (zero_quantized_weights, zero_quantized_gradients): plan "
+                "without them. Memory at rest is the same."
+            )
         if within is not None:
             raise UsageError(
                 "no plan is made of sharding over two levels (within; in a config, zero_hpz_partition_size or mics_shard_size): "

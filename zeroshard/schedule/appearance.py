@@ -39,6 +39,8 @@ class _Unit(Protocol):
 
     def reshard(self) -> None: ...
 
+    def round(self) -> None: ...
+
 
 class Appearance:
     """See the module's docstring.
@@ -217,6 +219,7 @@ class Appearance:
         for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.data.clone(), entry.parameter.requires_grad)
         unit.reshard()
+        unit.round()
         for entry in new:
             memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
         copied = memo[id(parameter)]

@@ -301,7 +301,7 @@ class Hooks:
     def _before_saved_read(self, unit: Unit) -> None:
         """An operation of a backward, or somebody who looks at the graph, wants a saved parameter."""
         if not _in_backward():
-            unit.unshard()
+            unit.unshard(to_compute=True)
             return
         self._begin_backward()
         self._hold_for_graph((unit,))
@@ -387,9 +387,9 @@ class Hooks:
 
 def _unshard(units: Sequence[Unit]) -> None:
     for unit in units:
-        unit.start_unshard()
+        unit.start_unshard(to_compute=True)
     for unit in units:
-        unit.unshard()
+        unit.unshard(to_compute=True)
 
 
 def _in_backward() -> bool:

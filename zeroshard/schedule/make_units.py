@@ -35,7 +35,8 @@ def _policy_of(group: Group, policy: Policy, *, leaves: bool) -> Policy:
     """Small parameters stay unsharded on the accelerator; beyond the ratio that leaves it, so do optimizer states."""
     here = Place.ACCELERATOR
     if group.persistent:
-        policy = replace(policy, parameters=Residency(sharded=False, place=here))
+        wire = replace(policy.wire, weights=None)
+        policy = replace(policy, parameters=Residency(sharded=False, place=here), wire=wire)
     if not leaves:
         optimizer, gradients = replace(policy.optimizer, place=here), replace(policy.gradients, place=here)
         policy = replace(policy, optimizer=optimizer, gradients=gradients)

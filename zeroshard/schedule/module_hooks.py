@@ -260,6 +260,7 @@ class _Held:
         for unit in self._units:
             unit.unpin()
             unit.reshard()
+            unit.round()
 
     def __reduce__(self) -> Any:  # a copy of the module gets hooks that do nothing
         return _HeldNothing, ()

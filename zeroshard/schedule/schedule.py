@@ -163,16 +163,16 @@ class Schedule:
         """The units of one module are about to be used: wait for them, with the next module's on their way."""
         self._make_room(units)
         for unit in units:
-            unit.start_unshard()
+            unit.start_unshard(to_compute=True)
         if self._overlap:
             for unit in self._next_after(units, backward):
                 if self._has_room(unit):
-                    unit.start_unshard()
+                    unit.start_unshard(to_compute=True)
             if self._policy.uses_disk:
                 for unit in chain.from_iterable(islice(self._after(units, backward), PREFETCHED)):
                     unit.prefetch()
         for unit in units:
-            unit.unshard()
+            unit.unshard(to_compute=True)
         if not backward:
             self._present.add(units)
 

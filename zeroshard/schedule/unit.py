@@ -30,6 +30,7 @@ from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import ParameterBucket
 from zeroshard.policy import DTypes, Place
 from zeroshard.schedule.appearance import Appearance
+from zeroshard.schedule.rounded import lost_writes, refuse_lost
 from zeroshard.schedule.states import State
 from zeroshard.storage.base import Slot
 
@@ -112,13 +113,13 @@ class Unit:
 
     # ------------------------------------------------------------------ together, and given back
 
-    def start_unshard(self) -> None:
-        """Start to bring the parameters together, if they are not."""
+    def start_unshard(self, *, to_compute: bool = False) -> None:
+        """Start to bring the parameters together, if they are not. See `unshard`."""
         if self.state is State.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state in (State.SHARDED, State.OFFLOADED):
             assert self._away is not None
-            self._away.start()
+            self._away.start(to_compute=to_compute)
             self.state = State.ARRIVING
 
     def prefetch(self) -> None:
@@ -127,17 +128,31 @@ class Unit:
             for bucket in self.buckets:
                 bucket.prefetch()
 
-    def unshard(self) -> None:
-        """The parameters are about to be used: when this returns they are whole and current."""
-        if self.state is State.UNSHARDED:
-            return
-        self.start_unshard()
-        if self._away is not None:
-            self._away.land()
-        for bucket in self.buckets:
-            bucket.wait_unsharded()
-        self.state = State.UNSHARDED
-        self.appearance.show_views()
+    def unshard(self, *, to_compute: bool = False) -> None:
+        """The parameters are about to be used: when this returns they are whole and current.
+
+        Args:
+            to_compute: as a forward and a backward see them, rounded where the policy's wire is lossy. Else exactly what rests.
+        """
+        if self.state is not State.UNSHARDED:
+            self.start_unshard(to_compute=to_compute)
+            if self._away is not None:
+                self._away.land()
+            for bucket in self.buckets:
+                bucket.wait_unsharded()
+            self.state = State.UNSHARDED
+            self.appearance.show_views()
+        if not to_compute:
+            lost = lost_writes(self.state, self.buckets, self.appearance)
+            for bucket in self.buckets:
+                bucket.unround()
+            refuse_lost(lost, self.named)
+
+    def round(self) -> None:
+        """Nobody looks at the exact values any longer: what stays whole is what a forward and a backward see."""
+        if self.sharded_at_rest and self.state is State.UNSHARDED and not self.pins:
+            for bucket in self.buckets:
+                bucket.round()
 
     def settle(self) -> None:
         """Wait for updated values that are still arriving, or on their way to where they rest."""
@@ -158,12 +173,14 @@ class Unit:
             self._away.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
+        lost = lost_writes(self.state, self.buckets, self.appearance)
         if self.state is State.UNSHARDED:
             self.write_back()
         self.state = State.SHARDED
         self.appearance.hide()
         self._away.leave(changed=False)
         self._outdate_saved()
+        refuse_lost(lost, self.named)
 
     def _outdate_saved(self) -> None:
         if not self.flat.nbytes:
@@ -275,6 +292,7 @@ class Unit:
         if self.state is not State.UNSHARDED:
             return
         if self.sharded_at_rest:
+            refuse_lost(lost_writes(self.state, self.buckets, self.appearance), self.named)
             if self.appearance.take_written():
                 self._take_rows()
             return

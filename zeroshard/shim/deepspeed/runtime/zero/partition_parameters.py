@@ -135,13 +135,13 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        for name, asked in (
-            ("zero_quantized_weights", zero_quantized_weights),
-            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
-            ("zero_param_parallel_group", zero_param_parallel_group is not None),
+        for name, asked, instead in (
+            ("zero_quantized_weights", zero_quantized_weights, "parameters are born exact; say it in the config"),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights, "what is frozen rests exact"),
+            ("zero_param_parallel_group", zero_param_parallel_group is not None, "zero_hpz_partition_size names them"),
         ):
             if asked:
-                raise UsageError(f"zero.Init({name}=...): zeroshard has no hpZ and no quantised weights. Leave it out.")
+                raise UsageError(f"zero.Init({name}=...): {instead}. Leave it out.")
         self.enabled = enabled
         said = config_dict_or_path if config_dict_or_path is not None else config
         birth = load_birth(said) if said is not None else Birth()

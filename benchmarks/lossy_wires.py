@@ -1,6 +1,6 @@
 """Owns the benchmark of lossy wires: does a training end where others end that differ by their seed alone, and what do they send?
 
-A small GPT learns the text of examples/train_gpt.py on four ranks of this machine, two of which count as a host. Exact wires with three
+A small GPT learns the text of examples/train_gpt.py on four ranks of this machine, two of which count as a host. Exact wires with six
 seeds, then lossy ones with the first seed. The loss is that of the same held-out windows, in nats a byte; bytes are what one rank hands
 to others in a step, by what they are for.
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from train_gpt import STDLIB, read_text
 
-RANKS, HOST, BATCH, SEEDS = 4, 2, 4, (0, 1, 2)
+RANKS, HOST, BATCH, SEEDS = 4, 2, 4, range(6)
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
 WIRES = {
     "exact": Wire(),

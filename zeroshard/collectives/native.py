@@ -151,7 +151,9 @@ class Native(Grouped):
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
         transfer, moves = _OnDevice(self, None, _REDUCE, label), list[_Move]()
         for peer in (other for other in range(self.world_size) if other != self.rank):
-            for operation, rows_of in ((dist.isend, rows), (dist.irecv, received)):
+            # Where they run one after the other, the lower rank of a pair sends first.
+            both = ((dist.isend, rows), (dist.irecv, received))
+            for operation, rows_of in both if self.rank < peer else both[::-1]:
                 there = self.members.ranks[peer]
                 moves.append(
                     _Move(dist.P2POp(operation, rows_of[peer], there, self._group, TRANSFER_TAG), peer, transfer)

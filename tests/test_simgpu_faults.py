@@ -31,6 +31,7 @@ SUSPECTS: dict[str, tuple[str, ...]] = {
         "written_by_all",
         "nested",
         "masters_set",
+        "hosts",
         "late_files",
         "checkpoints",
         "disk",

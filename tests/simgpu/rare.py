@@ -169,6 +169,22 @@ def masters_set(rank: int) -> None:
         assert all(same(one, results[0]) for one in results), f"stage {stage}"
 
 
+def hosts(rank: int) -> None:
+    """Each rank is a host of its own, which holds whole parameters: what others updated spreads to where they rest."""
+
+    def run(training: Training) -> None:
+        training.step(2)
+        value = training.sharded.states.get(WIDE)
+        assert value is not None
+        training.sharded.states.set(WIDE, "parameters", value * 0.5)
+        with zeroshard.unsharded(training.model):
+            training.losses.append(training.model.get_parameter(WIDE).detach().sum())
+        training.step(1)
+
+    for place in (None, Place.CPU):
+        on_both(Policy.stage(3, within=1).offloaded(parameters=place), run)
+
+
 def late_files(rank: int) -> None:
     """Requests of a file that come late change no bit: start-up, steps, looks at states between them."""
 
@@ -275,7 +291,7 @@ def _no_room() -> Iterator[None]:
 RARE: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
-        partitioned_activations, unclipped, several_backwards, nested, states_at_once, masters_set, late_files,
+        partitioned_activations, unclipped, several_backwards, nested, states_at_once, masters_set, hosts, late_files,
         parking_on_late_files, hidden_writes, failing_disk,
     )
 }  # fmt: skip

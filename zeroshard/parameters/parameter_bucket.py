@@ -139,7 +139,6 @@ class ParameterBucket:
         if self._resting is None or self._replicas is None:
             return
         self.settle()
-        self._resting.wait()
         label = f"all-gather across hosts of {what} {self.label}"
         with self._resting.borrowed(self._accelerator, self._pool, write=True) as block:
             rows = block.view(self._replicas.world_size, -1)

@@ -26,28 +26,33 @@ SUSPECTS: dict[str, tuple[str, ...]] = {
     "storage.direct_file": ("disk",),
     "collectives.native": ("stages",),
     "collectives.grouped": ("stages",),
-    "parameters.parameter_bucket": (
-        "reads_and_writes",
-        "written_by_all",
-        "nested",
-        "masters_set",
-        "hosts",
-        "late_files",
-        "checkpoints",
-        "disk",
-    ),
+    "parameters.parameter_bucket": ("reads_and_writes", "written_by_all", "checkpoints", "disk"),
+    "parameters.parameter_bucket ParameterBucket.__init__": ("late_files",),
+    "parameters.parameter_bucket ParameterBucket._spread": ("hosts",),
+    "parameters.parameter_bucket ParameterBucket.settle": ("hosts",),
+    "parameters.parameter_bucket ParameterBucket.take_rows": ("nested",),
+    "parameters.parameter_bucket ParameterBucket.take_masters": ("masters_set",),
     "parameters.away": ("cpu_memory",),
-    "gradients.gradient_bucket": ("stages", "several_backwards", "error_roads"),
-    "recompute.saved_inputs": ("activation_checkpointing", "partitioned_activations"),
-    "step.parking": ("parking", "parking_on_late_files"),
-    "step.resident": ("unclipped", "states_at_once", "late_files", "failing_disk", "sub_groups", "disk"),
-    "step.sub_groups": ("sub_groups", "states_at_once"),
-    "schedule.unit": ("stages", "nested", "error_roads", "reads_and_writes"),
+    "gradients.gradient_bucket": ("stages", "error_roads"),
+    "gradients.gradient_bucket GradientBucket.finish_reduction": ("several_backwards", "stages"),
+    "recompute.saved_inputs": ("activation_checkpointing",),
+    "recompute.saved_inputs Partition": ("partitioned_activations",),
+    "step.parking": ("parking",),
+    "step.parking Parking._copy": ("parking_on_late_files",),
+    "step.resident": ("sub_groups", "disk"),
+    "step.resident Frame": ("late_files",),
+    "step.resident Resident.abandon": ("failing_disk", "late_files"),
+    "step.resident Resident.enter": ("unclipped", "sub_groups", "disk"),
+    "step.resident Resident.refresh": ("states_at_once",),
+    "step.sub_groups": ("sub_groups",),
+    "step.sub_groups SubGroups.opened": ("states_at_once",),
+    "schedule.unit": ("stages", "error_roads", "reads_and_writes"),
+    "schedule.unit Unit.written_since": ("nested",),
     "zero_redundancy.parameter_bucket": ("zero_redundancy",),
     "zero_redundancy.optimizer_state": ("zero_redundancy",),
     "born": ("sharded_init",),
 }
-"""Who is asked first."""
+"""Who is asked, by how names begin: the longest beginning counts."""
 PUNISHING = ("all late", "default late", "others slow", "others late")
 QUICK = (
     "storage.transfers _Copy",
@@ -60,8 +65,9 @@ QUICK = (
 
 def who_sees(fault: str) -> str | None:
     """The body and the mode in which it fails. One that takes too long has seen nothing."""
+    suspects = SUSPECTS[max((name for name in SUSPECTS if fault.startswith(name)), key=len)]
     for mode in PUNISHING:
-        for body in SUSPECTS[fault.partition(" ")[0]]:
+        for body in suspects:
             function = EVERY_BODY[body]
             request = server.Request(function.__module__, function.__qualname__, {}, mode, 2, fault=fault)
             try:

@@ -41,7 +41,7 @@ SUSPECTS: dict[str, tuple[str, ...]] = {
     "step.parking Parking._copy": ("parking_on_late_files",),
     "step.resident": ("sub_groups", "disk"),
     "step.resident Frame": ("late_files",),
-    "step.resident Resident.abandon": ("failing_disk", "late_files"),
+    "step.resident Resident.abandon": ("failing_disk", "forgotten_reads"),
     "step.resident Resident.enter": ("unclipped", "sub_groups", "disk"),
     "step.resident Resident.refresh": ("states_at_once",),
     "step.sub_groups": ("sub_groups",),

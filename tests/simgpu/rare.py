@@ -25,16 +25,18 @@ NARROW, WIDE = "blocks.1.up.bias", "blocks.1.up.weight"
 
 
 @contextmanager
-def late_disk(*, reads: bool = False, writes: bool = False) -> Iterator[None]:
-    """Inside, every other request of a file is late: so what was asked for first may come last."""
+def late_disk(
+    *, reads: bool = False, writes: bool = False, every: int = 2, seconds: float = LATE_SECONDS
+) -> Iterator[None]:
+    """Requests of a file that are made inside are late, every other one: so what was asked for first may come last."""
     before = {"_read": DirectFile._read, "_write": DirectFile._write}
 
     def late(work: Callable[..., None]) -> Callable[..., None]:
         count = iter(range(1 << 30))
 
         def run(*arguments: Any) -> None:
-            if next(count) % 2 == 0:
-                time.sleep(LATE_SECONDS)
+            if next(count) % every == 0:
+                time.sleep(seconds)
             work(*arguments)
 
         return run
@@ -223,6 +225,24 @@ def parking_on_late_files(rank: int) -> None:
             on_both(Policy.stage(stage), run)
 
 
+def forgotten_reads(rank: int) -> None:
+    """What was read ahead for the next step, and is wanted no longer, does not land where something else lies by then."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(simgpu.device(), offloaded(2, folder, Place.DISK, sub_group_numel=400, requests=64), BF16)
+        training.backward()
+        training.sharded.optimizer.step()
+        with late_disk(reads=True, every=1, seconds=0.4):
+            training.sharded.optimizer.zero_grad()  # from here on
+        found = []
+        for _ in range(2):
+            value = training.sharded.states.get(NARROW, "exp_avg")
+            assert value is not None
+            found.append(value.cpu())
+            time.sleep(0.8)
+        assert torch.equal(*found), "what was read ahead came later"
+        training.end()
+
+
 def hidden_writes(rank: int) -> None:
     """What is written through `.data` counts as any write does, before a forward and between clipping and the step."""
 
@@ -292,7 +312,7 @@ RARE: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
         partitioned_activations, unclipped, several_backwards, nested, states_at_once, masters_set, hosts, late_files,
-        parking_on_late_files, hidden_writes, failing_disk,
+        parking_on_late_files, forgotten_reads, hidden_writes, failing_disk,
     )
 }  # fmt: skip
 EVERY_BODY = BODIES | RARE

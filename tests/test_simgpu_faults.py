@@ -19,7 +19,7 @@ UNSEEN: dict[str, str] = {
 """Waits that no body can miss, and why."""
 SUSPECTS: dict[str, tuple[str, ...]] = {
     "storage.transfers": ("cpu_memory_in_16_bits", "slots", "sub_groups"),
-    "storage.memory_slot": ("slots", "cpu_memory_in_16_bits", "parking"),
+    "storage.memory_slot": ("cpu_memory", "slots", "cpu_memory_in_16_bits", "parking"),
     "storage.base": ("cpu_memory",),
     "storage.buffer_pool": ("sub_groups",),
     "storage.disk": ("slots", "disk"),

@@ -1,79 +1,117 @@
-"""Owns the time of a training step with compiled blocks: DDP, FSDP2 and zeroshard, each eager and with torch.compile (inductor).
+"""Owns the time of a training step under torch.compile (inductor): DDP, FSDP2 and zeroshard, eager, with compiled blocks, and compiled whole.
 
-The same model, tokens and processes as step.py; each block is compiled before the system takes the model, as FSDP2's users do it. Rounds go over all
-rows, so that a row and the ones that it is compared with share the machine's moods. "x eager" is a row over the same system without torch.compile,
-"x DDP" over DDP that is compiled as it is, both within a round. What torch.compile took stands beside it, and so do the graphs that the steps after
-made: there are to be none.
+The same model and tokens in every row, all rows in the same two processes, which take turns of a few steps: so a row and the ones that it is
+compared with share the machine's moods. Each block, or the model, is compiled before the system takes it, as FSDP2's users do it. "x eager" is a
+row over the same system without torch.compile, "x DDP" and "x FSDP2" over these compiled as it is, all within a round. "graphs after" are those that
+were made after the second step: there are to be none.
 
     python benchmarks/compile.py
-    python benchmarks/compile.py --only zs3,fsdp2 --rounds 5 --batch 4
+    python benchmarks/compile.py --only zs3,fsdp2 --rounds 9 --batch 4
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from figures import RESULTS, Column, Run, load, machine, median_of, number, ratios, save, show, spread
+from figures import RESULTS, Column, load, machine, median_of, number, ratios, save, show, spread
 from jobs import read_job, run_job, write_result
-from rich.console import Console
-from systems import SYSTEMS
+from systems import SYSTEMS, TrainStep
 
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.ranks import run_ranks
 
-CONFIG = GPTConfig(layers=16, width=512, heads=8, context=128)
-WARMUP = 3
+CONFIG = GPTConfig(layers=6, width=384, heads=6, context=128)
+WARMUP = 2
 KINDS = {
     "ddp": "DDP",
     "fsdp2": "FSDP2",
-    "zs1": "zeroshard stage 1",
-    "zs2": "zeroshard stage 2",
-    "zs3": "zeroshard stage 3",
+    **{f"zs{stage}": f"zeroshard stage {stage}" for stage in range(4)},
 }
-EAGER, COMPILED = "eager", "compiled"
+EAGER, BLOCKS, WHOLE = "eager", "blocks compiled", "compiled whole"
+CHECKPOINTED = ("fsdp2", "zs2", "zs3")
+"""Systems that are timed with activation checkpointing too."""
 
 
 def train(rank: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part of one run."""
+    """One rank's part: every row is made and warmed up, then they take turns. Returns seconds by row and round, and more."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
+        4096  # many rows, one process
+    )
+    steps, found = dict[str, Any](), dict[str, Any]()
+    for key, row in job["rows"].items():
+        try:
+            steps[key] = _make(row)
+            losses = [_step(steps[key], job, rank, number) for number in range(WARMUP)]
+            found[key] = {"rounds": [], "losses": [loss for loss, _ in losses], "graphs": 0}
+        except Exception as error:
+            steps.pop(key, None)
+            found[key] = {
+                "failure": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+            }
+            traceback.print_exc()
+    if rank == 0:
+        print(f"{len(steps)} rows are warm", file=sys.stderr, flush=True)
+    for turn in range(job["rounds"]):
+        for key, step in steps.items():
+            graphs, number = _graphs(), WARMUP + turn * job["steps"]
+            results = [_step(step, job, rank, number + i) for i in range(job["steps"])]
+            found[key]["rounds"].append([seconds for _, seconds in results])
+            found[key]["losses"] += [loss for loss, _ in results]
+            found[key]["graphs"] += _graphs() - graphs
+    return found
+
+
+def _make(row: dict[str, Any]) -> TrainStep:
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    if job["compiled"]:
+    if row["how"] == BLOCKS:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, fullgraph=True)  # type: ignore[assignment]
-    step = SYSTEMS[job["system"]](model)
-    tokens = torch.Generator().manual_seed(rank)
-    times, losses, graphs = [], [], 0
-    for i in range(WARMUP + job["steps"]):
-        data = torch.randint(0, CONFIG.vocabulary, (job["batch"], CONFIG.context + 1), generator=tokens)
-        if i == WARMUP:
-            graphs = _graphs()
-        dist.barrier()
-        start = time.perf_counter()
-        losses.append(float(step(data)))
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    return {"first": times[0], "times": times[WARMUP:], "losses": losses, "graphs": _graphs() - graphs}
+    elif row["how"] == WHOLE:
+        model.compile()
+    return SYSTEMS[row["system"]](model, checkpointed=row["checkpointed"])
+
+
+def _step(step: TrainStep, job: dict[str, Any], rank: int, number: int) -> tuple[float, float]:
+    """(loss, seconds)."""
+    tokens = torch.Generator().manual_seed(2 * number + rank)
+    data = torch.randint(0, CONFIG.vocabulary, (job["batch"], CONFIG.context + 1), generator=tokens)
+    dist.barrier()
+    start = time.perf_counter()
+    loss = float(step(data))
+    dist.barrier()
+    return loss, time.perf_counter() - start
 
 
 def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def run_system(job: dict[str, Any]) -> Run:
-    """One run of one row: the slowest rank's seconds of each step and of the first one, the mean losses, the graphs that were made late."""
-    results = run_ranks(train, job["ranks"], job, timeout=job["limit"], collective_timeout=300)
-    return {
-        "times": [max(times) for times in zip(*(result["times"] for result in results), strict=True)],
-        "first": max(result["first"] for result in results),
-        "losses": [statistics.mean(losses) for losses in zip(*(result["losses"] for result in results), strict=True)],
-        "graphs": max(result["graphs"] for result in results),
-    }
+def run_rows(job: dict[str, Any]) -> dict[str, Any]:
+    """By row: for each round the slowest rank's seconds of each step; the mean losses; the graphs that were made late."""
+    by_rank = run_ranks(train, job["ranks"], job, timeout=job["limit"], collective_timeout=300)
+    found = dict[str, Any]()
+    for key in job["rows"]:
+        own = [one[key] for one in by_rank]
+        failure = next((one["failure"] for one in own if "failure" in one), None)
+        if failure is not None:
+            found[key] = failure
+            continue
+        rounds = zip(*(one["rounds"] for one in own), strict=True)
+        losses = [statistics.mean(each) for each in zip(*(one["losses"] for one in own), strict=True)]
+        found[key] = [
+            {"times": [max(each) for each in zip(*ranks, strict=True)], "losses": losses, "graphs": max(one["graphs"] for one in own)}
+            for ranks in rounds
+        ]  # fmt: skip
+    return found
 
 
 def columns(results: dict[str, Any]) -> list[Column]:
@@ -83,8 +121,11 @@ def columns(results: dict[str, Any]) -> list[Column]:
     def over(key: str, base: str) -> str:
         return spread(ratios(rows[key]["runs"], [rows[base]["runs"]])) if base in rows and base != key else ""
 
-    def base_of(key: str) -> str:
-        return f"ddp, {key.partition(', ')[2]}"
+    def beside(key: str, system: str) -> str:
+        return over(key, f"{system}, {key.partition(', ')[2]}")
+
+    def eager(key: str) -> str:
+        return over(key, ", ".join(EAGER if part in (BLOCKS, WHOLE) else part for part in key.split(", ")))
 
     def loss(key: str) -> str:
         run = next((run for run in rows[key]["runs"] if run), None)
@@ -93,9 +134,9 @@ def columns(results: dict[str, Any]) -> list[Column]:
     return [
         ("system", lambda key: rows[key]["label"]),
         ("step, ms", lambda key: rows[key]["failure"] or number(median_of(rows[key]["runs"], "times"), 1e3)),
-        ("x eager", lambda key: over(key, f"{key.partition(', ')[0]}, {EAGER}")),
-        ("x DDP", lambda key: over(key, base_of(key))),
-        ("first step, s", lambda key: number(median_of(rows[key]["runs"], "first"), digits=1)),
+        ("x eager", eager),
+        ("x DDP", lambda key: beside(key, "ddp")),
+        ("x FSDP2", lambda key: beside(key, "fsdp2")),
         ("graphs after", lambda key: number(median_of(rows[key]["runs"], "graphs"))),
         ("last loss", loss),
     ]
@@ -115,10 +156,10 @@ def show_results(results: dict[str, Any], *, markdown: bool) -> None:
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     batch: Annotated[int, typer.Option(help="Sequences of 128 tokens per rank.")] = 1,
-    only: Annotated[str, typer.Option(help="Systems by short name: ddp, fsdp2, zs1, zs2, zs3.")] = ",".join(KINDS),
-    rounds: Annotated[int, typer.Option(help="How often each row has its turn.")] = 3,
-    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 6,
-    limit: Annotated[float, typer.Option(help="Seconds after which a run is ended and told.")] = 300.0,
+    only: Annotated[str, typer.Option(help="Systems by short name: ddp, fsdp2, zs0, zs1, zs2, zs3.")] = ",".join(KINDS),
+    rounds: Annotated[int, typer.Option(help="How often each row has its turn.")] = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 3,
+    limit: Annotated[float, typer.Option(help="Seconds after which the run is ended and told.")] = 1800.0,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where all figures go as JSON. [default: benchmarks/results/]")
@@ -126,32 +167,37 @@ def main(
     saved: Annotated[Path | None, typer.Option(help="Run nothing: show an earlier run's JSON.")] = None,
     job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Time a training step with compiled blocks."""
+    """Time a training step under torch.compile."""
     if job is not None:
-        write_result(job, run_system(read_job(job)))
+        write_result(job, run_rows(read_job(job)))
         return
     if saved is not None:
         show_results(load(saved), markdown=markdown)
         return
-    chosen = [name for name in KINDS if name in {"ddp", *only.split(",")}]
+    chosen = [name for name in KINDS if name in only.split(",")]
     about = machine() | {"ranks": ranks, "batch": batch, "rounds": rounds, "steps": steps}
     about["parameters"] = sum(parameter.numel() for parameter in GPT(CONFIG).parameters())
-    rows: dict[str, Any] = {
-        f"{name}, {kind}": {"label": f"{KINDS[name]}, {kind}", "system": KINDS[name], "runs": [], "failure": None}
-        for name in chosen
-        for kind in (EAGER, COMPILED)
-    }
+    rows: dict[str, Any] = {}
+    for checkpointed in (False, True):
+        for name in chosen if not checkpointed else [name for name in chosen if name in CHECKPOINTED]:
+            for how in (EAGER, BLOCKS, WHOLE) if not checkpointed else (EAGER, BLOCKS):
+                end = f"{how}{', checkpointed' * checkpointed}"
+                row = {
+                    "label": f"{KINDS[name]}, {end}",
+                    "system": KINDS[name],
+                    "how": how,
+                    "checkpointed": checkpointed,
+                }
+                rows[f"{name}, {end}"] = row | {"runs": [], "failure": None}
     results = {"about": about, "rows": rows}
-    out = out or RESULTS / f"compile_{ranks}_ranks.json"
-    with Console(stderr=True).status("") as line:
-        for turn in range(rounds):
-            for key, row in rows.items():
-                line.update(f"round {turn + 1} of {rounds}: {row['label']}")
-                work = {"system": row["system"], "compiled": key.endswith(COMPILED), "ranks": ranks, "batch": batch}
-                found = row["failure"] or run_job(__file__, work | {"steps": steps}, limit)
-                row["failure"] = found if isinstance(found, str) else None
-                row["runs"].append(None if isinstance(found, str) else found)
-                save(out, results)
+    work = {"rows": rows, "ranks": ranks, "batch": batch, "rounds": rounds, "steps": steps}
+    found = run_job(__file__, work, limit)
+    if isinstance(found, str):
+        raise SystemExit(found)
+    for key, row in rows.items():
+        row["failure"] = found[key] if isinstance(found[key], str) else None
+        row["runs"] = found[key] if row["failure"] is None else []
+    save(out or RESULTS / f"compile_{ranks}_ranks.json", results)
     show_results(results, markdown=markdown)
 
 

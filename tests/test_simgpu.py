@@ -7,13 +7,15 @@ import torch
 from simgpu import bodies, device, server
 from simgpu.bodies import BODIES
 from simgpu.device import MODES, QUICK_MODES
+from simgpu.rare import EVERY_BODY, RARE
 
 from zeroshard.testing import RankError
 
-CASES = [(body, mode, 2) for body in BODIES for mode in MODES] + [
-    (body, mode, 3) for body in BODIES for mode in ("all late", "others slow")
+CASES = [(body, mode, 2) for body in EVERY_BODY for mode in MODES] + [
+    (body, mode, 3) for body in EVERY_BODY for mode in ("all late", "others slow")
 ]
 QUICK = {(body, mode, 2) for number, body in enumerate(BODIES) for mode in ("all late", QUICK_MODES[number % 4])}
+QUICK |= {(body, QUICK_MODES[number % 4], 2) for number, body in enumerate(RARE)}
 QUICK |= {("stages", "all late", 3), ("whole_parameters", "all late", 3)}
 
 
@@ -25,7 +27,7 @@ QUICK |= {("stages", "all late", 3), ("whole_parameters", "all late", 3)}
     ],
 )
 def test_no_wait_is_missing(body: str, mode: str, ranks: int) -> None:
-    server.call(BODIES[body], ranks=ranks, mode=mode)
+    server.call(EVERY_BODY[body], ranks=ranks, mode=mode)
 
 
 # ---------------------------------------------------------------------- the device itself

@@ -39,10 +39,6 @@ def test_collectives(stage: int) -> None:
     assert ours <= theirs + 2
 
 
-def _not_yet(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clips", [False, True])
 def test_the_host_never_waits(stage: int, clips: bool) -> None:
@@ -54,9 +50,7 @@ def test_nothing_goes_through_pageable_memory(stage: int) -> None:
     assert total(measured("zeroshard", stage, True), "pageable_copies") == 0
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(2, marks=_not_yet("3262 where FSDP2 has 3127: master weights look for hidden writes")), 3]
-)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clips", [False, True])
 def test_kernels(stage: int, clips: bool) -> None:
     ours, theirs = (total(measured(system, stage, clips), "launches") for system in ("zeroshard", "FSDP2"))

@@ -108,7 +108,7 @@ def on_both(
     assert same(results[1], results[0]), f"other bits than on the CPU: {policy}"
 
 
-def _offloaded(
+def offloaded(
     stage: int, folder: str, optimizer: Place | None = None, parameters: Place | None = None, **how: Any
 ) -> Policy:
     offload = Offload(path=folder, block_nbytes=4096, **how)
@@ -148,7 +148,7 @@ def cpu_memory(rank: int) -> None:
         (3, Place.CPU, Place.CPU),
     ):  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            on_both(_offloaded(stage, folder, optimizer, parameters))
+            on_both(offloaded(stage, folder, optimizer, parameters))
 
 
 def cpu_memory_in_16_bits(rank: int) -> None:
@@ -157,7 +157,7 @@ def cpu_memory_in_16_bits(rank: int) -> None:
         results = []
         for place in (Place.CPU, Place.DISK):
             with tempfile.TemporaryDirectory() as folder:
-                training = Training(simgpu.device(), _offloaded(stage, folder, place, parameters), BF16)
+                training = Training(simgpu.device(), offloaded(stage, folder, place, parameters), BF16)
                 training.step(3)
                 results.append(training.end())
         assert same(results[0], results[1]), f"stage {stage}, parameters {parameters}"
@@ -167,7 +167,7 @@ def disk(rank: int) -> None:
     """States rest on disk."""
     for stage, optimizer, parameters in ((2, Place.DISK, None), (3, Place.DISK, Place.DISK), (3, None, Place.DISK)):
         with tempfile.TemporaryDirectory() as folder:
-            on_both(_offloaded(stage, folder, optimizer, parameters, buffer_numel=40_000))
+            on_both(offloaded(stage, folder, optimizer, parameters, buffer_numel=40_000))
 
 
 def sub_groups(rank: int) -> None:
@@ -181,9 +181,9 @@ def sub_groups(rank: int) -> None:
                     "read_ahead": ahead,
                     "write_behind": ahead,
                 }
-                on_both(_offloaded(3, folder, place, Place.DISK if place is Place.DISK else None, **how))
+                on_both(offloaded(3, folder, place, Place.DISK if place is Place.DISK else None, **how))
     with tempfile.TemporaryDirectory() as folder:
-        on_both(_offloaded(2, folder, Place.CPU, ratio=0.5))
+        on_both(offloaded(2, folder, Place.CPU, ratio=0.5))
 
 
 def parking(rank: int) -> None:
@@ -226,7 +226,7 @@ class _Constant(Stack):
 
 
 @contextmanager
-def _folder() -> Iterator[str]:
+def folder_of_all() -> Iterator[str]:
     """One for all ranks."""
     names: list[Any] = [tempfile.mkdtemp(prefix="simgpu-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names, device=simgpu.device())
@@ -246,7 +246,7 @@ def checkpoints(rank: int, asynchronous: bool = False) -> None:
     for stage, optimizer in ((1, None), (2, Place.CPU), (3, None)):
         policy = Policy.stage(stage).offloaded(optimizer=optimizer)
         one, other = (Training(simgpu.device(), policy, BF16) for _ in range(2))
-        with _folder() as folder:
+        with folder_of_all() as folder:
             one.step(2)
             saved = torch.zeros(0) if stage == 3 else _values(one)
             one.sharded.save(folder, "x", asynchronous=asynchronous)
@@ -265,7 +265,7 @@ def asynchronous_checkpoints(rank: int) -> None:
     checkpoints(rank, asynchronous=True)
 
 
-class _Checkpointed(Stack):
+class Checkpointed(Stack):
     """Blocks of which only the inputs are kept, in CPU memory."""
 
     options = Checkpointing(cpu_checkpointing=True)
@@ -280,13 +280,13 @@ class _Checkpointed(Stack):
         return x
 
 
-class _CheckpointedInSlots(_Checkpointed):
+class _CheckpointedInSlots(Checkpointed):
     options = Checkpointing(cpu_checkpointing=True, contiguous_memory_optimization=True, number_checkpoints=4)
 
 
 def activation_checkpointing(rank: int) -> None:
     """Saved inputs rest in CPU memory."""
-    for make in (_Checkpointed, _CheckpointedInSlots):
+    for make in (Checkpointed, _CheckpointedInSlots):
         for stage in (2, 3):
             on_both(Policy.stage(stage), make=make)
 
@@ -438,7 +438,10 @@ def zero_redundancy(rank: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 optimizer.consolidate_state_dict()
-                results.append((torch.nn.utils.parameters_to_vector(named).detach().cpu(),))
+                states = optimizer.state_dict()["state"] if rank == 0 else {}
+                kept = [value for number in states for value in states[number].values() if isinstance(value, Tensor)]
+                values = torch.nn.utils.parameters_to_vector(named).detach().cpu()
+                results.append((values, *(value.detach().cpu() for value in kept)))
             assert same(results[1], results[0]), f"{make.__name__} {options}"
 
 
@@ -465,7 +468,7 @@ def reads_and_writes(rank: int) -> None:
     for stage in range(4):
         on_both(Policy.stage(stage), run)
     with tempfile.TemporaryDirectory() as folder:
-        on_both(_offloaded(2, folder, Place.CPU, Place.CPU), run)
+        on_both(offloaded(2, folder, Place.CPU, Place.CPU), run)
 
 
 def written_by_all(rank: int) -> None:
@@ -498,7 +501,7 @@ def slots(rank: int) -> None:
     """What a storage promises: a read sees the write before it, wherever both are; a range that is given back is not written to."""
     accelerator = simgpu.device()
     with tempfile.TemporaryDirectory() as folder:
-        policy = _offloaded(3, folder, Place.DISK, Place.DISK, buffer_numel=40_000)
+        policy = offloaded(3, folder, Place.DISK, Place.DISK, buffer_numel=40_000)
         storages = Storages(policy, accelerator)
         disk_storage = storages.optimizer(policy)
         for storage in (storages.accelerator, storages.host, disk_storage):
@@ -521,6 +524,14 @@ def slots(rank: int) -> None:
                 slot.write(torch.full((3000,), -1.0))
                 reading.wait(accelerator)
                 assert bool((early == number + 10).all()), f"{type(storage).__name__}: a later write overtook a read"
+            narrow = storage.slot("in 16 bits", 3000, torch.bfloat16)  # what is written is cast on its way
+            narrow.write(torch.full((3000,), 1.0, device=accelerator))
+            early = torch.zeros(3000, dtype=torch.bfloat16, pin_memory=True)
+            reading = narrow.read(early)
+            narrow.write(torch.full((3000,), 2.0))
+            torch.accelerator.current_stream().synchronize()
+            reading.wait(CPU)
+            assert bool((early == 1).all()), f"{type(storage).__name__}: a later write, cast, overtook a read"
         gone = disk_storage.slot("gone", 3000, torch.float32)
         gone.write(torch.full((3000,), 1.0, device=accelerator))
         del gone

@@ -109,7 +109,7 @@ def serve(descriptor: int) -> None:
     import torch
     import torch._dynamo  # optimizers import it at their first step: once here, not once in each rank
 
-    from simgpu import bodies, device, simccl  # noqa: F401
+    from simgpu import device, rare, simccl  # noqa: F401
     from zeroshard.testing import RankError, run_ranks
 
     torch.set_num_threads(1)

@@ -267,7 +267,7 @@ class GradientBucket:
         """Block until the mean over ranks, if any is on its way, is in this rank's shard; scratch goes back to the pool."""
         if self._flight is None:
             return
-        self.wait_gather()  # it still reads the shard that is about to change
+        self.wait_gather()  # it still reads the shard that is about to change, and another will follow
         slot, adds = self._own.gradient, self.holds is Holds.ADDING
         with slot.borrowed(self._accelerator, self._pool, read=adds, write=True) as own:
             self._flight.pending.finish(own, accumulate=adds)
@@ -288,10 +288,9 @@ class GradientBucket:
             self._read = None
 
     def start_gather(self) -> None:
-        """Where the optimizer is unsharded, every rank needs every row of the mean."""
-        if not self._policy.optimizer.sharded:
+        """Where the optimizer is unsharded, every rank needs every row of the mean: once, unless it is changed."""
+        if not self._policy.optimizer.sharded and self._gathering is None:
             assert self._rows is not None
-            self.wait_gather()
             self._gathering = self._collectives.all_gather(
                 self._rows, self.number, f"all-gather of gradients of {self.label}"
             )

@@ -12,8 +12,8 @@ master weights, which are the same slot where the dtype allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
@@ -156,7 +156,6 @@ class ParameterBucket:
         if self._resting is None or self._replicas is None:
             return
         self.settle()
-        self._resting.wait()
         label = f"all-gather across hosts of {what} {self.label}"
         with self._resting.borrowed(self._accelerator, self._pool, write=True) as block:
             rows = block.view(self._replicas.world_size, -1)
@@ -246,19 +245,26 @@ class ParameterBucket:
         """Master weights follow what was written through `.data`, of which nothing tells but the values. Returns whether any
         was found.
 
-        An accelerator is not asked whether, since that would stop it; nor are masters that rest elsewhere brought for it.
+        An accelerator is not asked, since that would stop it (see hidden_writes.py); nor are masters that rest elsewhere
+        brought for it.
         """
         found = False
-        for rank, master in self.masters.items():
-            memory = master.memory_in(self._accelerator)
-            if master is self.rests[rank] or memory is None:
-                continue
-            at_once = self._accelerator.answers_at_once
-            differs = at_once and not _shows(self.rows[rank], memory)
-            if differs or not at_once:
+        for rank, master in self.masters.items() if self._accelerator.answers_at_once else ():
+            memory = self._memory_beside(rank, master)
+            if memory is not None and not _shows(self.rows[rank], memory):
                 self._take_row(master, self.rows[rank])
-            found |= differs
+                found = True
         return found
+
+    def masters_shown(self) -> Iterator[tuple[Tensor, AbstractContextManager[Tensor]]]:
+        """On an accelerator: each row [S] that shows master weights which lie there, and these [S], to be written to."""
+        for rank, master in self.masters.items() if not self._accelerator.answers_at_once else ():
+            if self._memory_beside(rank, master) is not None:
+                yield self.rows[rank], master.borrowed(self._accelerator, self._pool, write=True)
+
+    def _memory_beside(self, rank: int, master: Slot) -> Tensor | None:
+        """Master weights that are a copy beside the parameters, and here."""
+        return None if master is self.rests[rank] else master.memory_in(self._accelerator)
 
     def take_own_row(self) -> None:
         """The unsharded parameters leave: where they are the master weights, what the user did to them stays."""

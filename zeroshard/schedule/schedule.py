@@ -18,6 +18,7 @@ from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.gradients.reductions import Reductions
 from zeroshard.parameters.context import Context
+from zeroshard.parameters.hidden_writes import follow_hidden_writes
 from zeroshard.parameters.shown import forget_grad, grad_of
 from zeroshard.policy import Policy
 from zeroshard.schedule.make_units import frozen_names
@@ -334,8 +335,9 @@ class Schedule:
         self.refuse_parked("optimizer.step()")
         for unit in self.units:
             unit.refuse_step()
+        follow_hidden_writes(list(chain.from_iterable(unit.prepare_step() for unit in self.units)))
         for unit in self.units:
-            unit.prepare_step()
+            unit.begin_step()
         self._collectives.wait_readers()
 
     def refuse_parked(self, what: str) -> None:

@@ -27,6 +27,7 @@ from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import lay_out, lay_out_whole
 from zeroshard.parameters.away import InCpuMemory, ShardedAway
 from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.parameters.hidden_writes import follow_hidden_writes
 from zeroshard.parameters.parameter_bucket import ParameterBucket
 from zeroshard.policy import DTypes, Place
 from zeroshard.schedule.appearance import Appearance
@@ -269,7 +270,8 @@ class Unit:
     def written(self, *, owners_follow: bool = False) -> set[int]:
         """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.
 
-        In 16 bits a write through `.data` is found too: there the master weights say what was shown.
+        In 16 bits a write through `.data` is found too: there the master weights say what was shown. (On an accelerator they
+        follow it in the step, and nobody is told: see hidden_writes.py.)
         """
         if not self.sharded_at_rest and self.state is State.UNSHARDED:
             new = self.appearance.take_written()
@@ -287,8 +289,12 @@ class Unit:
             bucket.take_rows(masters=not self.is_parked)
         self._masters_wait |= self.is_parked
 
-    def write_back(self) -> None:
-        """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes."""
+    def write_back(self, *, is_looked_at: bool = False) -> None:
+        """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes.
+
+        Args:
+            is_looked_at: hidden writes were followed before.
+        """
         if self.state is not State.UNSHARDED:
             return
         if self.sharded_at_rest:
@@ -298,6 +304,8 @@ class Unit:
             return
         if self.trainable:
             self.written()
+            if not (self.is_parked or is_looked_at):
+                follow_hidden_writes(self.buckets)
         self.appearance.take_new_data()
         if not isinstance(self._away, InCpuMemory):
             return
@@ -397,13 +405,18 @@ class Unit:
 
     # ------------------------------------------------------------------ the step
 
-    def prepare_step(self) -> None:
-        """The optimizer is about to step: none of these values is arriving, and those that rest in CPU memory are not here."""
+    def prepare_step(self) -> Sequence[ParameterBucket]:
+        """The optimizer is about to step: none of these values is arriving. Returns what is to be looked at for hidden writes."""
         self.is_held = False
         self.appearance.show_ordinary()
         self.settle()
+        is_shown = self.trainable and not self.sharded_at_rest and self.state is State.UNSHARDED
+        return self.buckets if is_shown else ()
+
+    def begin_step(self) -> None:
+        """Hidden writes were followed: what rests is what is shown, and what rests in CPU memory is here no longer."""
         if self.trainable:
-            self.write_back()
+            self.write_back(is_looked_at=True)
         if self.trainable and self.state is State.UNSHARDED and self._may_leave:
             self._leave(changed=False)  # all of it is brought together anew after the step
         self.offload()

@@ -135,7 +135,7 @@ class Resident:
             if not read:
                 self._memory[name].zero_()
             elif name != _MASTER or not self.shard.is_shown:
-                self._hold_read(slot.read(self._memory[name]))
+                self._reading.append(slot.read(self._memory[name]))
 
     @property
     def is_stale(self) -> bool:
@@ -150,7 +150,7 @@ class Resident:
 
     def _read_master(self) -> None:
         self._version = self.shard.master.version
-        self._hold_read(self.shard.master.read(self._memory[_MASTER]))
+        self._reading.append(self.shard.master.read(self._memory[_MASTER]))
 
     def start_gradient(self) -> None:
         """Start to bring the gradient."""
@@ -158,12 +158,7 @@ class Resident:
         if slot.memory_in(self.shard.step) is None:
             assert self._frame is not None
             self._memory[_GRADIENT] = self._frame.take(slot.numel, slot.dtype)
-            self._hold_read(slot.read(self._memory[_GRADIENT]))
-
-    def _hold_read(self, transfer: Transfer) -> None:
-        assert self._frame is not None
-        self._reading.append(transfer)
-        self._frame.hold(transfer)
+            self._reading.append(slot.read(self._memory[_GRADIENT]))
 
     def enter(self) -> None:
         """Block until all is here; the optimizer's tensors look at it.

@@ -109,6 +109,8 @@ class DiskSlot(Slot):
         self._storage = storage
         self._start = storage.file.allocate(self.nbytes, label)
         self._writing: list[Transfer] = []
+        self._reading: list[Transfer] = []
+        """Into memory of others, who wait for it later: a write that came before would give them a part of both."""
         weakref.finalize(self, _release, storage.file, self._start, self.nbytes, self._writing)
         self._is_written = False
         self._prefetched: tuple[Tensor, Transfer] | None = None
@@ -121,7 +123,6 @@ class DiskSlot(Slot):
         is_arriving = not all(writing.is_done for writing in self._writing)
         if self._prefetched is not None or is_arriving or not self._is_written or self.nbytes > staging.nbytes:
             return
-        self.wait()
         buffer = staging.try_to_take(self)
         if buffer is not None:
             content = buffer[: self.nbytes]
@@ -148,7 +149,9 @@ class DiskSlot(Slot):
                 self._storage.staging.release(buffer, copying, self)
             return copying
         if out.device.type == "cpu":
-            return self._storage.file.read(self._start, out, self.label)
+            direct = self._storage.file.read(self._start, out, self.label)
+            self._reading = [*(other for other in self._reading if not other.is_done), direct]
+            return direct
         return self._read_through_buffers(out)
 
     def _read_through_buffers(self, out: Tensor) -> Transfer:
@@ -165,6 +168,7 @@ class DiskSlot(Slot):
         self.version += 1
         self.forget_prefetched()
         self.wait()
+        self._wait_readers()
         self._is_written = True
         if source.device.type == "cpu" and source.dtype == self.dtype:
             self._writing.append(self._storage.file.write(self._start, source, self.label))
@@ -183,6 +187,12 @@ class DiskSlot(Slot):
         """Ranges of elements that fit into a buffer each."""
         step = self._storage.staging.nbytes // self.dtype.itemsize
         return [(low, min(low + step, self.numel)) for low in range(0, self.numel, step)]
+
+    def _wait_readers(self) -> None:
+        reading, self._reading = self._reading, []
+        for requests in reading:
+            with suppress(StorageError):  # which is told to who asked for it
+                requests.wait(CPU)
 
     def wait(self) -> None:
         writing = list(self._writing)

@@ -45,8 +45,7 @@ class MemorySlot(Slot):
 
     def empty(self) -> None:
         if self._buffer is not None:
-            self._in_flight.wait(self._memory.device)
-            self._buffer.free()
+            self._buffer.free()  # copies that are under way keep the memory until they are over
             self._is_empty = True
 
     def fill(self) -> None:

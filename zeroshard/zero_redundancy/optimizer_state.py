@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Collectives, Pending
 from zeroshard.errors import UsageError
 from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
 
-_IN_FLIGHT = 64
-"""Tensors that may be under way at once; they are written where they belong, so none needs a buffer."""
+_AT_ONCE = 64
+"""Tensors that are brought together: one launch, where a backend has that. On a CPU they land where they belong."""
 
 State = dict[str, Any]
+
+
+class _Piece(NamedTuple):
+    """A tensor of rank `source`'s on its way: `own` there, `target` where it goes, both None on ranks that sit it out."""
+
+    own: Tensor | None
+    target: Tensor | None
+    source: int
+    device: torch.device
 
 
 # ---------------------------------------------------------------------- this rank's shards
@@ -53,7 +61,7 @@ def consolidate(
         for view in held
     ]
     whole: dict[int, State] = {}
-    in_flight: deque[Callable[[], None]] = deque()
+    pieces = list[_Piece]()
     for source, entries in enumerate(collectives.exchange_json(told, "the description of optimizer state")):
         for number, (index, start, stop, description) in enumerate(entries):
             own = optimizer.state[held[number].value] if source == collectives.rank else {}
@@ -68,11 +76,9 @@ def consolidate(
                     target = _home(
                         whole.setdefault(index, {}), name, kind, dtype, content, parameters[index], start, stop
                     )
-                in_flight.append(_bring(own.get(name), target, source, to, collectives, parameters[index].device))
-                while len(in_flight) > _IN_FLIGHT:
-                    in_flight.popleft()()
-    while in_flight:
-        in_flight.popleft()()
+                pieces.append(_Piece(own.get(name), target, source, parameters[index].device))
+    for first in range(0, len(pieces), _AT_ONCE):
+        _bring(pieces[first : first + _AT_ONCE], to, collectives)
     return dict(sorted(whole.items())) if collectives.rank == to else None
 
 
@@ -109,25 +115,25 @@ def _home(
     return in_storage_order(whole)[start:stop] if kind == "along" else whole.view(-1)
 
 
-def _bring(
-    own: Tensor | None, target: Tensor | None, source: int, to: int, collectives: Collectives, device: torch.device
-) -> Callable[[], None]:
-    if own is not None and target is not None:
-        target.copy_(in_storage_order(own))
-        return lambda: None
-    if own is not None:
-        return collectives.transfer(in_storage_order(own), source, to, "optimizer state on its way to one rank").wait
-    if target is None:
-        return lambda: None
-    landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
-    pending = collectives.transfer(landing, source, to, "optimizer state on its way to one rank")
-
-    def land() -> None:
+def _bring(pieces: Sequence[_Piece], to: int, collectives: Collectives) -> None:
+    """Bring them all at once. Every rank must call it, with as many."""
+    label, arriving = "optimizer state on its way to one rank", list[tuple[Tensor, Tensor, Pending]]()
+    sending = list[Pending]()
+    with collectives.together():
+        for own, target, source, device in pieces:
+            if own is not None and target is not None:
+                target.copy_(in_storage_order(own))
+            elif own is not None:
+                sending.append(collectives.transfer(in_storage_order(own), source, to, label))
+            elif target is not None:
+                landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
+                arriving.append((landing, target, collectives.transfer(landing, source, to, label)))
+    for landing, target, pending in arriving:
         pending.wait()
         if landing is not target:
             target.copy_(landing)
-
-    return land
+    for pending in sending:
+        pending.wait()
 
 
 # ---------------------------------------------------------------------- a state dict -> this rank's shards

@@ -1,0 +1,318 @@
+"""Owns bodies for waits that a plain training does not need: what is read at once after it was set, broken off, or late on disk."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from simgpu import device as simgpu
+from simgpu.bodies import BF16, BODIES, CPU, Checkpointed, Training, folder_of_all, offloaded, on_both, same
+from zeroshard import Offload, Place, Policy, StorageError
+from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
+from zeroshard.storage.direct_file import DirectFile
+
+LATE_SECONDS = 0.005
+NARROW, WIDE = "blocks.1.up.bias", "blocks.1.up.weight"
+"""Parameters that lie in one bucket, and in several."""
+
+
+@contextmanager
+def late_disk(
+    *, reads: bool = False, writes: bool = False, every: int = 2, seconds: float = LATE_SECONDS
+) -> Iterator[None]:
+    """Requests of a file that are made inside are late, every other one: so what was asked for first may come last."""
+    before = {"_read": DirectFile._read, "_write": DirectFile._write}
+
+    def late(work: Callable[..., None]) -> Callable[..., None]:
+        count = iter(range(1 << 30))
+
+        def run(*arguments: Any) -> None:
+            if next(count) % every == 0:
+                time.sleep(seconds)
+            work(*arguments)
+
+        return run
+
+    for name, is_late in (("_read", reads), ("_write", writes)):
+        if is_late:
+            setattr(DirectFile, name, late(before[name]))
+    try:
+        yield
+    finally:
+        for name, work in before.items():
+            setattr(DirectFile, name, work)
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+def partitioned_activations(rank: int) -> None:
+    """Saved inputs that are the same on all ranks are kept in parts, on the device or in CPU memory."""
+
+    def make(**options: Any) -> Callable[[], nn.Module]:
+        def made() -> nn.Module:
+            model = Checkpointed()
+            group = dist.group.WORLD
+            checkpointing = Checkpointing(partition_activations=True, model_parallel_group=group, **options)
+            model.checkpointer = Checkpointer(checkpointing)
+            return model
+
+        return made
+
+    def run(training: Training) -> None:
+        training.rank = 0  # the same batches everywhere
+        training.step(2)
+
+    on_both(Policy.stage(2), run, make=make())
+    on_both(Policy.stage(2), run, make=make(cpu_checkpointing=True))
+
+
+def unclipped(rank: int) -> None:
+    """Nobody looks at gradients between the backward and the step, which the CPU takes."""
+    for stage in (1, 2, 3):
+        on_both(Policy.stage(stage).offloaded(optimizer=Place.CPU), max_norm=None)
+    results = []
+    for place in (None, Place.CPU):
+        training = Training(
+            simgpu.device(), Policy.stage(2).offloaded(optimizer=place), BF16, microbatches=1, max_norm=None
+        )
+        training.step(3)
+        results.append(training.end())
+    assert same(results[1], results[0])
+
+
+def several_backwards(rank: int) -> None:
+    """Every backward of a step is reduced: the mean of the first is on its way to other ranks when the next is added to it."""
+
+    def run(training: Training) -> None:
+        for _ in range(2):
+            for number in range(3):
+                loss = training.model(training.batch(3 * training.step_number + number))
+                loss.backward()
+                training.losses.append(loss.detach())
+            training.sharded.optimizer.step()
+            training.sharded.optimizer.zero_grad()
+            training.step_number += 1
+
+    for stage in range(4):
+        on_both(Policy.stage(stage), run)
+
+
+def nested(rank: int) -> None:
+    """Inside unsharded(): what must not be written is undone at once, and what was written before it stays."""
+
+    def run(training: Training) -> None:
+        training.step(1)
+        parameter = training.model.get_parameter(WIDE)
+        with zeroshard.unsharded(training.model):
+            _refused(training.model, lambda: parameter.detach().mul_(2))
+            training.losses.append(parameter.detach().sum())
+        with suppress(zeroshard.UsageError), zeroshard.unsharded(training.model), torch.no_grad():
+            with zeroshard.unsharded(training.model, modifier_rank=0):
+                parameter.fill_(0.5)
+            parameter.fill_(0.25)
+        with zeroshard.unsharded(training.model):
+            training.losses.append(parameter.detach().sum())
+        training.step(1)
+
+    for place in (None, Place.CPU):
+        on_both(Policy.stage(3).offloaded(parameters=place), run)
+
+
+def _refused(model: nn.Module, write: Callable[[], object]) -> None:
+    try:
+        with zeroshard.unsharded(model), torch.no_grad():
+            write()
+    except zeroshard.UsageError:
+        return
+    raise AssertionError("a write that no rank may make was taken")
+
+
+def states_at_once(rank: int) -> None:
+    """Who looks at master weights finds what was written to the parameters just before, wherever they rest."""
+    for place in (None, Place.CPU, Place.DISK):
+        with tempfile.TemporaryDirectory() as folder, late_disk(reads=True):
+            training = Training(simgpu.device(), offloaded(2, folder, place), BF16)
+            training.step(1)
+            for name in (NARROW, WIDE):
+                parameter = training.model.get_parameter(name)
+                for value in (0.5, 0.25):
+                    with zeroshard.unsharded(training.model, modifier_rank=0), torch.no_grad():
+                        parameter.fill_(value)
+                    found = training.sharded.states.get(name)
+                    assert found is not None
+                    assert bool((found == value).all()), f"{name} in {place}: other master weights than were written"
+            training.end()
+
+
+def masters_set(rank: int) -> None:
+    """Master weights that are set are the parameters of the next forward."""
+    for stage in (2, 3):
+        results = []
+        for optimizer, parameters in ((None, None), (None, Place.CPU), (Place.CPU, Place.CPU), (Place.CPU, None)):
+            training = Training(
+                simgpu.device(), Policy.stage(stage).offloaded(optimizer=optimizer, parameters=parameters), BF16
+            )
+            training.step(1)
+            for name in (NARROW, WIDE):
+                value = training.sharded.states.get(name)
+                assert value is not None
+                training.sharded.states.set(name, "parameters", value * 0.5 + 1)
+            training.step(1)
+            results.append(training.end())
+        assert all(same(one, results[0]) for one in results), f"stage {stage}"
+
+
+def hosts(rank: int) -> None:
+    """Each rank is a host of its own, which holds whole parameters: what others updated spreads to where they rest."""
+
+    def run(training: Training) -> None:
+        training.step(2)
+        value = training.sharded.states.get(WIDE)
+        assert value is not None
+        training.sharded.states.set(WIDE, "parameters", value * 0.5)
+        with zeroshard.unsharded(training.model):
+            training.losses.append(training.model.get_parameter(WIDE).detach().sum())
+        training.step(1)
+
+    for place in (None, Place.CPU):
+        on_both(Policy.stage(3, within=1).offloaded(parameters=place), run)
+
+
+def late_files(rank: int) -> None:
+    """Requests of a file that come late change no bit: start-up, steps, looks at states between them."""
+
+    def run(training: Training) -> None:
+        training.step(2)
+        for name in (NARROW, WIDE):  # while the next step's are being read
+            value = training.sharded.states.get(name, "exp_avg")
+            assert value is not None
+            training.sharded.states.set(name, "exp_avg", value * 0.5)
+        training.step(1)
+
+    for precision in (None, BF16):
+        results = []
+        for device, late in ((CPU, {}), (CPU, {"writes": True}), (simgpu.device(), {"reads": True})):
+            with tempfile.TemporaryDirectory() as folder, late_disk(**late):
+                policy = offloaded(3, folder, Place.DISK, Place.DISK, buffer_numel=6_000, sub_group_numel=400)
+                training = Training(device, policy, precision)
+                run(training)
+                results.append(training.end())
+        others = results if precision is None else results[:2]  # in 16 bits the wire rounds
+        assert all(same(one, results[0]) for one in others), f"late requests change bits: {precision}"
+
+
+def parking_on_late_files(rank: int) -> None:
+    """States that are parked on disk are written before their memory is given back, and read before it is used."""
+
+    def run(training: Training) -> None:
+        training.step(1)
+        training.sharded.offload_states(place=Place.DISK, offload=Offload(path=folder, block_nbytes=4096))
+        torch.full((1 << 14,), torch.nan, device=training.device)  # somebody else uses the memory
+        training.sharded.reload_states()
+        training.step(1)
+
+    with tempfile.TemporaryDirectory() as folder, late_disk(reads=True, writes=True):
+        for stage in (1, 3):
+            on_both(Policy.stage(stage), run)
+
+
+def forgotten_reads(rank: int) -> None:
+    """What was read ahead for the next step, and is wanted no longer, does not land where something else lies by then."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(simgpu.device(), offloaded(2, folder, Place.DISK, sub_group_numel=400, requests=64), BF16)
+        training.backward()
+        training.sharded.optimizer.step()
+        with late_disk(reads=True, every=1, seconds=0.4):
+            training.sharded.optimizer.zero_grad()  # from here on
+        found = []
+        for _ in range(2):
+            value = training.sharded.states.get(NARROW, "exp_avg")
+            assert value is not None
+            found.append(value.cpu())
+            time.sleep(0.8)
+        assert torch.equal(*found), "what was read ahead came later"
+        training.end()
+
+
+def hidden_writes(rank: int) -> None:
+    """What is written through `.data` counts as any write does, before a forward and between clipping and the step."""
+
+    def write(training: Training, factor: float, *, hidden: bool) -> None:
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                (parameter.data if hidden else parameter).mul_(factor)
+
+    for stage in (0, 1, 2):
+        results = []
+        for hidden in (False, True):
+            training = Training(simgpu.device(), Policy.stage(stage), BF16, microbatches=1)
+            for _ in range(2):
+                write(training, 1.125, hidden=hidden)
+                training.backward()
+                training.sharded.clip_grad_norm_(0.5)
+                write(training, 0.875, hidden=hidden)
+                training.sharded.optimizer.step()
+                training.sharded.optimizer.zero_grad()
+                training.step_number += 1
+            write(training, 1.125, hidden=hidden)
+            value = training.sharded.states.get(WIDE)
+            assert value is not None
+            results.append((*training.end(), value.cpu()))
+        assert same(results[1], results[0]), f"stage {stage}: other bits where nothing told of the write"
+
+
+def failing_disk(rank: int) -> None:
+    """A write that fails is told; after a checkpoint was loaded nothing of it is left."""
+    for stage, parameters in ((2, None), (3, Place.DISK)):
+        results = []
+        for fails in (False, True):
+            with folder_of_all() as folder, tempfile.TemporaryDirectory() as states:
+                policy = offloaded(stage, states, Place.DISK, parameters, buffer_numel=6_000, sub_group_numel=100)
+                training = Training(simgpu.device(), policy)
+                training.step(1)
+                training.sharded.save(folder, "x")
+                if fails:
+                    with suppress(StorageError), _no_room():
+                        training.step(2)
+                    training.step_number = 1
+                    del training.losses[2:]
+                    training.sharded.optimizer.zero_grad()
+                    training.sharded.load(folder, "x")
+                training.step(2)
+                results.append(training.end())
+        assert same(results[1], results[0]), f"stage {stage}"
+
+
+@contextmanager
+def _no_room() -> Iterator[None]:
+    """Inside, writes of files fail, a little late."""
+    before = DirectFile._write
+
+    def fail(*_: Any) -> None:
+        time.sleep(LATE_SECONDS)
+        raise StorageError("no room")
+
+    DirectFile._write = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DirectFile._write = before  # type: ignore[method-assign]
+
+
+RARE: dict[str, Callable[..., None]] = {
+    body.__name__: body
+    for body in (
+        partitioned_activations, unclipped, several_backwards, nested, states_at_once, masters_set, hosts, late_files,
+        parking_on_late_files, forgotten_reads, hidden_writes, failing_disk,
+    )
+}  # fmt: skip
+EVERY_BODY = BODIES | RARE

@@ -78,7 +78,7 @@ class TwoLevel(Grouped):
 
     def _count(self) -> None:
         """One count and one clock for both."""
-        crossing = _Crossing(self.sent)
+        crossing = Crossing(self.sent)
         for one, sent in ((self._inside, self.sent), (self._across, crossing)):
             one.sent = sent
             one.measure = self._measure_of_both
@@ -203,7 +203,7 @@ class TwoLevel(Grouped):
         return self._inside.transfer(passing, place, to_place, label)
 
 
-class _Crossing(Counter[str]):
+class Crossing(Counter[str]):
     """Counts what crosses between hosts in another count, under names of its own."""
 
     def __init__(self, whole: Counter[str]) -> None:

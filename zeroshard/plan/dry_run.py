@@ -26,7 +26,7 @@ from zeroshard.config.load import Config, load_config, read
 from zeroshard.engine import Engine
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.initialize import make_engine
-from zeroshard.plan.clock import Clock, Line
+from zeroshard.plan.clock import Clock
 from zeroshard.plan.ledger import (
     ACTIVATIONS,
     GRADIENTS,
@@ -39,7 +39,8 @@ from zeroshard.plan.ledger import (
     Peak,
 )
 from zeroshard.plan.machine import Machine
-from zeroshard.plan.pretended_ranks import FEW, PretendedRanks
+from zeroshard.plan.pretended_hosts import Hosts, PretendedTwoLevel
+from zeroshard.plan.pretended_ranks import PretendedRanks
 from zeroshard.plan.pretended_storages import PretendedStorages
 from zeroshard.plan.tracing import not_traced
 from zeroshard.plan.whereabouts import whereabouts
@@ -216,26 +217,20 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
 class _Members:
     """Makes the pretended members when `shard` asks for them."""
 
-    made: PretendedRanks
+    made: PretendedRanks | PretendedTwoLevel
 
     def __init__(self, job: Job, config: Config, ledger: Ledger, clock: Clock) -> None:
         self._job, self._config, self._ledger, self._clock = job, config, ledger, clock
 
     def collectives(
         self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None
-    ) -> PretendedRanks:
+    ) -> PretendedRanks | PretendedTwoLevel:
         """In the place of `create_collectives`."""
-        if within is not None:
-            raise UsageError(
-                "no plan is made of sharding over two levels (within; in a config, zero_hpz_partition_size or mics_shard_size): "
-                "plan without it. Stage 3 within hosts keeps parameters over the ranks of a host, gradients and optimizer over all."
-            )
         job = self._job
-        shards = job.ranks if self._config.policy.optimizer.sharded or job.ranks <= FEW else 1
-        link = job.machine.between if job.hosts > 1 else job.machine.inside
-        line = Line(self._clock, "link", link.bandwidth, link.latency)
-        sums = job.machine.transport == "native"
-        self.made = PretendedRanks(job.ranks, shards, predivide_factor, self._ledger, self._clock, line, sums=sums)
+        hosts = Hosts(
+            job.ranks, job.hosts, job.machine, self._ledger, self._clock, self._config.policy.optimizer.sharded
+        )
+        self.made = hosts.collectives(predivide_factor, within)
         return self.made
 
     @property

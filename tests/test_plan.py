@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
 
 import zeroshard
+from zeroshard.plan import microbatches
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CHOSEN = [
@@ -101,6 +102,19 @@ def test_stage_3_within_hosts_sends_little_across() -> None:
     nbytes = sum(parameter.nbytes for parameter in gpt().parameters())
     assert across(8) == pytest.approx(2 * nbytes / 8 / 2, rel=0.01)
     assert across(None) == across(16) == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_microbatches_that_are_left_out_are_counted(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(config_of(stage, "bf16", accumulation=7, micro=1), 2)
+    short = planned(case).figures
+    monkeypatch.setattr(microbatches, "MOST", 7)
+    whole = planned(case).figures
+    assert short.config.batch == whole.config.batch
+    assert (short.sent, short.calls) == (whole.sent, whole.calls)
+    assert 0 <= whole.peak.nbytes - short.peak.nbytes <= 4 * 4, "losses that wait to be told"
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.spent == pytest.approx(whole.spent, rel=0.01)
 
 
 def seven_and_a_half_billion() -> GPT:

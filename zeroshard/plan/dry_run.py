@@ -39,6 +39,7 @@ from zeroshard.plan.ledger import (
     Peak,
 )
 from zeroshard.plan.machine import Machine
+from zeroshard.plan.microbatches import Microbatches, shortened
 from zeroshard.plan.pretended_hosts import Hosts, PretendedTwoLevel
 from zeroshard.plan.pretended_ranks import PretendedRanks
 from zeroshard.plan.pretended_storages import PretendedStorages
@@ -175,24 +176,23 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     members = _Members(job, config, ledger, clock)
     backend = Backend(members.collectives, members.storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer if job.optimizer is not None or config.schema.optimizer is not None else _adamw
-    engine = make_engine(config, model, CPU, optimizer, backend=backend)
+    run_config = load_config(shortened(raw, config), job.ranks, model, auto)
+    engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
+    left_out = config.batch.accumulation - run_config.batch.accumulation
     _name_states(engine, ledger)
     start = ledger.peak
     ledger.forget_peaks()
-    ranks, states = members.made, dict[str, int]()
+    states = dict[str, int]()
     engine.optimizer.inner.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
     with not_traced(), whereabouts(model, ledger):  # now that the model's library is imported
         for _ in range(STEPS):
-            ranks.sent.clear()
-            ranks.calls.clear()
-            clock.reset()
+            microbatches = Microbatches(clock, members.made, left_out)
             ledger.timeline.clear()
-            begin = clock.now
             with _told_apart():
-                _step(job, engine, ledger)
+                _step(job, engine, ledger, microbatches)
             _name_states(engine, ledger)
             rest = ledger.parts()
-    storages = engine._sharded._context.storages
+    storages, spent = engine._sharded._context.storages, microbatches.all_told()
     return Figures(
         config=config,
         peak=ledger.peak,
@@ -203,10 +203,10 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         rest=rest,
         states=states,
         disk=storages.nbytes()["disk"],
-        sent=dict(ranks.sent),
-        calls=dict(ranks.calls),
-        seconds=clock.now - begin,
-        spent={**clock.computed, **clock.waited},
+        sent=dict(spent.sent),
+        calls=dict(spent.calls),
+        seconds=spent.seconds,
+        spent=dict(spent.where),
         numel=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         model_nbytes=model_nbytes,
@@ -323,7 +323,7 @@ def _first_line(error: Exception) -> str:
     return lines[0].rstrip(".") + "." if lines else ""
 
 
-def _step(job: Job, engine: Engine, ledger: Ledger) -> None:
+def _step(job: Job, engine: Engine, ledger: Ledger, microbatches: Microbatches) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         ledger.phase, ledger.born = "forward", INPUTS
         batch = tree_map_only(Tensor, _without_values, job.batch(engine.train_micro_batch_size_per_gpu()))
@@ -333,6 +333,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger) -> None:
         engine.backward(loss)
         ledger.phase, ledger.module = "step", ""
         engine.step()
+        microbatches.is_over()
         del loss, batch
     ledger.phase, ledger.born = "between steps", TEMPORARIES
 

@@ -102,7 +102,8 @@ class Hosts:
         return make
 
     def _line(self, name: str, link: Link) -> Line:
-        return Line(self.clock, name, link.bandwidth, link.latency)
+        is_apart = name == ACROSS or not self.machine.computes_on_cpu
+        return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
 
     def _pretended(self, ranks: int, shards: int, predivide_factor: float, line: Line) -> PretendedRanks:
         return PretendedRanks(

@@ -19,7 +19,7 @@ from zeroshard.collectives.reduction import sum_into
 from zeroshard.plan.clock import Arrival, Line
 from zeroshard.plan.ledger import BUFFERS, Ledger
 
-FEW = 8
+FEW = 4
 """Ranks of which the engine is told in any case. See [Note: ranks and shards]."""
 
 

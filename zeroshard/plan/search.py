@@ -236,7 +236,8 @@ class Search:
 
     def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
         """Each run's plan as it ends; None where the engine refuses."""
-        for number, figures in in_processes(self._work(choice, layers) for choice, layers in runs):
+        work = [self._work(choice, layers) for choice, layers in runs]
+        for number, figures in in_processes(work, first_here=not self._done[0]):
             if isinstance(figures, ZeroshardError):
                 yield *runs[number], None
             else:

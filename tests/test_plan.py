@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from plan_cases import Case, config_of, measured, planned, tokens
+from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
 
 import zeroshard
+from zeroshard.plan import microbatches
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CHOSEN = [
@@ -50,6 +51,70 @@ def test_a_plan_is_what_the_allocator_gives(chosen: tuple[int, int, str, bool, i
     real = real_runs(case, plan.peak_nbytes)
     assert sum(plan.parts.values()) == plan.peak_nbytes
     assert plan.figures.sent == real[0]["sent"]
+
+
+TWO_LEVELS = [
+    (0, "fp32", False, 1), (1, "fp32", False, 1), (2, "fp32", False, 2), (3, "bf16", True, 1), (3, "fp32", False, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [(2, "bf16", False, 1), (3, "fp32", False, 1), *(pytest.param(one, marks=pytest.mark.full) for one in TWO_LEVELS)],
+    ids=_id,
+)
+def test_two_hosts_of_two(chosen: tuple[int, str, bool, int]) -> None:
+    stage, dtype, checkpointing, accumulation = chosen
+    made = config_of(
+        stage, dtype, checkpointing=checkpointing, accumulation=accumulation, micro=2, zero_hpz_partition_size=2
+    )
+    case = Case(made, 4)
+    plan = planned(case)
+    real = real_runs(case, plan.peak_nbytes)
+    assert plan.figures.sent == real[0]["sent"]
+    assert any(kind.endswith(" across") for kind in plan.figures.sent)
+
+
+def test_which_link_ranks_talk_over() -> None:
+    def lines(hosts: int, within: int | None) -> set[str]:
+        zero = {} if within is None else {"zero_hpz_partition_size": within}
+        machine = machine_for(Case({})).model_copy(update={"memory": 1 << 40})
+        made = zeroshard.plan(
+            gpt, config_of(3, micro=1, **zero), world_size=8, hosts=hosts, batch=tokens, machine=machine
+        )
+        return {line for line, seconds in made.figures.spent.items() if seconds > 0} & {"link", "network"}
+
+    assert lines(1, None) == lines(1, 4) == {"link"}
+    assert lines(2, None) == {"network"}
+    assert lines(2, 4) == lines(2, 2) == {"link", "network"}
+    assert lines(4, 4) == {"network"}, "a host of the policy's is two machines"
+
+
+def test_stage_3_within_hosts_sends_little_across() -> None:
+    """In fp32 gradients cross as sums, and updated parameters once: a host's ranks share 2 of the parameters' bytes."""
+
+    def across(within: int | None) -> int:
+        zero = {} if within is None else {"zero_hpz_partition_size": within}
+        made = zeroshard.plan(gpt, config_of(3, micro=1, **zero), world_size=16, hosts=2, batch=tokens, machine="h100")
+        crossing = [nbytes for kind, nbytes in made.figures.sent.items() if kind.endswith("across")]
+        return sum(crossing)
+
+    nbytes = sum(parameter.nbytes for parameter in gpt().parameters())
+    assert across(8) == pytest.approx(2 * nbytes / 8 / 2, rel=0.01)
+    assert across(None) == across(16) == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_microbatches_that_are_left_out_are_counted(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(config_of(stage, "bf16", accumulation=7, micro=1), 2)
+    short = planned(case).figures
+    monkeypatch.setattr(microbatches, "MOST", 7)
+    whole = planned(case).figures
+    assert short.config.batch == whole.config.batch
+    assert (short.sent, short.calls) == (whole.sent, whole.calls)
+    assert 0 <= whole.peak.nbytes - short.peak.nbytes <= 4 * 4, "losses that wait to be told"
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.spent == pytest.approx(whole.spent, rel=0.01)
 
 
 def seven_and_a_half_billion() -> GPT:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
+from zeroshard.plan.machine import TABLE
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -130,6 +131,34 @@ def test_json_is_for_programs(folder: Path) -> None:
     assert told["fits"]
     assert sum(told["peak"]["parts"].values()) == told["peak"]["bytes"]
     assert told["needed"] >= told["peak"]["bytes"] + sum(told["unseen"].values())
+
+
+def test_hosts_within_which_parameters_rest(folder: Path) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    (folder / "within.json").write_text(
+        json.dumps(CONFIG | {"optimizer": {"type": "AdamW"}, "zero_optimization": zero})
+    )
+    planned = ["plan", ".", "--sequence", "32", "--quick", "--json", "--gpus", "8", "--config", "within.json"]
+    told = {}
+    for hosts in ("1", "2"):
+        done = CliRunner().invoke(app, [*planned, "--hosts", hosts])
+        assert done.exit_code == 0, done.output
+        told[hosts] = json.loads(done.stdout)
+    assert told["1"]["step"]["sent"] == told["2"]["step"]["sent"]
+    assert told["2"]["step"]["spent"]["network"] > 0
+    assert "network" not in told["1"]["step"]["spent"]
+    assert "2 ranks cannot be spread over 3 hosts" in refused(*planned[1:7], "2", "--hosts", "3", *planned[8:])
+
+
+@pytest.mark.full
+def test_a_search_over_hosts_tries_what_stays_inside(folder: Path) -> None:
+    slow = {"bandwidth": 1e7, "latency": 1e-6}
+    table = json.loads(TABLE.read_text())["h100"]
+    (folder / "slow.json").write_text(json.dumps(table | {"between": slow, "transport": "gloo"}))
+    planned = ["plan", ".", "--sequence", "16", "--gpus", "8", "--hosts", "2", "--machine", "slow.json", "--memory"]
+    done = CliRunner().invoke(app, [*planned, "80GB", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["config"]["zero_optimization"]["zero_hpz_partition_size"] == 4
 
 
 @pytest.mark.full

@@ -37,7 +37,8 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
         "host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
     if accelerator is None:
-        made |= {"memory": made["host_memory"], "accelerators": 1, "inside": _link()}
+        ranks = os.cpu_count() or 1  # that a host has room for
+        made |= {"memory": made["host_memory"] // ranks, "accelerators": ranks, "inside": _link()}
     else:
         made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
     if speeds.to_accelerator and speeds.from_accelerator:
@@ -71,12 +72,11 @@ def _processor(device: torch.device) -> dict[str, Any]:
 
 
 def _link() -> dict[str, float]:
-    """Between two ranks of this host, over gloo."""
+    """Between two ranks of this host, as a training's talk: through shared memory where that is to be had."""
     from zeroshard.collectives.choose import create_collectives
     from zeroshard.testing.ranks import run_ranks
 
     def body(_: int) -> list[float]:
-        os.environ["ZEROSHARD_SHARED_MEMORY"] = "0"
         cpu = torch.device("cpu")
         collectives = create_collectives(None, cpu)
         rows, few = torch.zeros(2, 1 << 21), torch.zeros(2, 16)

@@ -82,7 +82,7 @@ class TwoLevel(Grouped):
 
     def _count(self, across: Collectives) -> None:
         """One count and one clock for both."""
-        crossing = _Crossing(self.sent)
+        crossing = CrossingCount(self.sent)
         for one, sent in ((self._inside, self.sent), (across, crossing)):
             one.sent = sent
             one.measure = self._measure_of_both
@@ -207,7 +207,7 @@ class TwoLevel(Grouped):
         return self._inside.transfer(passing, place, to_place, label)
 
 
-class _Crossing(Counter[str]):
+class CrossingCount(Counter[str]):
     """Counts what crosses between hosts in another count, under names of its own."""
 
     def __init__(self, whole: Counter[str]) -> None:

@@ -47,16 +47,22 @@ class Clock:
 
 
 class Line:
-    """One thing that carries bytes. `bandwidth` in bytes a second."""
+    """One thing that carries bytes. `bandwidth` in bytes a second.
 
-    def __init__(self, clock: Clock, name: str, bandwidth: float, latency: float) -> None:
+    Args:
+        is_apart: it carries beside the computation; else the processor does, as where ranks copy through memory that they share.
+    """
+
+    def __init__(self, clock: Clock, name: str, bandwidth: float, latency: float, *, is_apart: bool = True) -> None:
         self._clock, self.name, self._bandwidth, self._latency = clock, name, bandwidth, latency
-        self._free_at = 0.0
+        self._is_apart, self._free_at = is_apart, 0.0
 
     def send(self, nbytes: float, after: float = 0.0) -> Arrival:
         """Start a transfer, not before `after`."""
         begin = max(self._free_at, self._clock.now, after)
         self._free_at = begin + nbytes / self._bandwidth + self._latency
+        if not self._is_apart:
+            self._clock.wait_until(self._free_at, self.name)
         return Arrival(self._clock, self._free_at, self.name)
 
 

@@ -26,7 +26,7 @@ from zeroshard.config.load import Config, load_config, read
 from zeroshard.engine import Engine
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.initialize import make_engine
-from zeroshard.plan.clock import Clock, Line
+from zeroshard.plan.clock import Clock
 from zeroshard.plan.ledger import (
     ACTIVATIONS,
     GRADIENTS,
@@ -39,7 +39,9 @@ from zeroshard.plan.ledger import (
     Peak,
 )
 from zeroshard.plan.machine import Machine
-from zeroshard.plan.pretended_ranks import FEW, PretendedRanks
+from zeroshard.plan.microbatches import Microbatches, shortened
+from zeroshard.plan.pretended_hosts import Hosts, PretendedTwoLevel
+from zeroshard.plan.pretended_ranks import PretendedRanks
 from zeroshard.plan.pretended_storages import PretendedStorages
 from zeroshard.plan.tracing import not_traced
 from zeroshard.plan.whereabouts import whereabouts
@@ -175,24 +177,23 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     members = _Members(job, config, ledger, clock)
     backend = Backend(members.collectives, members.storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer if job.optimizer is not None or config.schema.optimizer is not None else _adamw
-    engine = make_engine(config, model, CPU, optimizer, backend=backend)
+    run_config = load_config(shortened(raw, config), job.ranks, model, auto)
+    engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
+    left_out = config.batch.accumulation - run_config.batch.accumulation
     _name_states(engine, ledger)
     start = ledger.peak
     ledger.forget_peaks()
-    ranks, states = members.made, dict[str, int]()
+    states = dict[str, int]()
     engine.optimizer.inner.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
     with not_traced(), whereabouts(model, ledger):  # now that the model's library is imported
         for _ in range(STEPS):
-            ranks.sent.clear()
-            ranks.calls.clear()
-            clock.reset()
+            microbatches = Microbatches(clock, members.made, left_out)
             ledger.timeline.clear()
-            begin = clock.now
             with _told_apart():
-                _step(job, engine, ledger)
+                _step(job, engine, ledger, microbatches)
             _name_states(engine, ledger)
             rest = ledger.parts()
-    storages = engine._sharded._context.storages
+    storages, spent = engine._sharded._context.storages, microbatches.all_told()
     return Figures(
         config=config,
         peak=ledger.peak,
@@ -203,10 +204,10 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         rest=rest,
         states=states,
         disk=storages.nbytes()["disk"],
-        sent=dict(ranks.sent),
-        calls=dict(ranks.calls),
-        seconds=clock.now - begin,
-        spent={**clock.computed, **clock.waited},
+        sent=dict(spent.sent),
+        calls=dict(spent.calls),
+        seconds=spent.seconds,
+        spent=dict(spent.where),
         numel=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         model_nbytes=model_nbytes,
@@ -217,31 +218,25 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
 class _Members:
     """Makes the pretended members when `shard` asks for them."""
 
-    made: PretendedRanks
+    made: PretendedRanks | PretendedTwoLevel
 
     def __init__(self, job: Job, config: Config, ledger: Ledger, clock: Clock) -> None:
         self._job, self._config, self._ledger, self._clock = job, config, ledger, clock
 
     def collectives(
         self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None, wire: Wire
-    ) -> PretendedRanks:
+    ) -> PretendedRanks | PretendedTwoLevel:
         """In the place of `create_collectives`."""
         if wire.is_lossy:
             raise UsageError(
                 "no plan is made of wires that round what they bring (zero_quantized_weights, zero_quantized_gradients): plan "
                 "without them. Memory at rest is the same."
             )
-        if within is not None:
-            raise UsageError(
-                "no plan is made of sharding over two levels (within; in a config, zero_hpz_partition_size or mics_shard_size): "
-                "plan without it. Stage 3 within hosts keeps parameters over the ranks of a host, gradients and optimizer over all."
-            )
         job = self._job
-        shards = job.ranks if self._config.policy.optimizer.sharded or job.ranks <= FEW else 1
-        link = job.machine.between if job.hosts > 1 else job.machine.inside
-        line = Line(self._clock, "link", link.bandwidth, link.latency)
-        sums = job.machine.transport == "native"
-        self.made = PretendedRanks(job.ranks, shards, predivide_factor, self._ledger, self._clock, line, sums=sums)
+        hosts = Hosts(
+            job.ranks, job.hosts, job.machine, self._ledger, self._clock, self._config.policy.optimizer.sharded
+        )
+        self.made = hosts.collectives(predivide_factor, within)
         return self.made
 
     @property
@@ -334,7 +329,7 @@ def _first_line(error: Exception) -> str:
     return lines[0].rstrip(".") + "." if lines else ""
 
 
-def _step(job: Job, engine: Engine, ledger: Ledger) -> None:
+def _step(job: Job, engine: Engine, ledger: Ledger, microbatches: Microbatches) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         ledger.phase, ledger.born = "forward", INPUTS
         batch = tree_map_only(Tensor, _without_values, job.batch(engine.train_micro_batch_size_per_gpu()))
@@ -344,6 +339,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger) -> None:
         engine.backward(loss)
         ledger.phase, ledger.module = "step", ""
         engine.step()
+        microbatches.is_over()
         del loss, batch
     ledger.phase, ledger.born = "between steps", TEMPORARIES
 

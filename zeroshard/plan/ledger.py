@@ -147,7 +147,7 @@ class Ledger(TorchDispatchMode):
     def _see(self, tensor: Tensor, *, on_host: bool) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._live or not nbytes:
+        if key in self._live or not nbytes or _is_meta(tensor):
             return
         category, on_host = self._purpose[-1] if self._purpose else (self.born, on_host)
         live = self._live[key] = _Live(nbytes, category, on_host)
@@ -217,6 +217,11 @@ class Ledger(TorchDispatchMode):
         self._clock.operate(flops, sum(tensor.nbytes for tensor in touched), dtype, on_host=on_host)
         if self._draws:
             self.timeline.append(Moment(self._clock.now, self.phase, self.parts()))
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Whether the engine itself made it for its shape alone."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 
 def _answer(tensor: Tensor, func: Any) -> Any:

@@ -74,13 +74,15 @@ def job_of(
     """What is to be trained, and on what; see `plan`.
 
     Raises:
-        UsageError: there are no ranks, or there is no such machine.
+        UsageError: there are no ranks, or fewer than hosts, or there is no such machine.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
     if world_size < 1:
         raise UsageError(f"world_size is at least 1, not {world_size}.")
+    if hosts is not None and not 1 <= hosts <= world_size:
+        raise UsageError(f"{world_size} ranks cannot be spread over {hosts} hosts: each host has one rank at least.")
     spread = hosts or -(-world_size // known.accelerators)
-    return Job(model_factory, batch, world_size, min(spread, world_size), known, loss, optimizer, sharded_init)
+    return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init)
 
 
 def _samples(batch: Any) -> int | None:

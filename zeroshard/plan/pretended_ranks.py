@@ -16,10 +16,10 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives, Pending, PendingReduction
 from zeroshard.collectives.reduction import sum_into
-from zeroshard.plan.clock import Arrival, Clock, Line
+from zeroshard.plan.clock import Arrival, Line
 from zeroshard.plan.ledger import BUFFERS, Ledger
 
-FEW = 8
+FEW = 4
 """Ranks of which the engine is told in any case. See [Note: ranks and shards]."""
 
 
@@ -33,7 +33,7 @@ class _Arriving(Pending):
 
 
 class _Sum(PendingReduction):
-    """The backend has summed: one row arrives, as with NCCL."""
+    """The backend has summed: one row arrives, as with NCCL. With a divisor of 1 it is the mean already."""
 
     def __init__(self, arriving: Pending, total: Tensor, divisor: float) -> None:
         self._arriving, self._total, self._divisor = arriving, total, divisor
@@ -41,7 +41,9 @@ class _Sum(PendingReduction):
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._arriving.wait()
         own = out[: self._total.numel()]
-        if accumulate:
+        if self._divisor == 1.0:
+            own.add_(self._total) if accumulate else own.copy_(self._total)
+        elif accumulate:
             own.add_(self._total.to(out.dtype).div_(self._divisor))
         else:
             own.copy_(self._total).div_(self._divisor)
@@ -63,7 +65,7 @@ class PretendedRanks(Collectives):
 
     Args:
         shards: what the engine is told that the ranks are; see [Note: ranks and shards].
-        sums: the backend brings a sum (native), and not every rank's row (gloo).
+        sums: the backend brings a sum (native), and not every rank's row (gloo). It rounds each, and launches several as one.
         link: to the other ranks.
 
     Attributes:
@@ -71,11 +73,12 @@ class PretendedRanks(Collectives):
     """
 
     def __init__(
-        self, ranks: int, shards: int, predivide_factor: float, ledger: Ledger, clock: Clock, link: Line, *, sums: bool
-    ) -> None:  # fmt: skip
+        self, ranks: int, shards: int, predivide_factor: float, ledger: Ledger, link: Line, *, sums: bool
+    ) -> None:
         super().__init__(predivide_factor)
         self.rank, self.ranks, self.world_size, self._sums = 0, ranks, shards, sums
-        self._ledger, self._clock, self._link = ledger, clock, link
+        self.rounds_each_sum = self.launches_together = sums
+        self._ledger, self._link = ledger, link
         self.calls: Counter[str] = Counter()
 
     def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -106,7 +109,8 @@ class PretendedRanks(Collectives):
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
         arriving = self._send("reduce_scatter", self._to_others(rows))
         if self.ranks > 1 and (self._sums or self.world_size < self.ranks):
-            return _Sum(arriving, workspace[: rows.numel() // self.ranks], self._divisor)
+            divisor = 1.0 if self._sums and self.predivide_factor == 1.0 else self.ranks / self.predivide_factor
+            return _Sum(arriving, workspace[: rows.numel() // self.ranks], divisor)
         others = list(workspace.view(self.world_size - 1, rows.shape[1])) if self.world_size > 1 else []
         return _Rows(arriving, [rows[0], *others], self._divisor)
 

@@ -13,13 +13,21 @@ from zeroshard.errors import UsageError, ZeroshardError
 T = TypeVar("T")
 
 
-def in_processes(jobs: Iterable[Callable[[], T]], count: int | None = None) -> Iterator[tuple[int, T | ZeroshardError]]:
+def in_processes(
+    jobs: Iterable[Callable[[], T]], count: int | None = None, *, first_here: bool = False
+) -> Iterator[tuple[int, T | ZeroshardError]]:
     """(number, result) of each job as it ends; an error of ours is a result. Forked: a job may be any callable.
+
+    Args:
+        first_here: the first runs in this process: what it imports, the others find imported.
 
     Raises:
         UsageError: a process died.
     """
     waiting = list(enumerate(jobs))
+    if first_here and waiting:
+        number, job = waiting.pop(0)
+        yield number, _result_of(job)
     with ThreadPoolExecutor(count or min(len(waiting), os.cpu_count() or 1) or 1) as pool:
         running: dict[Future[Any], int] = {pool.submit(_in_fork, job): number for number, job in waiting}
         while running:
@@ -46,14 +54,18 @@ def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
     return result
 
 
+def _result_of(job: Callable[[], T]) -> T | ZeroshardError:
+    try:
+        return job()
+    except ZeroshardError as error:
+        return error
+
+
 def _child(job: Callable[[], Any], send: int) -> None:
     """Runs in the fork and never returns."""
     code = 1
     try:
-        try:
-            result = job()
-        except ZeroshardError as error:
-            result = error
+        result = _result_of(job)
         with os.fdopen(send, "wb") as pipe:
             pickle.dump(result, pipe)
         code = 0

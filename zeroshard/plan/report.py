@@ -20,8 +20,8 @@ def gigabytes(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people: 1.85 s, 31 ms, 0.64 ms."""
-    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2g} ms"
+    """For people: 1.85 s, 637 ms, 0.64 ms."""
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def verdict(plan: Plan) -> str:

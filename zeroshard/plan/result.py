@@ -12,6 +12,7 @@ from zeroshard.plan.machine import Machine
 
 BOUNDS = {
     "computing": "computing", "CPU step": "the CPU's step", "link": "the link between ranks",
+    "network": "the network between hosts",
     "copies": "copies to and from CPU memory", "disk": "the disk",
 }  # fmt: skip
 """What a step's time goes to, and how that is called."""

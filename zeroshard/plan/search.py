@@ -1,20 +1,26 @@
-"""Owns the search: which settings fit and are fastest, and what a single change of a config would gain. Called by cli.
+"""Owns the search: which settings fit and are fastest. Called by cli.
 
 Every answer is a dry run. A model that is deep is first run at two small depths, which tell what a block takes; what is chosen is
-run at its full depth.
+run at its full depth. What cannot be the answer is not run: see [Note: pruning].
+
+[Note: pruning]
+A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best; what grows
+with the micro-batch tells how far down to go. Checkpointing, and states that rest on the CPU, cost time and gain memory alone: they
+are not tried where the same setting without fits as large a micro-batch.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.plan.dry_run import Figures, Job, dry_run
+from zeroshard.plan.ledger import ACTIVATIONS, INPUTS, TEMPORARIES
 from zeroshard.plan.processes import in_processes
 from zeroshard.plan.result import Plan
 
@@ -24,7 +30,7 @@ Told = Callable[[int, int], None]
 _SHALLOW = (2, 4)
 """Depths at which a deep model is run first."""
 
-_FINALISTS = 3
+_FINALISTS = 2
 """Choices that are run at full depth at once."""
 
 _DOUBT = 0.05
@@ -44,6 +50,7 @@ class Choice:
     checkpointing: bool
     optimizer_on_cpu: bool
     parameters_on_cpu: bool
+    within: int | None = None
 
     def config(self, base: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
         """The base with what was chosen."""
@@ -52,6 +59,8 @@ class Choice:
             zero["offload_optimizer"] = {"device": "cpu"}
         if self.parameters_on_cpu:
             zero["offload_param"] = {"device": "cpu"}
+        if self.within is not None:
+            zero["zero_hpz_partition_size"] = self.within
         made = {
             **copy.deepcopy(dict(base)), "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": accumulation, "zero_optimization": zero,
@@ -65,30 +74,58 @@ class Choice:
         parts = [f"stage {self.stage}", f"micro-batch {self.micro}"]
         parts += ["activation checkpointing"] * self.checkpointing
         parts += ["optimizer on cpu"] * self.optimizer_on_cpu + ["parameters on cpu"] * self.parameters_on_cpu
+        parts += [f"within hosts of {self.within} ranks"] * (self.within is not None)
         return ", ".join(parts)
 
+    @property
+    def relief(self) -> int:
+        """How much of it rests on the CPU."""
+        return self.optimizer_on_cpu + self.parameters_on_cpu
 
-def choices(per_rank: int) -> list[Choice]:
-    """All of them, for so many samples of a step on each rank: micro-batches are powers of two that divide them, and themselves."""
-    micros = [size for size in (1, 2, 4, 8, 16, 32, 64) if per_rank % size == 0 and size <= per_rank]
-    return [
-        Choice(stage, micro, checkpointing, optimizer, parameters)
-        for stage, optimizer, parameters in (
-            (0, False, False), (1, False, False), (2, False, False), (3, False, False), (2, True, False), (3, True, False),
-            (3, True, True),
-        )
-        for micro in micros[-3:]
-        for checkpointing in (False, True)
-    ]  # fmt: skip
+    def is_dearer_than(self, other: Choice) -> bool:
+        """Whether it is the other one with what costs time and gains memory alone, and no larger a micro-batch."""
+        same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
+        more = self.checkpointing >= other.checkpointing and self.relief >= other.relief
+        return same and more and self != other
+
+
+def micros(per_rank: int) -> list[int]:
+    """Micro-batches for so many samples of a step on each rank, the largest first: powers of two that divide them."""
+    return [size for size in (64, 32, 16, 8, 4, 2, 1) if per_rank % size == 0]
+
+
+def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
+    """All of them at one micro-batch: first those that cost no time."""
+    offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
+    per_host, rest = divmod(job.ranks, job.hosts)
+    hosts = [None] if job.hosts == 1 or rest or per_host == 1 else [None, per_host]
+    for is_offloaded, places in offloads:
+        if is_offloaded and job.machine.computes_on_cpu:  # it is one memory
+            return
+        for checkpointing in (False, True):
+            yield [
+                Choice(stage, micro, checkpointing, optimizer, parameters, within)
+                for optimizer, parameters in places
+                for within in hosts
+                for stage in ((2, 3) if optimizer else range(4))
+                if stage == 3 or not parameters
+                if stage or within is None
+            ]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What two shallow runs say of the whole depth."""
+    """What is known of a choice at the whole depth.
+
+    Attributes:
+        needed, host, seconds: as a plan's.
+        growing: bytes of those that are needed that grow with the micro-batch.
+    """
 
     needed: float
     host: float
     seconds: float
+    growing: float
 
 
 @dataclass(frozen=True)
@@ -119,47 +156,88 @@ class Search:
     depth: int | None = None
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
     told: Told = lambda _done, _of: None
+    _done: list[int] = field(default_factory=lambda: [0], init=False)
 
     def run(self) -> Found:
         """Run what is promising at full depth; shallow models say what is."""
-        candidates = choices(self.per_rank)
-        if self.shallow is None or self.depth is None or self.depth <= 2 * _SHALLOW[-1]:
-            plans: dict[Choice, Plan] = {}
-            for done, (choice, _, plan) in enumerate(self._plans([(choice, None) for choice in candidates]), start=1):
-                self.told(done, len(candidates))
-                plans |= {choice: plan} if plan is not None else {}
+        known: dict[Choice, Estimate] = {}
+        plans: dict[Choice, Plan] = {}
+        sizes = micros(self.per_rank)
+        for wave in settings(self.job, sizes[0]):
+            waiting = wave
+            while waiting:
+                waiting = [one for one in waiting if not self._is_settled(one, known)]
+                found = self._estimates(waiting, plans)
+                known |= found
+                waiting = [smaller for choice in found if (smaller := self._smaller(choice, found[choice], sizes))]
+        if not self._is_shallow:
             return self._best(plans)
-        estimates = self._estimates(candidates, self.depth)
-        return self._best(self._at_full_depth(estimates))
+        return self._best(self._at_full_depth(known))
 
-    def _estimates(self, candidates: Sequence[Choice], depth: int) -> dict[Choice, Estimate]:
-        runs = [(choice, layers) for choice in candidates for layers in _SHALLOW]
-        found: dict[tuple[Choice, int | None], Plan] = {}
-        for done, (choice, layers, plan) in enumerate(self._plans(runs), start=1):
-            self.told(done, len(runs) + _FINALISTS)
-            found |= {(choice, layers): plan} if plan is not None else {}
-        pairs = {choice: [found.get((choice, layers)) for layers in _SHALLOW] for choice in candidates}
-        return {choice: _extrapolated(low, high, depth) for choice, (low, high) in pairs.items() if low and high}
+    @property
+    def _is_shallow(self) -> bool:
+        return self.shallow is not None and self.depth is not None and self.depth > 2 * _SHALLOW[-1]
+
+    def _is_settled(self, choice: Choice, known: Mapping[Choice, Estimate]) -> bool:
+        """Whether something that fits is never slower."""
+        return any(choice.is_dearer_than(one) and self._missing(known[one]) <= 0 for one in known)
+
+    def _smaller(self, choice: Choice, estimate: Estimate, sizes: Sequence[int]) -> Choice | None:
+        """The same with the next micro-batch that may fit; None where this one does, or none will."""
+        if self._may_fit(estimate):
+            return None
+        for micro in sizes:
+            less = estimate.growing * (1 - micro / choice.micro)
+            if micro < choice.micro and self._may_fit(replace(estimate, needed=estimate.needed - less)):
+                return replace(choice, micro=micro)
+        return None
+
+    def _estimates(self, choices: Sequence[Choice], plans: dict[Choice, Plan]) -> dict[Choice, Estimate]:
+        """What two shallow runs of each say, or one at full depth, which is kept as a plan."""
+        depths = _SHALLOW if self._is_shallow else (None,)
+        runs = [(choice, layers) for choice in choices for layers in depths]
+        found: dict[Choice, list[tuple[int, Plan]]] = {}
+        for choice, layers, plan in self._counted(runs):
+            if plan is not None:
+                found.setdefault(choice, []).append((layers or 0, plan))
+                plans |= {} if layers else {choice: plan}
+        if not self._is_shallow:
+            return {choice: _exact(one) for choice, [(_, one)] in found.items()}
+        assert self.depth is not None
+        pairs = {choice: sorted(two, key=lambda one: one[0]) for choice, two in found.items() if len(two) == 2}
+        return {choice: _extrapolated(low, high, self.depth) for choice, ((_, low), (_, high)) in pairs.items()}
 
     def _at_full_depth(self, estimates: Mapping[Choice, Estimate]) -> dict[Choice, Plan]:
         """The fastest that may fit, a few at a time, until one does. Where none may, those that miss least."""
         tried: dict[Choice, Plan] = {}
-        may_fit = [choice for choice in estimates if self._missing(estimates[choice]) < _DOUBT * self.limit]
+        may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
         order = sorted(may_fit, key=lambda choice: estimates[choice].seconds)
         order = order or sorted(estimates, key=lambda choice: self._missing(estimates[choice]))[:_FINALISTS]
         for begin in range(0, len(order), _FINALISTS):
-            for choice, _, plan in self._plans([(choice, None) for choice in order[begin : begin + _FINALISTS]]):
+            for choice, _, plan in self._counted([(choice, None) for choice in order[begin : begin + _FINALISTS]]):
                 tried |= {choice: plan} if plan is not None else {}
             if any(plan.fits for plan in tried.values()):
                 break
         return tried
 
+    def _may_fit(self, estimate: Estimate) -> bool:
+        return self._missing(estimate) < _DOUBT * self.limit
+
     def _missing(self, estimate: Estimate) -> float:
         return max(estimate.needed - self.limit, estimate.host - self.host_limit)
 
+    def _counted(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
+        """As `_plans`, and told of."""
+        before = self._done[0]
+        for ended in self._plans(runs):
+            self._done[0] += 1
+            self.told(self._done[0], before + len(runs) + _FINALISTS * self._is_shallow)
+            yield ended
+
     def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
         """Each run's plan as it ends; None where the engine refuses."""
-        for number, figures in in_processes(self._work(choice, layers) for choice, layers in runs):
+        work = [self._work(choice, layers) for choice, layers in runs]
+        for number, figures in in_processes(work, first_here=not self._done[0]):
             if isinstance(figures, ZeroshardError):
                 yield *runs[number], None
             else:
@@ -190,4 +268,11 @@ def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
         at_depth(low.needed_nbytes, high.needed_nbytes),
         at_depth(low.host_nbytes, high.host_nbytes),
         at_depth(low.seconds, high.seconds),
+        at_depth(_exact(low).growing, _exact(high).growing),
     )
+
+
+def _exact(plan: Plan) -> Estimate:
+    """At its own depth."""
+    growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
+    return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, growing)

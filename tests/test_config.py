@@ -21,7 +21,8 @@ from zeroshard import ConfigError
 from zeroshard.cli.main import app
 from zeroshard.config.document import pages
 from zeroshard.config.fields import Kind
-from zeroshard.config.load import KEYS, load_config
+from zeroshard.config.keys import KEYS
+from zeroshard.config.load import load_config
 from zeroshard.config.table import config_table
 from zeroshard.policy import Place
 from zeroshard.testing import run_ranks

@@ -71,7 +71,8 @@ def plan(
     `batch(rank, step)` gives the arguments of one call.
     """
     from zeroshard.config.auto import supply
-    from zeroshard.config.load import KEYS, read
+    from zeroshard.config.keys import KEYS
+    from zeroshard.config.load import read
     from zeroshard.plan.planner import job_of
     from zeroshard.plan.result import limits
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from zeroshard.config.auto import RULES, rule_of
-from zeroshard.config.load import block_of, effect_of
+from zeroshard.config.keys import block_of, effect_of
 from zeroshard.config.schema import Schema
 
 _INDEX = "README.md"

@@ -19,6 +19,7 @@ from zeroshard.config.arguments import nearest
 from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.batch_size import BatchSize, resolve_batch_size
 from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect
+from zeroshard.config.keys import KEYS, block_of, walk
 from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError
@@ -175,7 +176,7 @@ class Config:
             "train_micro_batch_size_per_gpu": self.batch.micro,
             "gradient_accumulation_steps": self.batch.accumulation,
         }
-        for path, value, is_set, effect in _walk(self.schema):
+        for path, value, is_set, effect in walk(self.schema):
             arguments = value if path in ("optimizer.params", "scheduler.params") else {}
             for key, argument in arguments.items():
                 yield Entry(f"{path}.{key}", argument, self._origin(f"{path}.{key}", "file"), effect)
@@ -212,7 +213,7 @@ def load_config(
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     _refuse_unknown(schema)
-    for path, value, _, effect in _walk(schema):
+    for path, value, _, effect in walk(schema):
         if effect.refuses(value):
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
     _refuse_conflicts(schema)
@@ -379,40 +380,3 @@ def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
         key = "bf16" if part == "bfloat16" else str(part)
         block = block_of(block, key) or block
     return block
-
-
-def block_of(block: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The block that a key of another block holds, or None where it holds a plain value."""
-    field = block.model_fields.get(key)
-    options = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
-    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
-
-
-def effect_of(block: type[BaseModel], key: str) -> Effect:
-    """What a key does here."""
-    return next(item for item in block.model_fields[key].metadata if isinstance(item, Effect))
-
-
-def _paths(block: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for key in block.model_fields:
-        inner = block_of(block, key)
-        if inner is None:
-            yield f"{prefix}{key}"
-        else:
-            yield from _paths(inner, f"{prefix}{key}.")
-            if key == "bf16":
-                yield from _paths(inner, "bfloat16.")
-
-
-def _walk(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool, Effect]]:
-    """(path, value, whether it was set, effect) of every key below."""
-    for key in type(block).model_fields:
-        value, path = getattr(block, key), f"{prefix}{key}"
-        if isinstance(value, BaseModel):
-            yield from _walk(value, f"{path}.")
-        else:
-            yield path, value, key in block.model_fields_set, effect_of(type(block), key)
-
-
-KEYS: dict[str, None] = dict.fromkeys(_paths(Schema))
-"""The path of every key of the schema."""

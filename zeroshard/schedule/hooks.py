@@ -3,8 +3,7 @@
 [Note: when a unit is whole in the backward]
 A module's output tells when its backward begins: its unit comes together then, with the next one on its way. Outputs may escape
 (attributes, dataclasses, features caught by other hooks), so what is right never rests on that: whoever reads a parameter
-that autograd
-saved comes through saved_parameters.py, and finds the unit whole.
+that autograd saved comes through saved_parameters.py, and finds the unit whole.
 
 [Note: when a unit may be given back in the backward]
 When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that

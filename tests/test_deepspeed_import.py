@@ -45,8 +45,10 @@ def test_the_next_losses_are_deepspeeds_own(name: str, stage: int, tmp_path: Pat
         return losses
 
     expected = json.loads((FOLDER / name / "losses.json").read_text())
+    # Processors round products in bf16 differently, by 1e-4 here; without the optimizer's states losses are off by 2e-2.
+    near = 1e-3 if "bf16" in name else 1e-5
     for got, own in zip(run_ranks(body, 2), expected, strict=True):
-        assert got == pytest.approx(own, abs=1e-5)
+        assert got == pytest.approx(own, abs=near)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

@@ -23,9 +23,10 @@ train: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest -q
 
-# What `make test` leaves out: the other combinations, and what is large or long.
+# What `make test` leaves out: the other combinations, and what is large or long. REST_MINUTES=25: as much as starts in that time, from
+# a file on that the commit picks.
 test-rest: .venv/ready
-	$(BIN)/python -m pytest -q --rest $(SIMGPU:%=--ignore=%)
+	$(BIN)/python -m pytest -q --rest $(if $(REST_MINUTES),--minutes $(REST_MINUTES)) $(SIMGPU:%=--ignore=%)
 
 # The road for accelerators on the pretended one: every body in every scheduling mode, every planted fault.
 test-simgpu: .venv/ready

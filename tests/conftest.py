@@ -1,7 +1,10 @@
 """Owns what every test shares: one thread in the parent, so that forks are safe, which tests run when, and on which accelerator."""
 
 import inspect
+import subprocess
 import sys
+import time
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -28,10 +31,13 @@ HEAVY = (
 )
 """They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
 
+_BEGIN = pytest.StashKey[float]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every combination, not only the quick set")
     parser.addoption("--rest", action="store_true", help="only what the quick set leaves out")
+    parser.addoption("--minutes", type=float, help="start no test after so many; each commit begins with other files")
 
 
 @pytest.fixture(params=["shared memory", "gloo"])
@@ -56,11 +62,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if bool(item.get_closest_marker("full")) != rest]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if bool(item.get_closest_marker("full")) == rest]
+    if config.getoption("--minutes"):
+        items[:] = _turned(items)
     reason = why_not()
     if reason is not None:
         for item in items:
             if _is_pretended(item) or item.path.stem.startswith("test_simgpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _turned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files in their order, from one on that the commit picks: where time is short, every file has its turn."""
+    files = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
+    command, here = ["git", "rev-parse", "HEAD"], Path(__file__).parent
+    head = subprocess.run(
+        command, cwd=here, check=False, capture_output=True, text=True
+    )  # empty: a copy without history
+    first = int(head.stdout.strip() or "0", 16) % max(len(files), 1)
+    return list(chain.from_iterable(files[first:] + files[:first]))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The time of `--minutes` begins."""
+    session.config.stash[_BEGIN] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """When the time of `--minutes` is over, what is left is skipped, and counted as that."""
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.monotonic() - item.config.stash[_BEGIN] > 60 * minutes:
+        pytest.skip(f"not run: the {minutes:g} minutes given were over")
 
 
 def _is_pretended(item: pytest.Item) -> bool:

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -839,6 +840,42 @@ def test_who_cannot_connect_keeps_nobody_waiting(way: str, where: list[int], mon
     assert f"rank {where[0]} " in results[0][0]
     assert "come" not in results[0][0]
     assert all(took < 30 for _, took in results)
+
+
+def test_strangers_that_call_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says nothing, one that says nonsense, one that is gone again; and the ranks meet as if there were none."""
+    listen = meeting._listener
+
+    def body(_: int) -> tuple[str, float]:
+        strangers = []
+
+        def called() -> socket.socket:
+            listener = listen()
+            for words in (None, b"nonsense", b'["rank", 0]', b'{"rank": 0, "secret": "guessed"}', b""):
+                strangers.append(caller := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                caller.connect(listener.getsockname())
+                if words:
+                    caller.send(words)
+                elif words is not None:
+                    caller.close()
+            return listener
+
+        monkeypatch.setattr(meeting, "_listener", called)
+        gc.collect()
+        before = descriptors()
+        start = time.monotonic()
+        collectives = create_collectives(None, CPU)
+        took, kind = time.monotonic() - start, type(collectives).__name__
+        collectives.close()
+        for stranger in strangers:
+            stranger.close()
+        gc.collect()
+        assert eventually(descriptors, before) == before
+        return kind, took
+
+    for kind, took in run_ranks(body, 3, collective_timeout=60):
+        assert kind == "SharedMemory"
+        assert took < 30
 
 
 def test_what_is_lent_outlives_the_collectives() -> None:

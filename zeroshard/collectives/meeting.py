@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -62,7 +63,7 @@ def meet(members: Members) -> Met | str:
     if not why_not:
         try:
             file = SharedFile()
-            listener = _listener(members)
+            listener = _listener()
             told["address"] = listener.getsockname().decode("latin-1")
         except (OSError, ValueError) as error:
             why_not = f"rank {members.own} may not share memory ({_reason(error)})"
@@ -166,10 +167,10 @@ def _agree(store: PrefixStore, members: Members, what: str, value: Any) -> list[
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _listener(members: Members) -> socket.socket:
+def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")  # in no folder
-    listener.listen(len(members.ranks))
+    listener.listen(socket.SOMAXCONN)  # strangers that call must not keep ranks out
     listener.settimeout(_LOOK_SECONDS)
     return listener
 
@@ -185,22 +186,37 @@ def _connect(
         one.settimeout(members.timeout.total_seconds())
         one.connect(everyone[peer]["address"].encode("latin-1"))
         one.send(json.dumps({"rank": members.rank, "secret": everyone[peer]["secret"]}).encode())
-    while len(sockets) < len(near):
-        try:
-            one, _ = listener.accept()
-        except TimeoutError:
+    silent: set[socket.socket] = set()
+    with selectors.DefaultSelector() as callers, ExitStack() as undo:
+        undo.callback(_close_all, silent)  # strangers
+        callers.register(listener, selectors.EVENT_READ)
+        while len(sockets) < len(near):
+            ready = [key.fileobj for key, _ in callers.select(_LOOK_SECONDS)]
             missing = set(near) - set(sockets)
-            if time.monotonic() > deadline or any(store.check([f"met/{peer}"]) for peer in missing):
-                raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come") from None
-            continue
-        one.settimeout(members.timeout.total_seconds())
-        hello: dict[str, Any] = {}
-        with suppress(ValueError):
-            hello = json.loads(one.recv(LIMIT) or b"{}")
-        if hello.get("secret") != everyone[members.rank]["secret"]:
-            one.close()  # a stranger
-            continue
-        sockets[int(hello["rank"])] = one
+            given_up = not ready and any(store.check([f"met/{peer}"]) for peer in missing)
+            if given_up or time.monotonic() > deadline:
+                raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come")
+            for one in cast(list[socket.socket], ready):
+                if one is listener:
+                    with suppress(TimeoutError):  # it is gone again
+                        silent.add(caller := listener.accept()[0])
+                        callers.register(caller, selectors.EVENT_READ)
+                else:
+                    callers.unregister(one)
+                    silent.discard(one)
+                    _admit(one, everyone[members.rank]["secret"], members, sockets)
+
+
+def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[int, socket.socket]) -> None:
+    """Hear who calls; a stranger is cut off."""
+    hello: Any = {}
+    with suppress(OSError, ValueError):
+        hello = json.loads(caller.recv(LIMIT) or b"{}")
+    if not isinstance(hello, dict) or hello.get("secret") != secret:
+        caller.close()
+        return
+    caller.settimeout(members.timeout.total_seconds())
+    sockets[int(hello["rank"])] = caller
 
 
 def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:

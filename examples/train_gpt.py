@@ -33,7 +33,8 @@ from rich.table import Table
 from torch import Tensor
 
 import zeroshard
-from zeroshard.launch import init_distributed
+from zeroshard.emulation import is_emulated
+from zeroshard.launch import init_distributed, local_device
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 128  # tokens of one training sequence
@@ -218,6 +219,7 @@ def main() -> None:
         "total_num_steps": options.steps,
         "warmup_num_steps": 40,
         "fp16": options.fp16,
+        "bf16": not options.fp16 and not is_emulated(torch.bfloat16, local_device()),
     }
     engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config, auto=auto)
     console = Console(quiet=dist.get_rank() != 0)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from zeroshard.config.load import Config, load_config, refuse_without_batch_size
 from zeroshard.config.table import config_table
 from zeroshard.data import StatefulLoader
+from zeroshard.emulation import warn_if_emulated
 from zeroshard.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks, local_device
@@ -79,6 +80,7 @@ def initialize(
         refuse_without_batch_size(resolved)
     refuse_sharded(model)
     engine = make_engine(resolved, model, device, optimizer, model_parameters, lr_scheduler, group, attributes)
+    warn_if_emulated(resolved.autocast_dtype or next(model.parameters()).dtype, device)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler

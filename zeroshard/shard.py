@@ -23,6 +23,7 @@ from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.emulation import warn_if_emulated
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks
 from zeroshard.layout.bucketing import Group, group_parameters
@@ -102,7 +103,7 @@ def shard(
     Raises:
         UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
     """
-    return shard_on(
+    sharded = shard_on(
         BACKEND,
         model,
         optimizer,
@@ -115,6 +116,9 @@ def shard(
         group=group,
         attributes=attributes,
     )
+    first = next(model.parameters())
+    warn_if_emulated(first.dtype, first.device)
+    return sharded
 
 
 def shard_on(

@@ -76,6 +76,7 @@ def _print_machine(console: Console) -> None:
     import torch.distributed as dist
 
     from zeroshard.collectives.meeting import refusal_here
+    from zeroshard.emulation import is_emulated, slowdown
 
     console.print(
         f"Python {platform.python_version()}, torch {torch.__version__}, zeroshard {__version__}; "
@@ -87,6 +88,12 @@ def _print_machine(console: Console) -> None:
         console.print(f"accelerators: {torch.accelerator.device_count()} x {kind}", highlight=False)
     else:
         console.print("accelerators: none that this torch sees; the CPU computes")
+        for dtype in (torch.bfloat16, torch.float16):
+            if is_emulated(dtype, torch.device("cpu")):
+                name = str(dtype).removeprefix("torch.")
+                console.print(
+                    f"{name}: this CPU has no instructions for it, {slowdown(dtype):.0f} times the time of fp32"
+                )
     known = [
         name for name in ("nccl", "xccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
     ]

@@ -1,0 +1,75 @@
+"""A CPU without instructions for a dtype is told of, once, by rank 0; one that has them, and fp32, never."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import zeroshard
+from zeroshard import Policy, Precision, emulation
+from zeroshard.cli.doctor import _print_machine
+from zeroshard.testing import run_ranks
+
+BF16 = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}  # fmt: skip
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    monkeypatch.setattr(emulation, "slowdown", lambda _: factor)
+
+
+def told(way: str, dtype: torch.dtype) -> list[str]:
+    """What is said of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.Linear(4, 4)
+        if way == "shard":
+            optimizer = torch.optim.AdamW(model.parameters())
+            zeroshard.shard(model, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
+        else:
+            config = BF16 | ({} if dtype is torch.bfloat16 else {"bf16": {"enabled": False}})
+            autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+            if way == "autocast" and dtype is torch.bfloat16:
+                config = BF16 | {"bf16": {"enabled": False}} | autocast
+            zeroshard.initialize(model=model, config=config)
+    return [str(one.message) for one in caught if "no instructions" in str(one.message)]
+
+
+@pytest.mark.parametrize("way", ["shard", "initialize", "autocast"])
+def test_who_trains_in_what_the_cpu_has_not_is_told(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> list[list[str]]:
+        pretend(monkeypatch, 50.0)
+        slow = told(way, torch.bfloat16), told(way, torch.float32)
+        pretend(monkeypatch, 1.5)
+        return [*slow, told(way, torch.bfloat16)]
+
+    (first, *others), second = run_ranks(body, 2)
+    assert first == [
+        "this CPU has no instructions for bfloat16: a matrix product takes 50 times as long as in fp32. Train in fp32 here, or "
+        "on an accelerator."
+    ]
+    assert others == [[], []]
+    assert second == [[], [], []]
+
+
+def test_only_a_cpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 50.0)
+    assert not emulation.is_emulated(torch.bfloat16, torch.device("cuda"))
+    assert not emulation.is_emulated(torch.float64, torch.device("cpu"))
+    assert emulation.is_emulated(torch.float16, torch.device("cpu"))
+
+
+def test_it_is_measured_here() -> None:
+    assert emulation.slowdown(torch.float32) > 0
+    assert 0.1 < emulation.slowdown(torch.bfloat16) < 1000
+
+
+def test_doctor_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend(monkeypatch, 50.0)
+    _print_machine(Console(width=200))
+    assert "bfloat16: this CPU has no instructions for it, 50 times the time of fp32" in capsys.readouterr().out

@@ -50,12 +50,17 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:
-    whole_rows = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(flat[:whole_rows].view(-1, ROW_NUMEL), dim=1, dtype=dtype)
-    rest = torch.linalg.vector_norm(flat[whole_rows:], dtype=dtype)
-    total: Tensor = rows.double().square().sum() + rest.double().square()
-    return total
+    rest_numel, dtype = flat.numel() % ROW_NUMEL, torch.promote_types(flat.dtype, torch.float32)
+    if rest_numel:
+        rows, rest = flat.split([flat.numel() - rest_numel, rest_numel])
+        total: Tensor = _sum_of_rows(rows, dtype) + torch.linalg.vector_norm(rest, dtype=dtype).double().square()
+        return total
+    return _sum_of_rows(flat, dtype)
+
+
+def _sum_of_rows(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ROW_NUMEL), dim=1, dtype=dtype)
+    return norms.double().square().sum()
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:

@@ -64,6 +64,11 @@ class Appearance:
             if dtype.is_floating_point
             else None
         )
+        self._absent_views = (
+            [self._placeholders[index].expand(entry.shape) for index, entry in enumerate(self._named)]
+            if self._placeholders is not None
+            else None
+        )
         self._versions: list[int] = []
         self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
@@ -97,13 +102,13 @@ class Appearance:
 
     def hide(self) -> None:
         """The values are away: whoever asks for them comes to `before_read`."""
-        if self._placeholders is None:
+        if self._absent_views is None:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
             )
         self._become(self.whole_class)
-        for index, entry in enumerate(self._named):
-            entry.parameter.data = self._placeholders[index].expand(entry.shape)
+        for entry, view in zip(self._named, self._absent_views, strict=True):
+            entry.parameter.data = view
         self._is_hidden = True
         self._versions = self.versions()
         self._become(self._away_class)

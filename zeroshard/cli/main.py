@@ -5,6 +5,8 @@ Commands import what they need when they run: `zeroshard --help` and completion 
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -53,6 +55,9 @@ def options(
 
 def main() -> None:
     """Run the program; an error of ours, or of the file system's, is a sentence and exit code 2."""
+    # What torch and transformers import stays: looking for garbage there costs seconds, in between and before the end.
+    gc.set_threshold(100_000, 20, 100)
+    atexit.register(gc.freeze)
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:

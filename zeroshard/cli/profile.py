@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     near = machines()["cpu" if accelerator is None else "h100"]
     speeds = measure(folder, nbytes)
-    here = _processor(torch.device("cpu"))
+    with _threads(1 if accelerator is None else torch.get_num_threads()):  # each CPU is a rank's
+        here = _processor(torch.device("cpu"))
     made = near.model_dump(exclude={"name"}) | {
         "device": here if accelerator is None else _processor(accelerator),
         "host": here,
@@ -46,6 +48,16 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
     if speeds.disk_write and speeds.disk_read:
         made |= {"disk_write": speeds.disk_write, "disk_read": speeds.disk_read}
     return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _processor(device: torch.device) -> dict[str, Any]:

@@ -20,21 +20,22 @@ from torch import nn
 
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.plan.dry_run import Figures, Job, dry_run
-from zeroshard.plan.ledger import ACTIVATIONS, INPUTS, TEMPORARIES
+from zeroshard.plan.ledger import ACTIVATIONS, INPUTS, TEMPORARIES, Peak
 from zeroshard.plan.processes import in_processes
 from zeroshard.plan.result import Plan
 
 Told = Callable[[int, int], None]
 """Hears of the progress: dry runs that are over, and how many there are."""
 
-_SHALLOW = (2, 4)
+_SHALLOW = (3, 5)
 """Depths at which a deep model is run first."""
 
 _FINALISTS = 2
 """Choices that are run at full depth at once."""
 
-_DOUBT = 0.05
-"""What shallow runs say too much, at most, as a share of the memory."""
+_DOUBT = 0.03
+"""How far off what was not run may be, as a share of the memory: a whole depth told by two shallow ones, a smaller micro-batch by
+a larger one."""
 
 
 BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -170,6 +171,9 @@ class Search:
                 found = self._estimates(waiting, plans)
                 known |= found
                 waiting = [smaller for choice in found if (smaller := self._smaller(choice, found[choice], sizes))]
+        if not any(self._may_fit(one) for one in known.values()):  # who misses least is among the smallest
+            smallest = dict.fromkeys(replace(choice, micro=sizes[-1]) for choice in known)
+            known |= self._estimates([one for one in smallest if one not in known], plans)
         if not self._is_shallow:
             return self._best(plans)
         return self._best(self._at_full_depth(known))
@@ -180,15 +184,16 @@ class Search:
 
     def _is_settled(self, choice: Choice, known: Mapping[Choice, Estimate]) -> bool:
         """Whether something that fits is never slower."""
-        return any(choice.is_dearer_than(one) and self._missing(known[one]) <= 0 for one in known)
+        return any(choice.is_dearer_than(one) and self._fits_for_sure(known[one]) for one in known)
 
     def _smaller(self, choice: Choice, estimate: Estimate, sizes: Sequence[int]) -> Choice | None:
-        """The same with the next micro-batch that may fit; None where this one does, or none will."""
-        if self._may_fit(estimate):
+        """The same with the next micro-batch that may fit; None where this one does for sure, or none will."""
+        if self._fits_for_sure(estimate):
             return None
+        missing = self._missing(estimate)
         for micro in sizes:
             less = estimate.growing * (1 - micro / choice.micro)
-            if micro < choice.micro and self._may_fit(replace(estimate, needed=estimate.needed - less)):
+            if micro < choice.micro and missing - less < _DOUBT * self.limit:
                 return replace(choice, micro=micro)
         return None
 
@@ -220,8 +225,15 @@ class Search:
                 break
         return tried
 
+    def _fits_for_sure(self, estimate: Estimate) -> bool:
+        return self._missing(estimate) <= -self._doubt
+
     def _may_fit(self, estimate: Estimate) -> bool:
-        return self._missing(estimate) < _DOUBT * self.limit
+        return self._missing(estimate) <= self._doubt
+
+    @property
+    def _doubt(self) -> float:
+        return _DOUBT * self.limit if self._is_shallow else 0.0
 
     def _missing(self, estimate: Estimate) -> float:
         return max(estimate.needed - self.limit, estimate.host - self.host_limit)
@@ -259,17 +271,25 @@ class Search:
 
 
 def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
-    """A block takes what two depths differ by."""
+    """A block takes what two depths differ by. Each figure goes on by itself: which is the largest changes with the depth."""
 
     def at_depth(one: float, other: float) -> float:
         return one + (other - one) / (_SHALLOW[1] - _SHALLOW[0]) * (depth - _SHALLOW[0])
 
-    return Estimate(
-        at_depth(low.needed_nbytes, high.needed_nbytes),
-        at_depth(low.host_nbytes, high.host_nbytes),
-        at_depth(low.seconds, high.seconds),
-        at_depth(_exact(low).growing, _exact(high).growing),
+    def peak(one: Peak, other: Peak) -> Peak:
+        parts = {name: round(at_depth(one.parts.get(name, 0), nbytes)) for name, nbytes in other.parts.items()}
+        return replace(other, nbytes=round(at_depth(one.nbytes, other.nbytes)), parts=parts)
+
+    below, above = low.figures, high.figures
+    figures = replace(
+        above,
+        peak=peak(below.peak, above.peak),
+        host_peak=peak(below.host_peak, above.host_peak),
+        start=peak(below.start, above.start),
+        model_nbytes=round(at_depth(below.model_nbytes, above.model_nbytes)),
+        seconds=at_depth(below.seconds, above.seconds),
     )
+    return _exact(replace(high, figures=figures))
 
 
 def _exact(plan: Plan) -> Estimate:

@@ -1,0 +1,114 @@
+"""The search for a plan: what it leaves out is never the answer. Beside every setting, planned one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroshard.plan.dry_run import Figures
+from zeroshard.plan.machine import Machine, Unseen, machines
+from zeroshard.plan.planner import job_of
+from zeroshard.plan.result import Plan
+from zeroshard.plan.search import Choice, Search, micros, settings
+from zeroshard.testing.gpt import GPT, GPTConfig
+
+BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+PER_RANK = 4
+WIDTH, CONTEXT = 64, 32
+PLENTY = 1 << 50
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT. A deep one is known by shallow ones first."""
+
+    layers: int
+    ranks: int
+
+    def of(self, layers: int) -> nn.Module:
+        return GPT(GPTConfig(layers=layers, width=WIDTH, heads=2, context=CONTEXT))
+
+    def __call__(self) -> nn.Module:
+        return self.of(self.layers)
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.zeros(samples, CONTEXT, dtype=torch.long)
+    return tokens, tokens
+
+
+def machine() -> Machine:
+    """Fast, and without constants that would drown a small model's bytes."""
+    return machines()["h100"].model_copy(
+        update={"unseen": Unseen(context=0, collectives=0, workspaces=0, fragmentation=0.0)}
+    )
+
+
+@dataclass(frozen=True)
+class Remembered(Search):
+    """Runs each dry run once, whatever the limit."""
+
+    seen: dict[tuple[Choice, int | None], Figures] = field(default_factory=dict)
+    asked: set[tuple[Choice, int | None]] = field(default_factory=set)
+
+    def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
+        unknown = [run for run in runs if run not in self.seen]
+        for choice, layers, plan in super()._plans(unknown):
+            assert plan is not None
+            self.seen[choice, layers] = plan.figures
+        self.asked.update(runs)
+        for run in runs:
+            yield *run, Plan(self.job, self.seen[run], self.limit, self.host_limit)
+
+
+@cache
+def search_of(model: Model) -> Remembered:
+    job = job_of(model, batch, model.ranks, machine())
+    return Remembered(
+        job, BASE, PER_RANK, PLENTY, PLENTY, depth=model.layers, shallow=lambda layers: lambda: model.of(layers)
+    )
+
+
+def everything(search: Search) -> dict[Choice, Plan]:
+    """Each setting's plan."""
+    choices = [choice for micro in micros(PER_RANK) for wave in settings(search.job, micro) for choice in wave]
+    return {choice: plan for choice, _, plan in search._plans([(choice, None) for choice in choices]) if plan}
+
+
+MODELS = [Model(2, 2), pytest.param(Model(10, 4), marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_the_search_finds_what_a_sweep_finds(model: Model) -> None:
+    search = search_of(model)
+    plans = everything(search)
+    needs = sorted({plan.needed_nbytes for plan in plans.values()})
+    tried = []
+    for limit in sorted({0, needs[0] - 1, *needs}):
+        one = replace(search, limit=limit, asked=set())
+        found = one.run()
+        fitting = {choice: plan for choice, plan in plans.items() if plan.needed_nbytes <= limit}
+        assert found.plan.needed_nbytes == plans[found.choice].needed_nbytes
+        if fitting:
+            assert found.choice in fitting, f"{found.choice} does not fit into {limit}"
+            fastest = min(fitting, key=lambda choice: fitting[choice].seconds)
+            assert found.plan.seconds <= fitting[fastest].seconds * 1.001, f"{found.choice}, but {fastest}, at {limit}"
+        else:
+            assert found.plan.needed_nbytes == needs[0]
+        tried.append(len(one.asked))
+    assert min(tried) < len(plans) / 2  # or there is nothing that it leaves out
+
+
+def test_what_rests_on_a_host_is_bounded_too() -> None:
+    search = search_of(Model(2, 2))
+    plans = everything(search)
+    least = min(plan.needed_nbytes for plan in plans.values())
+    on_cpu = min(plan.host_nbytes for plan in plans.values() if plan.needed_nbytes == least)
+    found = replace(search, limit=least, host_limit=on_cpu - 1).run()
+    assert not found.plan.fits
+    assert replace(search, limit=least, host_limit=on_cpu).run().plan.fits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_a_plan_is_what_the_allocator_gives(chosen: tuple[int, int, str, bool, i
     real = real_runs(case, plan.peak_nbytes)
     assert sum(plan.parts.values()) == plan.peak_nbytes
     assert plan.figures.sent == real[0]["sent"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_random_states_of_checkpoints_are_counted(stage: int) -> None:
+    """They are small, and so is this model."""
+
+    def small() -> GPT:
+        return GPT(GPTConfig(layers=4, width=32, heads=2, context=64))
+
+    case = Case(config_of(stage, checkpointing=True, micro=1), 1, factory=small)
+    plan = planned(case)
+    assert (
+        planned(replace(case, apart=True)).peak_nbytes < plan.peak_nbytes * 0.99
+    )  # beside an accelerator they are not there
+    real_runs(case, plan.peak_nbytes)
 
 
 TWO_LEVELS = [

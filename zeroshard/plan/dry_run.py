@@ -43,6 +43,7 @@ from zeroshard.plan.microbatches import Microbatches, shortened
 from zeroshard.plan.pretended_hosts import Hosts, PretendedTwoLevel
 from zeroshard.plan.pretended_ranks import PretendedRanks
 from zeroshard.plan.pretended_storages import PretendedStorages
+from zeroshard.plan.random_states import random_states
 from zeroshard.plan.tracing import not_traced
 from zeroshard.plan.whereabouts import whereabouts
 from zeroshard.policy import Wire
@@ -185,7 +186,8 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     ledger.forget_peaks()
     states = dict[str, int]()
     engine.optimizer.inner.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
-    with not_traced(), whereabouts(model, ledger):  # now that the model's library is imported
+    stateful = engine.checkpointing.modules if engine.checkpointing is not None and job.machine.computes_on_cpu else []
+    with not_traced(), whereabouts(model, ledger), random_states(stateful):  # now that the model's library is imported
         for _ in range(STEPS):
             microbatches = Microbatches(clock, members.made, left_out)
             ledger.timeline.clear()

@@ -192,6 +192,11 @@ class Checkpointer:
             self._wrapped.append((module, module.__dict__.get("forward")))
             module.forward = partial(self.run, name, module.forward)  # type: ignore[method-assign]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What `checkpoint_units` wrapped."""
+        return [module for module, _ in self._wrapped]
+
     def remove(self) -> None:
         """Take what `checkpoint_units` did off again."""
         for module, forward in reversed(self._wrapped):

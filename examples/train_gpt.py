@@ -160,6 +160,14 @@ def report(engine: zeroshard.Engine, console: Console) -> None:
     console.print(table)
 
 
+def is_emulated_on_any_rank(dtype: torch.dtype) -> bool:
+    """Whether some rank's processor has no instructions for a dtype: all train in the same."""
+    device = local_device()
+    found = torch.tensor(float(is_emulated(dtype, device)), device=device)
+    dist.all_reduce(found)
+    return bool(found > 0)
+
+
 def parse() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -219,7 +227,7 @@ def main() -> None:
         "total_num_steps": options.steps,
         "warmup_num_steps": 40,
         "fp16": options.fp16,
-        "bf16": not options.fp16 and not is_emulated(torch.bfloat16, local_device()),
+        "bf16": not options.fp16 and not is_emulated_on_any_rank(torch.bfloat16),
     }
     engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config, auto=auto)
     console = Console(quiet=dist.get_rank() != 0)

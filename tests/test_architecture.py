@@ -20,7 +20,7 @@ ORDER = [
     {"errors"},
     {"as_deepspeed"},
     {"policy"},
-    {"launch"},
+    {"launch", "emulation"},
     {"config"},
     {"layout"},
     {"optim"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from models import Stack, tokens, workload
 from torch import nn
 
 import zeroshard
-from zeroshard import CollectiveError, ConfigError, Policy, PolicyError, Residency, UsageError
+from zeroshard import CollectiveError, ConfigError, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 
@@ -102,6 +103,24 @@ def test_different_models_are_refused() -> None:
     for message in run_ranks(body, 2):
         assert "the ranks built different models" in message
         assert "1.weight" in message
+
+
+@pytest.mark.parametrize("what", ["precision", "bucket_numel", "policy"])
+def test_ranks_with_different_settings_are_refused(what: str) -> None:
+    def body(rank: int) -> str:
+        different: dict[str, Any] = {
+            "precision": Precision(param_dtype=torch.bfloat16 if rank else torch.float32),
+            "bucket_numel": 1000 + rank,
+            "policy": Policy.stage(1 + rank),
+        }
+        model = nn.Linear(3, 3)
+        with pytest.raises(UsageError) as caught:
+            zeroshard.shard(model, sgd(model), **{what: different[what]})
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, collective_timeout=60):
+        assert "ranks [1] differ from rank 0" in message
+        assert {"precision": "param_dtype", "bucket_numel": "buckets of 100", "policy": "sharded: "}[what] in message
 
 
 def refusal(call: object) -> str:

@@ -18,7 +18,6 @@ from zeroshard.plan.search import Choice, Search, micros, settings
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-PER_RANK = 4
 WIDTH, CONTEXT = 64, 32
 PLENTY = 1 << 50
 
@@ -29,6 +28,7 @@ class Model:
 
     layers: int
     ranks: int
+    per_rank: int = 4
 
     def of(self, layers: int) -> nn.Module:
         return GPT(GPTConfig(layers=layers, width=WIDTH, heads=2, context=CONTEXT))
@@ -45,7 +45,7 @@ def batch(samples: int) -> tuple[Tensor, Tensor]:
 def machine() -> Machine:
     """Fast, and without constants that would drown a small model's bytes."""
     return machines()["h100"].model_copy(
-        update={"unseen": Unseen(context=0, collectives=0, workspaces=0, fragmentation=0.0)}
+        update={"unseen": Unseen(context=0, collectives=0, workspaces=0, fragmentation=0.05)}
     )
 
 
@@ -70,22 +70,23 @@ class Remembered(Search):
 def search_of(model: Model) -> Remembered:
     job = job_of(model, batch, model.ranks, machine())
     return Remembered(
-        job, BASE, PER_RANK, PLENTY, PLENTY, depth=model.layers, shallow=lambda layers: lambda: model.of(layers)
+        job, BASE, model.per_rank, PLENTY, PLENTY, depth=model.layers, shallow=lambda layers: lambda: model.of(layers)
     )
 
 
 def everything(search: Search) -> dict[Choice, Plan]:
     """Each setting's plan."""
-    choices = [choice for micro in micros(PER_RANK) for wave in settings(search.job, micro) for choice in wave]
+    choices = [choice for micro in micros(search.per_rank) for wave in settings(search.job, micro) for choice in wave]
     return {choice: plan for choice, _, plan in search._plans([(choice, None) for choice in choices]) if plan}
 
 
-MODELS = [Model(2, 2), pytest.param(Model(10, 4), marks=pytest.mark.full)]
+MODELS = [Model(2, 2), *(pytest.param(one, marks=pytest.mark.full) for one in (Model(2, 2, 16), Model(12, 4)))]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_the_search_finds_what_a_sweep_finds(model: Model) -> None:
     search = search_of(model)
+    assert search._is_shallow == (model.layers > 10)
     plans = everything(search)
     needs = sorted({plan.needed_nbytes for plan in plans.values()})
     tried = []

@@ -116,8 +116,8 @@ def shard(
         group=group,
         attributes=attributes,
     )
-    first = next(model.parameters())
-    warn_if_emulated(first.dtype, first.device)
+    for dtype, device in dict.fromkeys((p.dtype, p.device) for p in model.parameters()):
+        warn_if_emulated(dtype, device, group)
     return sharded
 
 
@@ -176,7 +176,7 @@ def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, units: Units | None, *, overlap: bool
 ) -> Sharded:
     collectives, storages, policy = context.collectives, context.storages, context.policy
-    _refuse_different_models(model, collectives)
+    _refuse_different_models(model, context)
     _take_buffers(model, collectives, context.precision)
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
     groups = group_parameters(model, optimized, units)
@@ -243,12 +243,22 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise UsageError("none of the optimizer's parameters requires a gradient: there is nothing to train.")
 
 
-def _refuse_different_models(model: nn.Module, collectives: Collectives) -> None:
-    """Ranks that build different models would exchange buffers of different sizes: find the first difference."""
+def _refuse_different_models(model: nn.Module, context: Context) -> None:
+    """Ranks that build different models, or train them by other settings, would exchange buffers of different sizes: find the first
+    difference."""
+    collectives = context.collectives
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in model.named_parameters()
     ]
     lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    policy = context.policy
+    sharded = [name for name in ("parameters", "gradients", "optimizer") if getattr(policy, name).sharded]
+    lines += [
+        f"{context.precision}",
+        f"{policy.wire}",
+        f"buckets of {context.bucket_numel} elements",
+        f"sharded: {sharded}",
+    ]
     digest, digests = hashlib.sha256(), []
     for line in lines:
         digest.update(line.encode() + b"\n")
@@ -264,8 +274,8 @@ def _refuse_different_models(model: nn.Module, collectives: Collectives) -> None
             low, high = (middle + 1, high) if all(other == same[0] for other in same) else (low, middle)
         mine = lines[low] if low < len(lines) else "nothing more"
         raise UsageError(
-            f"the ranks built different models: ranks {different} differ from rank 0, first at parameter or buffer "
-            f"{low + 1}, where rank {collectives.rank} has: {mine}. Build the same model on every rank."
+            f"the ranks built different models: ranks {different} differ from rank 0, first at parameter, buffer or setting "
+            f"{low + 1}, where rank {collectives.rank} has: {mine}. Build the same model, with the same settings, on every rank."
         )
 
 

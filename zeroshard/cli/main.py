@@ -55,9 +55,7 @@ def options(
 
 def main() -> None:
     """Run the program; an error of ours, or of the file system's, is a sentence and exit code 2."""
-    # What torch and transformers import stays: looking for garbage there costs seconds, in between and before the end.
-    gc.set_threshold(100_000, 20, 100)
-    atexit.register(gc.freeze)
+    atexit.register(gc.freeze)  # else Python looks for garbage in all that torch imported, for a second, before it ends
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:

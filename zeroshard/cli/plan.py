@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,19 +71,20 @@ def plan(
     is judged; without, the fastest that fits is looked for. A function named by MODEL returns a module, or (module, batch), where
     `batch(rank, step)` gives the arguments of one call.
     """
-    from zeroshard.config.auto import supply
-    from zeroshard.config.keys import KEYS
-    from zeroshard.config.load import read
-    from zeroshard.plan.planner import job_of
-    from zeroshard.plan.result import limits
-
     if auto and config is None:
         raise UsageError('--auto is for what a config leaves "auto": name one by --config.')
     if write is not None:
         output_file(write, "--write")
     if plot is not None:
         picture_file(plot, "--plot")
-    subject = subject_of(model, sequence)
+    with _uncollected():
+        from zeroshard.config.auto import supply
+        from zeroshard.config.keys import KEYS
+        from zeroshard.config.load import read
+        from zeroshard.plan.planner import job_of
+        from zeroshard.plan.result import limits
+
+        subject = subject_of(model, sequence)
     job = job_of(subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init)
     bounds = limits(job.machine, memory, host_memory)
     if config is None:
@@ -100,6 +102,18 @@ def plan(
         print(json.dumps(found.as_dict(), indent=2))
     else:
         found.print()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside are imports, whose objects all stay: looking for garbage among them would take as long as the imports."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)

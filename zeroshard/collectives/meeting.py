@@ -28,6 +28,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 ONE_RANK_A_HOST = "every rank is on a host of its own"
 TURNED_OFF = f"{VARIABLE} turns it off"
+_HELLO_NBYTES = 256
+"""More than who calls has to say: of a stranger's words nothing longer is read."""
 _LOOK_SECONDS = 0.2
 """Whoever is waited for may have given up; that often the store is asked."""
 
@@ -187,14 +189,17 @@ def _connect(
         one.connect(everyone[peer]["address"].encode("latin-1"))
         one.send(json.dumps({"rank": members.rank, "secret": everyone[peer]["secret"]}).encode())
     silent: set[socket.socket] = set()
+    looked = time.monotonic()
     with selectors.DefaultSelector() as callers, ExitStack() as undo:
         undo.callback(_close_all, silent)  # strangers
         callers.register(listener, selectors.EVENT_READ)
         while len(sockets) < len(near):
             ready = [key.fileobj for key, _ in callers.select(_LOOK_SECONDS)]
             missing = set(near) - set(sockets)
-            given_up = not ready and any(store.check([f"met/{peer}"]) for peer in missing)
-            if given_up or time.monotonic() > deadline:
+            now, given_up = time.monotonic(), False
+            if now > looked + _LOOK_SECONDS:  # strangers that call on and on do not keep it from that
+                looked, given_up = now, any(store.check([f"met/{peer}"]) for peer in missing)
+            if given_up or now > deadline:
                 raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come")
             for one in cast(list[socket.socket], ready):
                 if one is listener:
@@ -211,7 +216,7 @@ def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[i
     """Hear who calls; a stranger is cut off."""
     hello: Any = {}
     with suppress(OSError, ValueError):
-        hello = json.loads(caller.recv(LIMIT) or b"{}")
+        hello = json.loads(caller.recv(_HELLO_NBYTES) or b"{}")
     if not isinstance(hello, dict) or hello.get("secret") != secret:
         caller.close()
         return

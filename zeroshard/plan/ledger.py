@@ -192,11 +192,6 @@ class Ledger(TorchDispatchMode):
 
     # ------------------------------------------------------------------ dispatch
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing compiles in a dry run, and torch's guard against that costs a tenth of what a small operation takes."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
             return args[0].fake_device

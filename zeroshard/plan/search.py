@@ -12,6 +12,7 @@ are not tried where the same setting without fits as large a micro-batch.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -171,12 +172,20 @@ class Search:
                 found = self._estimates(waiting, plans)
                 known |= found
                 waiting = [smaller for choice in found if (smaller := self._smaller(choice, found[choice], sizes))]
-        if not any(self._may_fit(one) for one in known.values()):  # who misses least is among the smallest
-            smallest = dict.fromkeys(replace(choice, micro=sizes[-1]) for choice in known)
-            known |= self._estimates([one for one in smallest if one not in known], plans)
-        if not self._is_shallow:
-            return self._best(plans)
-        return self._best(self._at_full_depth(known))
+        if self._is_shallow:
+            plans |= self._at_full_depth(known)
+        if not any(plan.fits for plan in plans.values()):
+            self._add_what_misses_least(known, plans, sizes[-1])
+        return self._best(plans)
+
+    def _add_what_misses_least(self, known: Mapping[Choice, Estimate], plans: dict[Choice, Plan], micro: int) -> None:
+        """It is among the smallest micro-batches."""
+        smallest = dict.fromkeys(replace(choice, micro=micro) for choice in known)
+        found = {**known, **self._estimates([one for one in smallest if one not in known], plans)}
+        if self._is_shallow:
+            order = sorted(smallest, key=lambda one: self._missing(found[one]) if one in found else math.inf)
+            runs = [(one, None) for one in order[:_FINALISTS] if one not in plans]
+            plans |= {choice: plan for choice, _, plan in self._counted(runs) if plan is not None}
 
     @property
     def _is_shallow(self) -> bool:
@@ -190,10 +199,9 @@ class Search:
         """The same with the next micro-batch that may fit; None where this one does for sure, or none will."""
         if self._fits_for_sure(estimate):
             return None
-        missing = self._missing(estimate)
         for micro in sizes:
-            less = estimate.growing * (1 - micro / choice.micro)
-            if micro < choice.micro and missing - less < _DOUBT * self.limit:
+            less = replace(estimate, needed=estimate.needed - estimate.growing * (1 - micro / choice.micro))
+            if micro < choice.micro and self._over(less) <= _DOUBT:
                 return replace(choice, micro=micro)
         return None
 
@@ -213,11 +221,11 @@ class Search:
         return {choice: _extrapolated(low, high, self.depth) for choice, ((_, low), (_, high)) in pairs.items()}
 
     def _at_full_depth(self, estimates: Mapping[Choice, Estimate]) -> dict[Choice, Plan]:
-        """The fastest that may fit, a few at a time, until one does. Where none may, those that miss least."""
+        """The fastest that may fit, a few at a time, until one does."""
         tried: dict[Choice, Plan] = {}
-        may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
-        order = sorted(may_fit, key=lambda choice: estimates[choice].seconds)
-        order = order or sorted(estimates, key=lambda choice: self._missing(estimates[choice]))[:_FINALISTS]
+        order = sorted(
+            filter(lambda one: self._may_fit(estimates[one]), estimates), key=lambda one: estimates[one].seconds
+        )
         for begin in range(0, len(order), _FINALISTS):
             for choice, _, plan in self._counted([(choice, None) for choice in order[begin : begin + _FINALISTS]]):
                 tried |= {choice: plan} if plan is not None else {}
@@ -226,14 +234,18 @@ class Search:
         return tried
 
     def _fits_for_sure(self, estimate: Estimate) -> bool:
-        return self._missing(estimate) <= -self._doubt
+        return self._over(estimate) <= -self._doubt
 
     def _may_fit(self, estimate: Estimate) -> bool:
-        return self._missing(estimate) <= self._doubt
+        return self._over(estimate) <= self._doubt
 
     @property
     def _doubt(self) -> float:
-        return _DOUBT * self.limit if self._is_shallow else 0.0
+        return _DOUBT if self._is_shallow else 0.0
+
+    def _over(self, estimate: Estimate) -> float:
+        """By what share too much is needed, of an accelerator's memory or of the host's; negative where there is room."""
+        return max(estimate.needed / max(self.limit, 1), estimate.host / max(self.host_limit, 1)) - 1
 
     def _missing(self, estimate: Estimate) -> float:
         return max(estimate.needed - self.limit, estimate.host - self.host_limit)
@@ -295,4 +307,5 @@ def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
 def _exact(plan: Plan) -> Estimate:
     """At its own depth."""
     growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
-    return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, growing)
+    with_gaps = growing * (1 + plan.machine.unseen.fragmentation)
+    return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, with_gaps)

@@ -76,7 +76,7 @@ def test_only_a_cpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp16_alone_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, torch.bfloat16)
     with pytest.warns(UserWarning, match="Train in bf16 here"):
-        emulation.warn_if_emulated(torch.float16, torch.device("cpu"))
+        emulation.warn_if_emulated(nn.Linear(2, 2).half())
 
 
 def test_torch_is_asked_here() -> None:

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 _QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 """What torch itself asks before it hands a product to oneDNN."""
@@ -20,14 +21,19 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     return answer is not None and not answer()
 
 
-def warn_if_emulated(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """From the first rank of a group."""
-    if not is_emulated(dtype, device) or (dist.is_initialized() and dist.get_rank(group) > 0):
+def warn_if_emulated(
+    model: nn.Module, group: dist.ProcessGroup | None = None, autocast_dtype: torch.dtype | None = None
+) -> None:
+    """From the first rank of a group, of each dtype that the model computes in: autocast's, or its parameters'."""
+    if dist.is_initialized() and dist.get_rank(group) > 0:
         return
-    name = str(dtype).removeprefix("torch.")
-    better = "bf16" if dtype is torch.float16 and not is_emulated(torch.bfloat16, device) else "fp32"
-    warnings.warn(
-        f"this CPU has no instructions for {name}: matrix products take tens of times as long as in fp32. Train in {better} here, "
-        "or on an accelerator.",
-        stacklevel=3,
-    )
+    for dtype, device in dict.fromkeys((autocast_dtype or one.dtype, one.device) for one in model.parameters()):
+        if not is_emulated(dtype, device):
+            continue
+        name = str(dtype).removeprefix("torch.")
+        better = "bf16" if dtype is torch.float16 and not is_emulated(torch.bfloat16, device) else "fp32"
+        warnings.warn(
+            f"this CPU has no instructions for {name}: matrix products take tens of times as long as in fp32. Train in {better} "
+            "here, or on an accelerator.",
+            stacklevel=3,
+        )

@@ -80,9 +80,7 @@ def initialize(
         refuse_without_batch_size(resolved)
     refuse_sharded(model)
     engine = make_engine(resolved, model, device, optimizer, model_parameters, lr_scheduler, group, attributes)
-    computed_in = resolved.autocast_dtype
-    for dtype in {parameter.dtype for parameter in model.parameters()} if computed_in is None else {computed_in}:
-        warn_if_emulated(dtype, device, group)
+    warn_if_emulated(model, group, resolved.autocast_dtype)
     loader = _loader(training_data, resolved, collate_fn, group) if training_data is not None else None
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler

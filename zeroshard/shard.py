@@ -116,8 +116,7 @@ def shard(
         group=group,
         attributes=attributes,
     )
-    for dtype, device in dict.fromkeys((p.dtype, p.device) for p in model.parameters()):
-        warn_if_emulated(dtype, device, group)
+    warn_if_emulated(model, group)
     return sharded
 
 

@@ -223,9 +223,8 @@ class Search:
     def _at_full_depth(self, estimates: Mapping[Choice, Estimate]) -> dict[Choice, Plan]:
         """The fastest that may fit, a few at a time, until one does."""
         tried: dict[Choice, Plan] = {}
-        order = sorted(
-            filter(lambda one: self._may_fit(estimates[one]), estimates), key=lambda one: estimates[one].seconds
-        )
+        may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
+        order = sorted(may_fit, key=lambda choice: estimates[choice].seconds)
         for begin in range(0, len(order), _FINALISTS):
             for choice, _, plan in self._counted([(choice, None) for choice in order[begin : begin + _FINALISTS]]):
                 tried |= {choice: plan} if plan is not None else {}

@@ -4,36 +4,48 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 TEXT ?=
 CONFIG ?= examples/zero2.json
-# Releases of trainers from before the newest, on which the contract tests run too.
+MUTANTS ?=
+OLDEST_TORCH = torch==2.11.0
+# The oldest releases of trainers that pyproject.toml names; the contract tests run on them too.
 OLDER = transformers==5.20.2 accelerate==1.13.0
 BIN = .venv/bin
-SIMGPU = tests/test_simgpu.py tests/test_simgpu_faults.py tests/test_accelerator.py
+# Processes that test at the same time; half of what tests do is waiting.
+JOBS ?= 3
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 # For `make accelerator`: the Python whose torch knows the accelerator. Nothing is installed.
 ACCELERATOR_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 MINUTES ?= 9
+PART ?=
+# For `make wheels`: the other machine's Python, and the libraries that it lacks.
+FOR_PYTHON ?= 3.12
+CARRIED ?= pydantic json5
 OUT ?= runs/accelerator
 export OMP_NUM_THREADS ?= 1
+# The tests start many processes: each module is compiled once, not once in each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-rest test-simgpu test-all bench accelerator lint compare docs notebook package clean
+.PHONY: train test test-rest test-all test-oldest mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
 
-# The quick set: every two values of two axes of a test meet at least once.
-test: .venv/ready
-	$(BIN)/python -m pytest -q
+# The quick set: every test, with each value of each of its parameters once.
+test: .venv/ready .venv/simgpu
+	$(PYTEST)
 
-# What `make test` leaves out: the other combinations, and what is large or long. REST_MINUTES=25: as much as starts in that time, from
-# a file on that the commit picks.
-test-rest: .venv/ready
-	$(BIN)/python -m pytest -q --rest $(if $(REST_MINUTES),--minutes $(REST_MINUTES)) $(SIMGPU:%=--ignore=%)
+# The rest: every two values of two parameters together, and what is large or long.
+test-rest: .venv/ready .venv/simgpu
+	$(PYTEST) --rest
 
-# The road for accelerators on the pretended one: every body in every scheduling mode, every planted fault.
-test-simgpu: .venv/ready
-	$(BIN)/python -m pytest -q --all $(SIMGPU)
+test-all: test test-rest
 
-test-all: .venv/ready
-	$(BIN)/python -m pytest -q --all
+# The quick set on the oldest torch, transformers and accelerate that pyproject.toml names. Takes 6 GB: that torch brings CUDA.
+test-oldest: .venv/oldest/ready
+	PATH="$(CURDIR)/.venv/oldest/bin:$$PATH" .venv/oldest/bin/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# Plants single-line faults in a copy of the core and lists those that the quick set does not find. Takes hours.
+mutants: .venv/ready .venv/simgpu
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
@@ -41,9 +53,19 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/offload.py
 
-# All that a few minutes of one accelerator can tell, into $(OUT); docs/accelerators.md says what that is.
+# Measures on one accelerator, into $(OUT): PART=facts, right, memory, speed or offload, each $(MINUTES) minutes at most; default: all.
+# docs/accelerators.md says what each measures.
 accelerator:
-	OMP_NUM_THREADS=8 $(ACCELERATOR_PYTHON) benchmarks/accelerator.py --minutes $(MINUTES) --out $(OUT)
+	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) --minutes $(MINUTES) --out $(OUT)
+
+# Fills docs/accelerators.md with the figures in $(OUT).
+accelerator-page:
+	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json docs/accelerators.md
+
+# Wheels of the libraries that a machine with an accelerator may lack, for its Python, in $(OUT)/wheels.
+wheels: .venv/ready
+	$(BIN)/pip download --quiet --disable-pip-version-check --dest $(OUT)/wheels --only-binary :all: \
+		--platform manylinux2014_x86_64 --python-version $(FOR_PYTHON) $(CARRIED)
 
 # README's picture and table, of one run.
 compare: .venv/ready
@@ -80,6 +102,17 @@ lint: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
+	touch $@
+
+# The simulated accelerator of the tests.
+.venv/simgpu: .venv/ready tests/simgpu/build.py $(wildcard tests/simgpu/csrc/*)
+	PYTHONPATH=tests $(BIN)/python -c "from simgpu import build; build.why_not() or build.build()"
+	touch $@
+
+.venv/oldest/ready: pyproject.toml
+	$(PYTHON) -m venv .venv/oldest
+	.venv/oldest/bin/pip install --quiet --disable-pip-version-check $(OLDEST_TORCH)
+	.venv/oldest/bin/pip install --quiet --disable-pip-version-check --editable ".[dev]" $(OLDEST_TORCH) $(OLDER)
 	touch $@
 
 .venv/docs-ready: .venv/ready

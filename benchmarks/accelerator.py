@@ -1,12 +1,12 @@
-"""Owns `make accelerator`: all the truth that a few minutes of one accelerator can give, the most valued first.
+"""Owns `make accelerator`: parts of at most nine minutes each, which measure zeroshard on one accelerator beside its rivals.
 
-Each part runs in a process of its own, within its share of the time, and writes what it found as soon as it found it: whatever ends the
-run, what was measured until then is in the folder, as JSON for each part, and as one table in Markdown.
+    python benchmarks/accelerator.py --part right --out results       # one part, on the first accelerator
+    python benchmarks/accelerator.py --rehearse --out /tmp/rehearsal  # all, tiny, on the simulated one: to see that they run
 
-    python benchmarks/accelerator.py --minutes 9 --out results            # on the first accelerator
-    python benchmarks/accelerator.py --rehearse --out /tmp/rehearsal      # on the pretended one, tiny: to see that it runs
+A part runs in a process of its own and ends by itself in its time. Each row is in `results.json` as soon as it is known; that
+file, the logs and the traces are in `results.tar.gz`, which is written again with each row. Parts that ran before stay there.
 
-It needs torch and this checkout, and nothing that is installed besides.
+It needs torch and this checkout. docs/accelerators.md says how to bring libraries that a machine lacks.
 """
 
 from __future__ import annotations
@@ -17,134 +17,139 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARES = {"correctness": 0.3, "memory": 0.16, "step": 0.2, "profile": 0.1, "offload": 0.24}
-"""Parts in their order, and of the minutes at most. What one does not use the next may."""
+PARTS = ("facts", "right", "memory", "speed", "offload")
+"""The most valued first."""
+RESERVE_SECONDS = 20.0
+"""A part stops to begin rows so long before its time is up; a row that hangs is ended then."""
 GRACE_SECONDS = 5.0
+RESULTS, ARCHIVE = "results.json", "results.tar.gz"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--part", choices=PARTS, nargs="*", default=list(PARTS), help="default: all, one after another")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for each part")
     parser.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder for results")
-    parser.add_argument("--only", nargs="*", choices=list(SHARES), help="these parts")
-    parser.add_argument("--rehearse", action="store_true", help="on the pretended accelerator, with tiny sizes")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--rehearse", action="store_true", help="on the simulated accelerator, with tiny sizes")
+    parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.part:
-        run_part(arguments.part, arguments.out, rehearse=arguments.rehearse)
+    seconds = 60 * arguments.minutes
+    if arguments.inside:
+        run_inside(arguments.inside, arguments.out, seconds, rehearse=arguments.rehearse)
         return
-    end, failed = time.monotonic() + 60 * arguments.minutes, []
-    parts = [part for part in SHARES if not arguments.only or part in arguments.only]
-    for number, part in enumerate(parts):
-        left = end - time.monotonic()
-        share = SHARES[part] / sum(SHARES[one] for one in parts[number:])
-        limit = left * share if number < len(parts) - 1 else left
-        said = run_limited(part, arguments.out, limit, rehearse=arguments.rehearse)
-        if said:
-            failed.append(f"{part}: {said}")
-        print(f"{part}: {said or 'done'}", flush=True)
-        write_table(arguments.out, failed)
-    print(f"results in {arguments.out}")
+    failed = []
+    for part in arguments.part:
+        end = run_part(part, arguments.out, seconds, rehearse=arguments.rehearse)
+        print(f"{part}: {end}", flush=True)
+        if end != "done":
+            failed.append(part)
+    print(f"results in {arguments.out / RESULTS} and {ARCHIVE}")
     if failed:
-        raise SystemExit(1)
+        raise SystemExit(f"not all is well: {', '.join(failed)}")
 
 
-def run_limited(part: str, out: Path, limit: float, *, rehearse: bool) -> str:
-    """Run a part in a process group of its own; says what went wrong, if anything did."""
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "8")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "accelerator.py"), "--part", part, "--out", str(out)]
-    command += ["--rehearse"] if rehearse else []
+def run_part(part: str, out: Path, seconds: float, *, rehearse: bool) -> str:
+    """Run a part in a process group of its own, and note how it ended."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
+    paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command = [sys.executable, str(HERE / "accelerator.py"), "--inside", part, "--out", str(out)]
+    command += ["--minutes", str(seconds / 60), *(["--rehearse"] if rehearse else [])]
+    begin = time.monotonic()
+    Findings(out, part).begin()
     with (out / f"{part}.log").open("w") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = child.wait(max(limit, 1.0))
+            code = child.wait(max(seconds - GRACE_SECONDS, 1.0))
+            end = "done" if code == 0 else f"exit status {code}: see {part}.log"
         except subprocess.TimeoutExpired:
-            _end(child)
-            return f"ended after its {limit:.0f} s; see {part}.log and what {part}.json has"
+            end = f"ended after its {seconds:.0f} s: see {part}.log"
         finally:
             _end(child)
-    return f"exit status {code}, see {part}.log" if code else ""
+    Findings(out, part).end(end, time.monotonic() - begin)
+    return end
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """With all that it started."""
+    """End it, with all that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_SECONDS)
+            child.wait(GRACE_SECONDS / 2)
             return
 
 
 class Findings:
-    """What a part found, written with every finding."""
+    """The rows of one part in the one file of all parts."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._rows = path, list[dict[str, Any]]()
-        self._write()
+    def __init__(self, out: Path, part: str) -> None:
+        self._out = out
+        self._part = part
+
+    def begin(self) -> None:
+        """Forget what an earlier run of this part found."""
+        self._change({"rows": [], "end": "under way", "seconds": 0.0})
+
+    def about(self, **facts: Any) -> None:
+        """Note where the part runs."""
+        self._change({"about": facts})
 
     def add(self, **row: Any) -> None:
-        """One row of the part's table."""
-        self._rows.append(row)
+        """Add a row."""
         print(row, flush=True)
-        self._write()
+        self._change({"rows": [*read(self._out)["parts"][self._part]["rows"], row]})
 
-    def _write(self) -> None:
-        unfinished = self._path.with_suffix(".part")
-        unfinished.write_text(json.dumps(self._rows, indent=1))
-        unfinished.replace(self._path)
+    def end(self, how: str, seconds: float) -> None:
+        """Note how the part ended, and after how many seconds."""
+        self._change({"end": how, "seconds": round(seconds, 1)})
+
+    def _change(self, values: dict[str, Any]) -> None:
+        found = read(self._out)
+        found["parts"].setdefault(self._part, {}).update(values)
+        unfinished = self._out / f"{RESULTS}.part"
+        unfinished.write_text(json.dumps(found, indent=1))
+        unfinished.replace(self._out / RESULTS)
+        _pack(self._out)
 
 
-def run_part(part: str, out: Path, *, rehearse: bool) -> None:
-    """In a process of its own."""
+def read(out: Path) -> dict[str, Any]:
+    """Return all that is known, by part."""
+    path = out / RESULTS
+    if not path.exists():
+        return {"parts": {}}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _pack(out: Path) -> None:
+    unfinished = out / f"{ARCHIVE}.part"
+    with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
+        for path in [out / RESULTS, *sorted(out.glob("*.log")), *sorted(out.glob("*.json.gz"))]:
+            archive.add(path, path.name)
+    unfinished.replace(out / ARCHIVE)
+
+
+def run_inside(part: str, out: Path, seconds: float, *, rehearse: bool) -> None:
+    """Run a part in this process."""
     from stand_ins import stand_in
 
     missing = stand_in()
     import accelerator_parts
     from accelerator_setting import Setting
 
-    setting = Setting.make(rehearse=rehearse)
-    findings = Findings(out / f"{part}.json")
-    about = {"device": setting.name, "torch": setting.version, "rehearsal": rehearse, "not installed": missing}
-    (out / "about.json").write_text(json.dumps(about, indent=1))
-    getattr(accelerator_parts, part)(setting, findings.add)
-
-
-# ---------------------------------------------------------------------- the table
-
-
-def write_table(out: Path, failed: list[str]) -> None:
-    """Everything that is there, as `table.md`."""
-    about = json.loads((out / "about.json").read_text()) if (out / "about.json").exists() else {}
-    lines = ["# " + ("A rehearsal: no figure here says anything" if about.get("rehearsal") else "One accelerator"), ""]
-    lines += [", ".join(f"{key}: {value}" for key, value in about.items() if value), ""]
-    for part in SHARES:
-        if (out / f"{part}.json").exists():
-            lines += [f"## {part}", "", *_markdown(json.loads((out / f"{part}.json").read_text())), ""]
-    lines += ["## What did not end well", "", *(f"- {one}" for one in failed), ""] if failed else []
-    (out / "table.md").write_text("\n".join(lines))
-
-
-def _markdown(rows: list[dict[str, Any]]) -> list[str]:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    if not columns:
-        return ["nothing"]
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
+    setting = Setting.make(out, seconds - RESERVE_SECONDS, rehearse=rehearse)
+    findings = Findings(out, part)
+    findings.about(device=setting.name, torch=setting.version, rehearsal=rehearse, missing=missing)
+    accelerator_parts.PARTS[part](setting, findings.add)
 
 
 if __name__ == "__main__":

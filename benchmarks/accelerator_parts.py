@@ -1,190 +1,323 @@
-"""Owns the parts of `make accelerator`. Each tells what it finds, row by row."""
+"""Owns the parts of `make accelerator`. Each tells its rows as it finds them, and begins none for which its time is too short."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
+import os
+import platform
+import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
+import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import accelerator_offload
 import accelerator_ranks
 import torch
-from accelerator_setting import Setting
-from accelerator_systems import LEARNING_RATE, SYSTEMS, Step, adamw, batch_of, model_of, native_at_one_rank, sharded
+from accelerator_models import Llama, Shape
+from accelerator_setting import GIB, Setting, host_memory_available
+from accelerator_systems import (
+    BF16,
+    LEARNING_RATE,
+    Step,
+    adamw,
+    batch_of,
+    llama,
+    sharded,
+    small_batch,
+    small_model,
+    systems,
+)
 from torch import nn
 
 import zeroshard
-from zeroshard import Place, Policy, Precision
-from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard import Policy
+from zeroshard.planning.machine import peak_flops_of
 
 Tell = Callable[..., None]
-GIB = 1 << 30
-ROOT = Path(__file__).resolve().parents[1]
-MICROBATCHES = 8
+LIBRARIES = (
+    "transformers", "accelerate", "deepspeed", "pydantic", "json5", "triton", "numpy", "safetensors",
+)  # fmt: skip
 
 
-# ---------------------------------------------------------------------- correctness
+# ---------------------------------------------------------------------- facts
 
 
-def correctness(setting: Setting, tell: Tell) -> None:
-    """The project's own tests; the backend's collectives at one rank beside plain AdamW; several processes on one device."""
-    is_right = _tests(setting, tell) & _forced(setting, tell)
-    for world in (2, 4):
-        is_right &= accelerator_ranks.run(world, rehearse=setting.rehearse, tell=tell, limit=90)
+def facts(setting: Setting, tell: Tell) -> None:
+    """What the machine is: versions, memory, clocks, copies, the time that pinning takes."""
+    tell(fact="accelerator", value=setting.name)
+    tell(fact="torch", value=f"{setting.version}, Python {platform.python_version()}")
+    tell(fact="libraries", value=", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name))))
+    free, total = torch.accelerator.get_memory_info(setting.device)
+    tell(fact="device memory, free of all, GiB", value=f"{free / GIB:.1f} of {total / GIB:.1f}")
+    tell(fact="host memory available, GiB", value=host_memory_available() / GIB)
+    tell(fact="CPUs", value=len(os.sched_getaffinity(0)))
+    disk = shutil.disk_usage(tempfile.gettempdir())
+    tell(fact="disk free, GiB", value=disk.free / GIB)
+    _ask_driver(tell)
+    nbytes = 1 << 16 if setting.rehearse else 1 << 30
+    seconds = setting.seconds(lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_())
+    tell(fact="pinning, GB/s", value=nbytes / seconds / 1e9)
+    _time_copies(setting, tell, nbytes)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _ask_driver(tell: Tell) -> None:
+    """Clocks, power and driver, where NVIDIA's tool is there."""
+    if shutil.which("nvidia-smi") is None:
+        tell(fact="driver", value="no nvidia-smi here")
+        return
+    names = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,memory.used"
+    command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    tell(fact=names, value=done.stdout.strip() or done.stderr.strip())
+
+
+def _time_copies(setting: Setting, tell: Tell, nbytes: int) -> None:
+    """Copies between pinned and device memory, one way and both ways at once."""
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.zeros(nbytes, dtype=torch.uint8, device=setting.device) for _ in range(2)]
+    streams = [torch.Stream(setting.device) for _ in range(2)]
+
+    def to_device() -> None:
+        with streams[0]:
+            device[0].copy_(host[0], non_blocking=True)
+
+    def to_host() -> None:
+        with streams[1]:
+            host[1].copy_(device[1], non_blocking=True)
+
+    def both() -> None:
+        to_device()
+        to_host()
+
+    for name, work in (("to the device", to_device), ("to the host", to_host), ("both ways, each", both)):
+        work()
+        seconds = statistics.median(setting.seconds(work) for _ in range(3))
+        tell(fact=f"pinned copies {name}, GB/s", value=nbytes / seconds / 1e9)
+
+
+# ---------------------------------------------------------------------- right
+
+
+def right(setting: Setting, tell: Tell) -> None:
+    """Whether kernels repeat themselves, every policy through the backend, and the bodies of the simulated suite."""
+    is_right = True
+    with tempfile.TemporaryDirectory() as folder:
+        policies = accelerator_ranks.policies(folder)
+        train = partial(accelerator_ranks.train, setting)
+        for dtype in (torch.float32, BF16):
+            reference = train(Policy.stage(0), dtype, 0)
+            again = train(Policy.stage(0), dtype, 0)
+            said = "equal" if torch.equal(reference, again) else "kernels do not repeat themselves: bits say nothing"
+            tell(what=f"stage 0, twice, {_short(dtype)}", result=said)
+            if dtype is torch.float32:
+                difference = float((reference - _plain(setting)).abs().max())
+                is_close = difference <= 10 * LEARNING_RATE
+                tell(
+                    what="stage 0 beside plain AdamW", result=f"{'' if is_close else 'WRONG: '}within {difference:.1e}"
+                )
+                is_right &= is_close
+            first = None
+            for name, policy in policies.items():
+                if setting.left < 30:
+                    tell(what=f"forced: {name}, {_short(dtype)}", result="left out: no time")
+                    continue
+                trained = train(policy, dtype, 0, forced=setting)
+                if first is None:
+                    first = trained
+                result = accelerator_ranks.compare(trained, first, exact="optimizer on" not in name)
+                tell(what=f"{setting.backend} forced: {name}, {_short(dtype)}", result=result)
+                is_right &= not result.startswith("WRONG")
+    is_right &= _bodies(setting, tell)
+    if setting.left > 120 or setting.rehearse:
+        is_right &= accelerator_ranks.run(2, rehearse=setting.rehearse, tell=tell, limit=min(90, max(setting.left, 1)))
     if not is_right:
         raise SystemExit("not everything is right")
 
 
-def _tests(setting: Setting, tell: Tell) -> bool:
-    what = "tests that need an accelerator"
-    if importlib.util.find_spec("pytest") is None:
-        tell(what=what, result="not run: pytest is not installed")
-        return True
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "accelerator",
-        "tests/test_accelerator.py",
-    ]
-    command += ["-k", "stages and late"] if setting.rehearse else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    tell(what=what, result=("" if done.returncode == 0 else "WRONG: ") + " ".join(done.stdout.splitlines()[-1:]))
-    if done.returncode:
-        print(done.stdout[-6000:])
-    return done.returncode == 0
-
-
-def _forced(setting: Setting, tell: Tell) -> bool:
-    """In fp32, without clipping, one rank's step is AdamW's."""
-    is_right = True
-    model = model_of(setting, setting.small)
+def _plain(setting: Setting) -> torch.Tensor:
+    model = small_model(setting)
     optimizer = adamw(model.parameters())
     for number in range(accelerator_ranks.STEPS):
-        data = batch_of(setting, setting.small, 100 * number)
+        data = small_batch(setting, 100 * number)
         model(data[:, :-1], data[:, 1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    plain = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
-    with native_at_one_rank(setting), tempfile.TemporaryDirectory() as folder:
-        reference = None
-        for name, policy in accelerator_ranks.policies(folder).items():
-            trained = accelerator_ranks.train(setting, policy, torch.float32, 0)
-            reference = trained if reference is None else reference
-            steps_there = "optimizer on" not in name
-            result = accelerator_ranks.compare(trained, reference, exact=steps_there)
-            beside = float((trained - plain).abs().max())
-            result = f"WRONG: plain AdamW differs by {beside:.1e}" if beside > 10 * LEARNING_RATE else result
-            tell(what=f"{setting.backend} at one rank: {name}", result=f"{result}; plain AdamW within {beside:.1e}")
-            is_right &= "WRONG" not in result
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+
+
+def _bodies(setting: Setting, tell: Tell) -> bool:
+    """The features that tests on the simulated device train, on this one; its kernels round otherwise than the CPU's."""
+    from simgpu import bodies, device  # type: ignore[import-not-found, unused-ignore]
+
+    setting.alone()
+    device.use(setting.device)
+    is_right = True
+    names = list(bodies.BODIES) if not setting.rehearse else ["sharded_init", "activation_checkpointing"]
+    for name in names:
+        if setting.left < 30:
+            tell(what=f"body: {name}", result="left out: no time")
+            continue
+        try:
+            bodies.BODIES[name](0)
+            result = "right"
+        except Exception as error:
+            traceback.print_exc()
+            line = str(error).splitlines() or [""]
+            result = f"WRONG: {type(error).__name__} {line[0][:150]}"
+            is_right = False
+        tell(what=f"body: {name}", result=result)
     return is_right
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------- memory
 
 
 def memory(setting: Setting, tell: Tell) -> None:
-    """What lives after a step of the large model, by our report, by the formula, by the allocator."""
-    base = Policy.stage(2)
-    policies = {
-        **{f"stage {number}": Policy.stage(number) for number in range(4)},
-        "stage 2, optimizer in CPU memory": base.offloaded(optimizer=Place.CPU),
-        "stage 3, all in CPU memory": Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU),
-    }
-    for name, policy in policies.items():
-        _forget()
-        model, one = sharded(setting, setting.large, policy, torch.bfloat16)
-        Checkpointer().checkpoint_units(model)
-        data = batch_of(setting, setting.large)
-        for number in range(3):
+    """The memory of a Llama after a step: by the plan, our report, the allocator, and the driver."""
+    shape = setting.shape("1.3 B")
+    batch, length = setting.tokens(4, 2048)
+    for number in range(4):
+        if setting.left < 30:
+            tell(stage=number, left_out="no time")
+            continue
+        row: dict[str, Any] = {"stage": number}
+        one = _trained(setting, number, batch, length)
+        row |= {key: value / GIB for key, value in one.items()}
+        forget()
+        tell(parameters_b=shape.parameters / 1e9, **row)
+
+
+def _trained(setting: Setting, number: int, batch: int, length: int) -> dict[str, float]:
+    shape = setting.shape("1.3 B")
+    torch.accelerator.reset_peak_memory_stats()
+    model = llama(setting, shape)
+    one = sharded(model, Policy.stage(number), BF16)
+    data = batch_of(setting, shape, batch, length)
+    for step in range(3):
+        if step == 2:
+            torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
-            model(data[:, :-1], data[:, 1:]).backward()
-            one.optimizer.step()
-            if number == 2:
-                torch.accelerator.synchronize()
-                report, allocated = one.memory_report(), torch.accelerator.memory_allocated()
-            one.optimizer.zero_grad()
-        formula = sum(
-            value for key, value in one.memory_formula().items() if key in ("parameters", "gradients", "optimizer")
-        )
-        here = sum(value for key, value in report.items() if key not in ("cpu", "disk"))
-        tell(
-            policy=name, parameters=sum(p.numel() for p in model.parameters()), formula_gib=formula / GIB, report_gib=here / GIB,
-            allocated_gib=allocated / GIB, peak_gib=torch.accelerator.max_memory_allocated() / GIB,
-            reserved_gib=torch.accelerator.max_memory_reserved() / GIB, cpu_gib=report.get("cpu", 0) / GIB,
-        )  # fmt: skip
-        one.remove()
-        del model, one
+        model(data[:, :-1], data[:, 1:]).backward()
+        if step == 2:
+            reported = sum(value for kind, value in one.memory_report().items() if kind not in ("cpu", "disk"))
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    free, total = torch.accelerator.get_memory_info(setting.device)
+    formula = one.memory_formula()
+    found = {
+        "formula_gib": sum(formula[kind] for kind in ("parameters", "gradients", "optimizer")),
+        "report_gib": reported,
+        "peak_allocated_gib": torch.accelerator.max_memory_allocated(),
+        "peak_reserved_gib": torch.accelerator.max_memory_reserved(),
+        "driver_used_gib": total - free,
+    }
+    one.remove()
+    planned = _planned(shape, number, batch, length)
+    if planned is not None:
+        found = {"plan_gib": planned, **found}
+    return found
 
 
-def _forget() -> None:
+def _planned(shape: Shape, number: int, batch: int, length: int) -> float | None:
+    """Live bytes at the peak, by a dry run; None where the libraries that read configs are missing."""
+    if _version("pydantic") is None or _version("json5") is None:
+        return None
+    config = {
+        "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "zero_optimization": {"stage": number},
+        "activation_checkpointing": {"checkpoint_units": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+    }  # fmt: skip
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    made = zeroshard.plan(lambda: Llama(shape), config, world_size=1, batch=(tokens, tokens), micro_batch=batch)
+    return float(made.peak_nbytes)
+
+
+def forget() -> None:
+    """Give the allocator's memory back."""
     gc.collect()
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
 
 
-# ---------------------------------------------------------------------- time of a step
+# ---------------------------------------------------------------------- speed
+
+ROUNDS = 3
+STEPS = 3
 
 
-def step(setting: Setting, tell: Tell) -> None:
-    """All systems beside one another, in rounds; ratios are taken within a round."""
+def speed(setting: Setting, tell: Tell) -> None:
+    """A step of each system, with its launches, the time in which the device was idle, and a trace."""
     torch.set_float32_matmul_precision("high")
-    for dtype in (torch.bfloat16, torch.float32):
-        _forget()
-        config, data = setting.medium, batch_of(setting, setting.medium)
-        steps = {name: make(setting, config, dtype) for name, make in SYSTEMS.items()}
-        for one in steps.values():
-            for _ in range(2):
-                one(data)
-        rounds: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(setting.rounds):
-            for name, one in steps.items():
-                rounds[name].append(setting.seconds(partial(_repeat, one, data, setting.steps)) / setting.steps)
-        for name, seconds in rounds.items():
-            ratios = [mine / plain for mine, plain in zip(seconds, rounds["plain torch"], strict=True)]
-            tell(
-                system=name, dtype=str(dtype), ms=1e3 * statistics.median(seconds), x_plain=statistics.median(ratios),
-                least=min(ratios), most=max(ratios), tokens_per_s=data[:, 1:].numel() / statistics.median(seconds),
-            )  # fmt: skip
-        steps.clear()
+    for name, batch, length in (("1.2 B", 8, 2048), ("3.2 B", 8, 2048), ("1.2 B", 1, 512)):
+        first: float | None = None
+        for system, make in systems().items():
+            row: dict[str, Any] = {"model": name, "tokens": f"{batch} x {length}", "system": system}
+            if setting.left < 45 and not (setting.rehearse and setting.left > 0):
+                tell(**row, left_out="no time")
+                continue
+            try:
+                seconds, more = _timed(setting, make, name, batch, length, system)
+            except (RuntimeError, torch.OutOfMemoryError, ImportError) as error:
+                traceback.print_exc()
+                tell(**row, failed=(str(error).splitlines() or [repr(error)])[0][:200])
+                forget()
+                continue
+            if first is None:
+                first = seconds
+            tell(**row, ms=1e3 * seconds, x_first=seconds / first, **more)
+            forget()
 
 
-def _repeat(one: Step, data: torch.Tensor, count: int) -> None:
-    for _ in range(count):
+def _timed(
+    setting: Setting, make: Callable[..., Step], name: str, batch: int, length: int, system: str
+) -> tuple[float, dict[str, Any]]:
+    shape = setting.shape(name)
+    batch, length = setting.tokens(batch, length)
+    torch.accelerator.reset_peak_memory_stats()
+    one = make(setting, shape)
+    data = batch_of(setting, shape, batch, length)
+    for _ in range(2):
+        one(data)
+    rounds = 1 if setting.rehearse else ROUNDS
+    seconds = statistics.median(setting.seconds(partial(_repeat, one, data)) / STEPS for _ in range(rounds))
+    tokens = batch * length
+    found: dict[str, Any] = {"tokens_per_s": tokens / seconds}
+    top = peak_flops_of(setting.name, "bfloat16")
+    if top is not None:
+        found["mfu"] = shape.flops(tokens, length) / seconds / top
+    found["peak_gib"] = torch.accelerator.max_memory_allocated() / GIB
+    found["reserved_gib"] = torch.accelerator.max_memory_reserved() / GIB
+    if setting.rehearse:
+        return seconds, found | _counted(one, data)
+    file = f"{name} {batch}x{length} {system}.json.gz".replace(" ", "-").replace(",", "")
+    return seconds, found | _profiled(one, data, setting.out / file)
+
+
+def _repeat(one: Step, data: torch.Tensor) -> None:
+    for _ in range(STEPS):
         one(data)
 
 
-# ---------------------------------------------------------------------- profile
-
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel", "hipExtModuleLaunchKernel")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStreamSynchronize")
-
-
-def profile(setting: Setting, tell: Tell) -> None:
-    """One step of each: kernels, host synchronisations, and how long the device had nothing to do."""
-    for name, make in SYSTEMS.items():
-        _forget()
-        data = batch_of(setting, setting.medium)
-        one = make(setting, setting.medium, torch.bfloat16)
-        for _ in range(3):
-            one(data)
-        torch.accelerator.synchronize()
-        tell(system=name, **(_counted(one, data) if setting.rehearse else _profiled(one, data)))
-        del one
 
 
 def _counted(one: Step, data: torch.Tensor) -> dict[str, Any]:
@@ -193,92 +326,42 @@ def _counted(one: Step, data: torch.Tensor) -> dict[str, Any]:
     device.reset_counts()
     one(data)
     counts = device.counts()
-    return {
-        "launches": counts.launches.total(), "waits": counts.synchronisations.total(), "collectives": counts.collectives.total(),
-        "what waits": dict(counts.synchronisations),
-    }  # fmt: skip
+    return {"launches": counts.launches.total(), "host_waits": counts.synchronisations.total()}
 
 
-def _profiled(one: Step, data: torch.Tensor) -> dict[str, Any]:
+def _profiled(one: Step, data: torch.Tensor, trace: Path) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         one(data)
         torch.accelerator.synchronize()
+    found.export_chrome_trace(str(trace))
     events = found.events() or []
-    calls = [event.name for event in events]
     ranges = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined, unused-ignore]
+        # Ranges that a program names contain the gaps between kernels.
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation  # type: ignore[attr-defined, unused-ignore]
     )
-    busy, longest, end = 0.0, 0.0, ranges[0][0] if ranges else 0.0
+    if not ranges:
+        return {}
+    busy = 0.0
+    end = ranges[0][0]
     for start, stop in ranges:
-        longest = max(longest, start - end)
         busy += max(stop - max(start, end), 0.0)
         end = max(end, stop)
-    span = end - ranges[0][0] if ranges else 0.0
-    waits = [name for name in calls if name in WAITS]
+    calls = [event.name for event in events]
     return {
-        "launches": sum(name.startswith(LAUNCHES) for name in calls), "waits": len(waits) - 1, "span_ms": span / 1e3,
-        "idle_ms": (span - busy) / 1e3, "longest_gap_ms": longest / 1e3, "what waits": {name: waits.count(name) for name in set(waits)},
-    }  # fmt: skip
+        "launches": sum(name.startswith(LAUNCHES) for name in calls),
+        "host_waits": sum(name in WAITS for name in calls) - 1,  # the one above
+        "idle_share": 1 - busy / (end - ranges[0][0]),
+    }
 
 
-# ---------------------------------------------------------------------- offload
-
-
-def offload(setting: Setting, tell: Tell) -> None:
-    """Speed with the optimizer in CPU memory beside none, at 8 microbatches; then ever larger models, until one does not fit."""
-    away = Policy.stage(2).offloaded(optimizer=Place.CPU)
-    everything = Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU)
-    speeds = [_offloaded(setting, setting.large, policy, 3) for policy in (Policy.stage(2), away)]
-    numel = speeds[0]["parameters"]
-    tell(policy="stage 2", **speeds[0], share=1.0)
-    tell(
-        policy="stage 2, optimizer in CPU memory",
-        **speeds[1],
-        share=speeds[1]["tokens_per_s"] / speeds[0]["tokens_per_s"],
-    )
-    for times in (0.6, 1.0, 1.25, 1.5) if not setting.rehearse else (0.6, 1.25):
-        wide = replace(setting.large, width=setting.width, heads=max(setting.width // 128, 1))
-        config = replace(wide, layers=max(int(times * setting.memory / 16 / (12 * setting.width**2)), 1))
-        for name, policy in (("stage 2, optimizer in CPU memory", away), ("stage 3, all in CPU memory", everything)):
-            try:
-                found = _offloaded(setting, config, policy, 1)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                tell(policy=name, states_in_memories=times, failed=str(error).splitlines()[0][:200])
-                continue
-            per_parameter = speeds[0]["tokens_per_s"] * numel / found["parameters"]
-            tell(policy=name, **found, states_in_memories=times, share=found["tokens_per_s"] / per_parameter)
-
-
-def _offloaded(setting: Setting, config: GPTConfig, policy: Policy, steps: int) -> dict[str, Any]:
-    _forget()
-    torch.accelerator.reset_peak_memory_stats()
-    torch.manual_seed(0)
-    with zeroshard.sharded_init(dtype=torch.bfloat16), setting.device:
-        model = GPT(config)
-    Checkpointer().checkpoint_units(model)
-    precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
-    one = zeroshard.shard(model, adamw(model.parameters()), policy, precision=precision)
-    data = batch_of(setting, config)
-
-    microbatches = 2 if setting.rehearse else MICROBATCHES
-
-    def step() -> None:
-        for microbatch in range(microbatches):
-            with one.accumulate(microbatch < microbatches - 1):
-                model(data[:, :-1], data[:, 1:]).backward()
-        one.optimizer.step()
-        one.optimizer.zero_grad()
-
-    try:
-        step()
-        seconds = statistics.median(setting.seconds(step) for _ in range(steps))
-        return {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()), "step_s": seconds,
-            "tokens_per_s": microbatches * data[:, 1:].numel() / seconds, "peak_gib": torch.accelerator.max_memory_allocated() / GIB,
-        }  # fmt: skip
-    finally:
-        one.abandon()
+PARTS: dict[str, Callable[[Setting, Tell], None]] = {
+    "facts": facts,
+    "right": right,
+    "memory": memory,
+    "speed": speed,
+    "offload": accelerator_offload.offload,
+}

@@ -16,7 +16,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from accelerator_setting import Setting  # noqa: E402
-from accelerator_systems import batch_of, sharded  # noqa: E402
+from accelerator_systems import sharded, small_batch, small_model  # noqa: E402
 
 from zeroshard import Place, Policy, Precision, unsharded  # noqa: E402, F401
 
@@ -38,9 +38,10 @@ def policies(folder: str) -> dict[str, Policy]:
 
 def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **options: Any) -> torch.Tensor:
     """All parameters [n] after some steps, in CPU memory."""
-    model, one = sharded(setting, setting.small, policy, dtype, bucket_numel=1 << 18, **options)
+    model = small_model(setting)
+    one = sharded(model, policy, dtype, bucket_numel=1 << 18, **options)
     for number in range(STEPS):
-        data = batch_of(setting, setting.small, 100 * number + rank)
+        data = small_batch(setting, 100 * number + rank)
         model(data[:, :-1], data[:, 1:]).backward()
         one.clip_grad_norm_(1.0)
         one.optimizer.step()
@@ -60,7 +61,7 @@ def compare(one: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str:
 
 def _rank(rank: int, world: int, store: str, folder: str, rehearse: bool, queue: Any) -> None:
     try:
-        setting = Setting.make(rehearse=rehearse)
+        setting = Setting.make(Path(), 600, rehearse=rehearse)
         gloo = f"cpu:gloo,{setting.device.type}:gloo"
         dist.init_process_group(
             gloo, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)

@@ -1,4 +1,4 @@
-"""Owns where `make accelerator` runs: the accelerator or the pretended one, its backend, and the sizes that fit."""
+"""Owns where `make accelerator` runs: the accelerator or the simulated one, its backend, its time, and the sizes that fit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerator_models import SHAPES, Shape
 
 from zeroshard.testing.gpt import GPTConfig
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -24,52 +27,55 @@ class Setting:
     Attributes:
         name, version: of the device and of torch, for people.
         backend: the accelerator's own.
-        small, medium, large: models for correctness, for speed, for memory.
-        width: of the models that are made to fill the memory.
-        memory: bytes of the device.
-        batch: sequences of a microbatch.
-        rounds, steps: of a measurement.
+        out: the folder for traces.
+        end: of the part's time, by `time.monotonic`.
+        small: the model for what must be right.
+        rehearse: on the simulated accelerator, tiny.
     """
 
     device: torch.device
     name: str
     version: str
     backend: str
+    out: Path
+    end: float
     small: GPTConfig
-    medium: GPTConfig
-    large: GPTConfig
-    width: int
-    memory: int
-    batch: int
-    rounds: int
-    steps: int
     rehearse: bool
 
     @classmethod
-    def make(cls, *, rehearse: bool) -> Setting:
+    def make(cls, out: Path, seconds: float, *, rehearse: bool) -> Setting:
         """Look for the accelerator.
 
         Raises:
             SystemExit: there is none.
         """
+        end = time.monotonic() + seconds
         if rehearse:
-            pretend()
-            small, medium, large = (GPTConfig(layers=layers, width=32, heads=2, context=16) for layers in (2, 3, 4))
-            return cls(
-                torch.device("simgpu", 0), "a pretended accelerator", torch.__version__, "simccl", small, medium, large, 32, 1 << 21,
-                2, 2, 1, True,
-            )  # fmt: skip
+            simulate()
+            small = GPTConfig(layers=2, width=32, heads=2, context=16)
+            device = torch.device("simgpu", 0)
+            return cls(device, "a simulated accelerator", torch.__version__, "simccl", out, end, small, True)
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
-            raise SystemExit("there is no accelerator here. --rehearse runs everything, tiny, on a pretended one.")
-        module = torch.get_device_module(accelerator)
+            raise SystemExit("there is no accelerator here. --rehearse runs everything, tiny, on a simulated one.")
+        name = str(torch.get_device_module(accelerator).get_device_name(0))
+        backend = dist.get_default_backend_for_device(accelerator)
         small = GPTConfig(layers=4, width=256, heads=4, context=128)
-        medium = GPTConfig(layers=24, width=1024, heads=16, context=1024)
-        large = GPTConfig(layers=24, width=2112, heads=16, context=1024)  # 1.3 B
-        return cls(
-            torch.device(accelerator.type, 0), str(module.get_device_name(0)), torch.__version__,
-            dist.get_default_backend_for_device(accelerator), small, medium, large, 4096, int(module.mem_get_info()[1]), 8, 5, 4, False,
-        )  # fmt: skip
+        device = torch.device(accelerator.type, 0)
+        return cls(device, name, torch.__version__, backend, out, end, small, False)
+
+    @property
+    def left(self) -> float:
+        """Seconds of the part's time."""
+        return self.end - time.monotonic()
+
+    def shape(self, name: str) -> Shape:
+        """Sizes of a Llama by its parameters; tiny in a rehearsal."""
+        return SHAPES["tiny" if self.rehearse else name]
+
+    def tokens(self, batch: int, length: int) -> tuple[int, int]:
+        """Sequences and their length; tiny in a rehearsal."""
+        return (2, 8) if self.rehearse else (batch, length)
 
     def alone(self) -> None:
         """Join a group of one rank, over the accelerator's own backend."""
@@ -78,7 +84,7 @@ class Setting:
             dist.init_process_group(self.backend, init_method=f"file://{path}", rank=0, world_size=1)
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Of `work`, until the device has done it."""
+        """Return how long `work` takes, until the device has done it."""
         torch.accelerator.synchronize()
         start = time.perf_counter()
         work()
@@ -86,11 +92,19 @@ class Setting:
         return time.perf_counter() - start
 
 
-def pretend() -> None:
-    """Make the pretended accelerator of the tests known to torch, in this process."""
+def simulate() -> None:
+    """Make the simulated accelerator of the tests known to torch, in this process."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from simgpu import device, simccl  # type: ignore[import-not-found, unused-ignore]
 
     device.load()
     simccl.register()
     device.set_mode(os.environ.get("SIMGPU_MODE", "at once"))
+
+
+def host_memory_available() -> int:
+    """Return the bytes that the host can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

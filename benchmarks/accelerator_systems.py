@@ -1,41 +1,63 @@
-"""Owns the systems that `make accelerator` compares: each turns a GPT into a function that takes one step."""
+"""Owns the systems that `make accelerator` compares: each turns a model into a function that takes one step."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import importlib
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerator_models import Llama, Shape
 from accelerator_setting import Setting
 from torch import Tensor, nn
 
-import zeroshard
 from zeroshard import Policy, Precision, Sharded
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.native import Native
+from zeroshard.collectives.watch import Watch
+from zeroshard.recompute.checkpointer import Checkpointer
+from zeroshard.sharding import BACKEND, Backend, shard_on
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LEARNING_RATE = 1e-4
+BF16 = torch.bfloat16
 Step = Callable[[Tensor], Tensor]
 
 
-def model_of(setting: Setting, config: GPTConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same in every system."""
+def small_model(setting: Setting) -> nn.Module:
+    """The GPT for what must be right: the same values in every system."""
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model = GPT(config)
-    return model.to(setting.device, dtype)
+        model = GPT(setting.small)
+    return model.to(setting.device)
 
 
-def batch_of(setting: Setting, config: GPTConfig, number: int = 0, batch: int | None = None) -> Tensor:
-    """Tokens [batch, context + 1] on the device."""
-    shape = (batch or setting.batch, config.context + 1)
+def small_batch(setting: Setting, number: int = 0) -> Tensor:
+    """Tokens [8, context + 1] on the device."""
+    config: GPTConfig = setting.small
+    shape = (8, config.context + 1)
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(number)).to(setting.device)
 
 
+def llama(setting: Setting, shape: Shape, dtype: torch.dtype = torch.float32) -> Llama:
+    """A checkpointed Llama, made on the device."""
+    torch.manual_seed(0)
+    with setting.device:
+        model = Llama(shape).to(dtype)
+    Checkpointer().checkpoint_units(model)
+    return model
+
+
+def batch_of(setting: Setting, shape: Shape, batch: int, length: int) -> Tensor:
+    """Tokens [batch, length + 1] on the device."""
+    made = torch.randint(0, shape.vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+    return made.to(setting.device)
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Fused."""
+    """AdamW with one fused kernel."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
@@ -52,97 +74,119 @@ def loop(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step
     return step
 
 
-def plain(setting: Setting, config: GPTConfig, dtype: torch.dtype) -> Step:
-    """torch alone; in 16 bits without master weights, so it updates a third of the bytes."""
-    model = model_of(setting, config, dtype)
-    return loop(model, adamw(model.parameters()))
+def plain(setting: Setting, shape: Shape) -> Step:
+    """PyTorch with bf16 parameters and fp32 master weights beside them, as a loop of one's own would have them."""
+    model = llama(setting, shape, BF16)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float() for parameter in parameters]
+    optimizer = adamw(masters)
+
+    def step(data: Tensor) -> Tensor:
+        loss = model(data[:, :-1], data[:, 1:])
+        loss.backward()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters, strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            torch._foreach_copy_(list[Tensor](parameters), masters)
+        detached: Tensor = loss.detach()
+        return detached
+
+    return step
 
 
-def torch_zero(setting: Setting, config: GPTConfig, dtype: torch.dtype) -> Step:
-    """torch's ZeroRedundancyOptimizer, over the same."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    setting.alone()
-    model = model_of(setting, config, dtype)
-    return loop(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True))
-
-
-def fsdp2(setting: Setting, config: GPTConfig, dtype: torch.dtype) -> Step:
+def fsdp2(reduce_dtype: torch.dtype) -> Callable[[Setting, Shape], Step]:
     """torch's fully_shard, over each block and the root; fp32 master weights."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    setting.alone()
-    world = dist.group.WORLD
-    assert world is not None
-    model = model_of(setting, config)
-    options: dict[str, Any] = {
-        "mesh": DeviceMesh.from_group(world, setting.device.type),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
-    }
-    for block in model.get_submodule("blocks").children():
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return loop(model, adamw(model.parameters()))
+    def make(setting: Setting, shape: Shape) -> Step:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-
-def sharded(
-    setting: Setting, config: GPTConfig, policy: Policy, dtype: torch.dtype, **options: Any
-) -> tuple[nn.Module, Sharded]:
-    """zeroshard, with fp32 master weights."""
-    model = model_of(setting, config)
-    precision = None if dtype is torch.float32 else Precision(dtype)
-    return model, zeroshard.shard(model, adamw(model.parameters()), policy, precision=precision, **options)
-
-
-def stage(number: int, *, forced: bool = False) -> Callable[[Setting, GPTConfig, torch.dtype], Step]:
-    """zeroshard's, at one rank; `forced` with the collectives of the accelerator's backend, which one rank needs not."""
-
-    def make(setting: Setting, config: GPTConfig, dtype: torch.dtype) -> Step:
-        if not forced:
-            model, one = sharded(setting, config, Policy.stage(number), dtype)
-            return loop(model, one.optimizer)
-        with native_at_one_rank(setting):
-            model, one = sharded(setting, config, Policy.stage(number), dtype)
-        return loop(model, one.optimizer)
+        setting.alone()
+        world = dist.group.WORLD
+        assert world is not None
+        model = llama(setting, shape)
+        options: dict[str, Any] = {
+            "mesh": DeviceMesh.from_group(world, setting.device.type),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype),
+        }
+        for block in model.blocks.children():
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return loop(model, adamw(model.parameters()))
 
     return make
 
 
-@contextmanager
-def native_at_one_rank(setting: Setting) -> Iterator[None]:
-    """Inside, a model that is sharded at one rank sends to itself."""
-    from zeroshard.collectives.members import Members
-    from zeroshard.collectives.native import Native
-    from zeroshard.collectives.watch import Watch
-
+def deepspeed(setting: Setting, shape: Shape) -> Step:
+    """DeepSpeed's own engine at stage 2, with torch's optimizer."""
     setting.alone()
+    module: Any = importlib.import_module("deepspeed")
+    model = llama(setting, shape)
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = module.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+    def step(data: Tensor) -> Tensor:
+        loss: Tensor = engine(data[:, :-1], data[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def sharded(
+    model: nn.Module, policy: Policy, dtype: torch.dtype, *, bucket_numel: int = 1 << 24, forced: Setting | None = None
+) -> Sharded:
+    """A model in the hands of zeroshard, with fp32 master weights.
+
+    Args:
+        forced: with the collectives of its backend, which one rank does not need.
+    """
+    precision = None
+    if dtype is not torch.float32:
+        precision = Precision(dtype)
+    backend = BACKEND
+    if forced is not None:
+        forced.alone()
+        backend = Backend(collectives=_native_at_one_rank)
+    return shard_on(backend, model, adamw(model.parameters()), policy, precision, bucket_numel, overlap=True)
+
+
+def _native_at_one_rank(_group: Any, device: torch.device, predivide_factor: float = 1.0, **_: Any) -> Native:
+    """Collectives of a rank that sends to itself."""
     world = dist.group.WORLD
     assert world is not None
-    module: Any = sys.modules["zeroshard.shard"] if "zeroshard.shard" in sys.modules else _imported()
-    before = module.create_collectives
-
-    def create(_group: Any, device: torch.device, predivide_factor: float = 1.0, *_: Any, **__: Any) -> Native:
-        members = Members.of(world, device)
-        return Native(members, device, predivide_factor, Watch(members.root, members.ranks, members.own, 30.0))
-
-    module.create_collectives = create
-    try:
-        yield
-    finally:
-        module.create_collectives = before
+    members = Members.of(world, device)
+    watch = Watch(members.root, members.ranks, members.own, 30.0, device)
+    return Native(members, device, predivide_factor, watch)
 
 
-def _imported() -> Any:
-    import importlib
+def stage(number: int, *, forced: bool = False) -> Callable[[Setting, Shape], Step]:
+    """zeroshard at one rank; `forced` as above."""
 
-    return importlib.import_module("zeroshard.shard")
+    def make(setting: Setting, shape: Shape) -> Step:
+        model = llama(setting, shape)
+        return loop(model, sharded(model, Policy.stage(number), BF16, forced=setting if forced else None).optimizer)
+
+    return make
 
 
-SYSTEMS: dict[str, Callable[[Setting, GPTConfig, torch.dtype], Step]] = {
-    "plain torch": plain,
-    "FSDP2": fsdp2,
-    "torch's ZeroRedundancyOptimizer": torch_zero,
-    **{f"zeroshard, stage {number}": stage(number) for number in range(4)},
-    **{f"zeroshard, stage {number}, its collectives forced": stage(number, forced=True) for number in (2, 3)},
-}
+def systems() -> dict[str, Callable[[Setting, Shape], Step]]:
+    """By name, the systems that this machine has. The first is what the others are compared with."""
+    found: dict[str, Callable[[Setting, Shape], Step]] = {
+        "PyTorch with masters": plain,
+        "FSDP2, reduces fp32": fsdp2(torch.float32),
+        "FSDP2, reduces bf16": fsdp2(BF16),
+    }
+    if importlib.util.find_spec("deepspeed") is not None and importlib.util.find_spec("deepspeed.runtime.engine"):
+        found["DeepSpeed, stage 2"] = deepspeed
+    found |= {f"zeroshard, stage {number}": stage(number) for number in (0, 2, 3)}
+    found["zeroshard, stage 3, collectives forced"] = stage(3, forced=True)
+    return found

@@ -30,6 +30,7 @@ from systems import TrainStep, ddp, fsdp2
 from torch import nn
 
 import zeroshard
+from zeroshard.policy import EXACT
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
@@ -51,9 +52,9 @@ def hsdp(ranks: int, model: nn.Module) -> TrainStep:
     return _loop(model, _adamw(model))
 
 
-def zero(stage: int, within: bool, _: int, model: nn.Module) -> TrainStep:
+def zero(stage: int, within: bool, _: int, model: nn.Module, wire: zeroshard.Wire = EXACT) -> TrainStep:
     """zeroshard, flat or within hosts."""
-    policy = zeroshard.Policy.stage(stage, within="host" if within else None)
+    policy = zeroshard.Policy.stage(stage, within="host" if within else None, wire=wire)
     return _loop(model, zeroshard.shard(model, _adamw(model), policy).optimizer)
 
 
@@ -78,6 +79,7 @@ SYSTEMS: dict[str, Callable[[int, nn.Module], TrainStep]] = {
     "FSDP2 as HSDP": hsdp,
     **{f"zeroshard stage {stage}": partial(zero, stage, False) for stage in (1, 2, 3)},
     **{f"zeroshard stage {stage}, within hosts": partial(zero, stage, True) for stage in (1, 2, 3)},
+    "zeroshard stage 3, within hosts, gradients int8": partial(zero, 3, True, wire=zeroshard.Wire(gradients="int8")),
 }
 
 
@@ -87,9 +89,9 @@ def across(system: str, ranks: int, nbytes: int) -> float | None:
         return None
     if "within" in system:
         return 2 * nbytes * (HOSTS - 1) / HOSTS
-    # Each of a host's ranks has rows for each rank elsewhere.
-    once = ranks * (HOSTS - 1) * ranks * nbytes / (HOSTS * ranks)
-    return once * (3 if "stage 3" in system else 2)
+    # A gathered row crosses once. Each of a host's ranks has a row for each rank elsewhere.
+    gathers = 2 if "stage 3" in system else 1
+    return (gathers + ranks) * nbytes * (HOSTS - 1) / HOSTS
 
 
 # ---------------------------------------------------------------------- one rank

@@ -30,9 +30,8 @@ RANKS, HOST, BATCH, SEEDS = 4, 2, 4, range(6)
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
 WIRES = {
     "exact": Wire(),
-    "weights int8": Wire("int8"),
-    "weights int8, gradients int8": Wire("int8", "int8"),
-    "weights int8, gradients int4": Wire("int8", "int4"),
+    "gradients int8": Wire(gradients="int8"),
+    "gradients int4": Wire(gradients="int4"),
 }
 
 

@@ -1,9 +1,9 @@
 """What the bookkeeping of a step costs: a model of many small blocks, where computing is next to nothing, on 2 ranks.
 
-    python benchmarks/many_units.py [--blocks 2000] [--steps 5]
+    python benchmarks/many_units.py [--blocks 2000] [--steps 5] [--one-unit]
 
-CPU seconds of a rank's process for one step (its threads included), the median over steps, beside DDP and FSDP2; and how it grows from a
-tenth of the blocks.
+CPU seconds of a rank's process (its threads included), the median over steps, beside DDP and FSDP2: for a step, for its backward, and for
+a step of a tenth of the blocks. With --one-unit no block is a unit of its own: one unit has all parameters.
 """
 
 from __future__ import annotations
@@ -72,7 +72,23 @@ def _zeroshard(stage: int) -> Callable[[Deep], tuple[nn.Module, Any]]:
     return lambda model: (model, zeroshard.shard(model, _adamw(model), Policy.stage(stage)).optimizer)
 
 
-SYSTEMS: dict[str, Callable[[Deep], tuple[nn.Module, Any]]] = {
+class Wide(nn.Module):
+    """The same blocks, but no list of modules that says so."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.names = [f"block{number}" for number in range(blocks)]
+        for name in self.names:
+            self.add_module(name, Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, WIDTH] to a loss of shape []."""
+        for name in self.names:
+            x = self.get_submodule(name)(x)
+        return x.square().mean()
+
+
+SYSTEMS: dict[str, Callable[[Any], tuple[nn.Module, Any]]] = {
     "DDP": _ddp,
     "DDP again": _ddp,
     "FSDP2": _fsdp2,
@@ -81,18 +97,23 @@ SYSTEMS: dict[str, Callable[[Deep], tuple[nn.Module, Any]]] = {
 }
 
 
-def cpu_seconds(_: int, system: str, blocks: int, steps: int) -> float:
-    """Of this process, for one step."""
+def cpu_seconds(_: int, system: str, blocks: int, steps: int, one_unit: bool) -> tuple[float, float]:
+    """Return those of this process, for one step and for its backward."""
     torch.manual_seed(0)
-    model, optimizer = SYSTEMS[system](Deep(blocks))
-    x, taken = torch.randn(2, WIDTH), []
+    model, optimizer = SYSTEMS[system](Wide(blocks) if one_unit else Deep(blocks))
+    x = torch.randn(2, WIDTH)
+    whole: list[float] = []
+    backward: list[float] = []
     for _ in range(2 + steps):
         start = time.process_time()
-        model(x).backward()
+        loss = model(x)
+        before = time.process_time()
+        loss.backward()
+        backward.append(time.process_time() - before)
         optimizer.step()
         optimizer.zero_grad()
-        taken.append(time.process_time() - start)
-    return statistics.median(taken[2:])
+        whole.append(time.process_time() - start)
+    return statistics.median(whole[2:]), statistics.median(backward[2:])
 
 
 def main() -> None:
@@ -100,17 +121,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--one-unit", action="store_true")
     parser.add_argument("--only", nargs="*", default=list(SYSTEMS))
     options = parser.parse_args()
-    first = None
-    print(f"{'':20}{'CPU s/step':>12}{'x DDP':>8}{'a tenth':>10}{'growth':>8}")
-    for system in options.only:
-        large, small = (
-            max(run_ranks(cpu_seconds, 2, system, count, options.steps, timeout=1200, collective_timeout=600))
+    systems = [system for system in options.only if not (options.one_unit and system == "FSDP2")]
+    first: tuple[float, float] | None = None
+    print(f"{'':20}{'CPU s/step':>12}{'x DDP':>8}{'backward':>10}{'x DDP':>8}{'a tenth':>10}{'growth':>8}")
+    for system in systems:
+        (large, backward), (small, _) = (
+            max(
+                run_ranks(
+                    cpu_seconds, 2, system, count, options.steps, options.one_unit, timeout=1200, collective_timeout=600
+                )
+            )
             for count in (options.blocks, options.blocks // 10)
         )
-        first = first or large
-        print(f"{system:20}{large:12.3f}{large / first:8.2f}{small:10.3f}{large / small:8.1f}", flush=True)
+        first = first or (large, backward)
+        figures = f"{large:12.3f}{large / first[0]:8.2f}{backward:10.3f}{backward / first[1]:8.2f}{small:10.3f}"
+        print(f"{system:20}{figures}{large / small:8.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from host_memory import ControlGroup, join
 from plan_cases import config_of
 
 import zeroshard
-from zeroshard.plan.machine import Machine, machine_of
+from zeroshard.planning.machine import Machine, machine_of
 from zeroshard.storage import accelerator
 from zeroshard.testing.gpt import GPT, GPTConfig
 

@@ -24,8 +24,8 @@ from plan_cases import config_of
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.plan.planner import job_of
-from zeroshard.plan.search import Choice, Search, micros
+from zeroshard.planning.planner import job_of
+from zeroshard.planning.search import Choice, Search, micros
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 

@@ -1,15 +1,19 @@
-"""Owns what the site has beside docs/: pages made of files elsewhere in the repository, and the links to them. Called by mkdocs.
+"""Owns the pages of the site that are made of files outside of docs/, and the links to them. mkdocs calls it.
 
 Links in the sources are those that work on the repository's own pages. Here they are turned into links between pages of the site.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -22,9 +26,17 @@ PAGES = {
 """Files of the repository that are pages, and the name of the page."""
 SOURCES = ["examples/*.py"]
 """Python files that have a page each, with their text."""
-COPIES = ["examples/*.json", "examples/*.ipynb", "examples/*.sbatch", "benchmarks/results/*", "LICENSE"]
+NOTEBOOKS = ["examples/*.ipynb"]
+"""Notebooks that have a page each, with the text, code and pictures that they hold."""
+COPIES = ["examples/*.json", "examples/*.sbatch", "benchmarks/results/*", "LICENSE"]
 """Files that are on the site as they are."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+
+
+def on_pre_build(**_: Any) -> None:
+    """Refuse to build with pictures that are not what their script draws."""
+    if runpy.run_path(str(ROOT / "docs" / "pictures.py"))["outdated"]():
+        raise PluginError("the pictures of docs/ are outdated: run `python docs/pictures.py`.")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -37,6 +49,8 @@ def on_files(files: Files, config: Any) -> Files:
         page = File.generated(config, _site_path(path), content=text)
         page.inclusion = page.inclusion.NOT_IN_NAV
         files.append(page)
+    for path in _matching(NOTEBOOKS):
+        files.append(File.generated(config, _site_path(path), content=_notebook(ROOT / path)))
     for path in _matching(COPIES):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
@@ -45,11 +59,12 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links from file to file into links from page to page."""
     own = page.file.src_uri
-    origin = next((source for source, name in PAGES.items() if name == own), f"docs/{own}")
+    outside = {_site_path(path): path for path in [*PAGES, *_matching(NOTEBOOKS)]}
+    origin = outside.get(own, f"docs/{own}")
 
     def turned(match: re.Match[str]) -> str:
         path, mark, anchor = match.group(2).partition("#")
-        if not path or "://" in path:
+        if not path or "://" in path or path.startswith("data:"):
             return match.group()
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
         if not (ROOT / target).is_file():
@@ -61,12 +76,28 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _site_path(path: str) -> str:
-    """Where a file of the repository is on the site."""
+    """Return the place on the site of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if path in PAGES:
         return PAGES[path]
-    return f"{path.removesuffix('.py')}.md" if path.endswith(".py") else path
+    stem, dot, ending = path.rpartition(".")
+    return f"{stem}.md" if dot and ending in ("py", "ipynb") else path
+
+
+def _notebook(path: Path) -> str:
+    """Turn a notebook into Markdown: its text and code, and what each cell printed and drew."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            elif "image/png" in output.get("data", {}):
+                picture = base64.b64encode(base64.b64decode(output["data"]["image/png"])).decode()
+                parts.append(f"![The cell's plot](data:image/png;base64,{picture})")
+    return "\n\n".join(parts) + "\n"
 
 
 def _matching(patterns: list[str]) -> list[str]:

@@ -1,9 +1,9 @@
-"""Lightning's Trainer on zeroshard: train, stop, go on under another stage, and read the weights without any of it.
+"""Lightning's Trainer on zeroshard: train, stop, go on under another stage, and read the weights with plain torch.
 
     python examples/lightning_gpt.py                                    # Lightning starts 2 processes
     torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # or torchrun does
 
-The text is this file. With accelerators, say --accelerator auto.
+The text is this file. With accelerators, pass --accelerator auto.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Model(lightning.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The norm of all gradients; `parameter.grad` has no values here."""
-        self.log("norm", optimizer.grad_norm(), prog_bar=True)  # type: ignore[attr-defined]
+        """The norm of all gradients, which every rank asks for."""
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.log("norm", torch.nn.utils.get_total_norm(gradients), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """One optimizer."""

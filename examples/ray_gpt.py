@@ -1,9 +1,9 @@
-"""Ray Train starts the ranks, and starts them anew where one fails: they go on from the last checkpoint that Ray was told of.
+"""Ray Train starts the ranks, and restarts them if one fails: they go on from the last checkpoint that was reported to Ray.
 
     pip install zeroshard[ray]
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
 
-All machines see FOLDER: zeroshard writes checkpoints there, each rank its own part, and Ray has nothing to upload. The text is this
+All machines must see FOLDER: zeroshard writes checkpoints there, each rank its own part, and Ray uploads nothing. The text is this
 file.
 """
 

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
-With --checkpoints FOLDER it saves as it goes, also at Ctrl-C, and goes on where it was stopped: with any number of ranks, under any
-stage. Samples are numbered, and a step takes the next ones, however many ranks share them: so torchrun may start it anew with more
-machines or fewer, docs/several_hosts.md.
+With --checkpoints FOLDER it saves regularly, also at Ctrl-C, and resumes where it was stopped, with any number of ranks and at any
+stage. Samples are numbered, and a step takes the next ones, however many ranks share them. So torchrun may restart it with more
+machines or fewer, see docs/elastic_hosts.md.
 
 The text is the Python standard library's own source, unless --text names a file or a folder.
 """
@@ -218,7 +218,7 @@ def main() -> None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     init_distributed()
     torch.manual_seed(0)
-    # What a config may leave to "auto", and only this script knows.
+    # Values that a config may leave to "auto", and that this script supplies.
     auto = {
         "train_micro_batch_size_per_gpu": microbatch_size(config.get("train_batch_size"), dist.get_world_size()),
         "lr": 2e-3,

@@ -1,11 +1,11 @@
 """Owns what every test shares: one thread in the parent, so that forks are safe, which tests run when, and on which accelerator."""
 
+import gc
 import inspect
-import subprocess
 import sys
-import time
-from itertools import chain, groupby
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,30 +14,22 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
-from sampling import mark_what_is_not_quick  # noqa: E402
+from sampling import sample  # noqa: E402
 from simgpu import server  # noqa: E402
 from simgpu.build import why_not  # noqa: E402
-from simgpu.device import MODES, QUICK_MODES  # noqa: E402
+from simgpu.device import MODES  # noqa: E402
 
-HEAVY = (
-    "test_export",
-    "test_families",
-    "test_from_pretrained",
-    "test_lightning",
-    "test_pretrained",
-    "test_sharded_init",
-    "test_trainers",
-    "test_zero_trainer",
-)
-"""They import transformers: every rank that is forked afterwards is ten times as large, and starts more slowly."""
-
-_BEGIN = pytest.StashKey[float]()
+LONG = (
+    "test_accelerate_contract", "test_trainer_contract", "test_preference_contract", "test_zero_trainer", "test_trainers",
+    "test_lightning", "test_hosts", "test_elastic", "test_simgpu", "test_simgpu_faults", "test_simgpu_budgets",
+    "test_accelerator", "test_compile", "test_compile_strangers", "test_plan", "test_plan_search",
+)  # fmt: skip
+"""Files with tests of many seconds: they begin first, so that no process is left alone with one at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="every combination, not only the quick set")
-    parser.addoption("--rest", action="store_true", help="only what the quick set leaves out")
-    parser.addoption("--minutes", type=float, help="start no test after so many; each commit begins with other files")
+    parser.addoption("--all", action="store_true", help="the quick set and the rest")
+    parser.addoption("--rest", action="store_true", help="only the rest: every two values of two parameters together")
 
 
 @pytest.fixture(params=["shared memory", "gloo"])
@@ -47,23 +39,14 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-@pytest.fixture
-def steps(request: pytest.FixtureRequest) -> int:
-    """How long trainings last that are compared bit by bit: shorter in the quick set."""
-    return 20 if request.config.getoption("--all") or request.config.getoption("--rest") else 6
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The quick set, unless asked for more. Accelerator tests run where there is one. Heavy files come last."""
-    items.sort(key=lambda item: item.path.stem in HEAVY)
-    mark_what_is_not_quick(items)
-    if not config.getoption("--all"):
-        rest = config.getoption("--rest")
-        left_out = [item for item in items if bool(item.get_closest_marker("full")) != rest]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if bool(item.get_closest_marker("full")) == rest]
-    if config.getoption("--minutes"):
-        items[:] = _turned(items)
+    """Run the quick set, unless asked for more."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+    quick, rest = sample(items)
+    runs_quick, runs_rest = not config.getoption("--rest"), config.getoption("--rest") or config.getoption("--all")
+    chosen = {id(item) for item in [*quick * runs_quick, *rest * runs_rest]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = [item for item in items if id(item) in chosen]
     reason = why_not()
     if reason is not None:
         for item in items:
@@ -71,28 +54,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _turned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files in their order, from one on that the commit picks: where time is short, every file has its turn."""
-    files = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
-    command, here = ["git", "rev-parse", "HEAD"], Path(__file__).parent
-    head = subprocess.run(
-        command, cwd=here, check=False, capture_output=True, text=True
-    )  # empty: a copy without history
-    first = int(head.stdout.strip() or "0", 16) % max(len(files), 1)
-    return list(chain.from_iterable(files[first:] + files[:first]))
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of every later garbage collection, here and in forked ranks: a quarter of all time."""
+    gc.collect()
+    gc.freeze()
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """The time of `--minutes` begins."""
-    session.config.stash[_BEGIN] = time.monotonic()
+def pytest_configure(config: pytest.Config) -> None:
+    """Print where the time went."""
+    config.pluginmanager.register(_Times(), "times")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """When the time of `--minutes` is over, what is left is skipped, and counted as that."""
-    minutes = item.config.getoption("--minutes")
-    if minutes and time.monotonic() - item.config.stash[_BEGIN] > 60 * minutes:
-        pytest.skip(f"not run: the {minutes:g} minutes given were over")
+class _Times:
+    """The seconds of each part of the tests: of each file."""
+
+    def __init__(self) -> None:
+        self._seconds = Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.location[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("seconds of each file, all processes")
+        for file, seconds in self._seconds.most_common():
+            if seconds >= 1:
+                terminalreporter.write_line(f"{seconds:7.1f}  {file}")
 
 
 def _is_pretended(item: pytest.Item) -> bool:
@@ -104,7 +90,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """On the pretended accelerator a test runs in several scheduling modes."""
     if metafunc.definition.get_closest_marker("accelerator") and not torch.accelerator.is_available():
         metafunc.fixturenames.append("schedule")
-        quick = [pytest.param(mode, marks=() if mode in QUICK_MODES else pytest.mark.full) for mode in MODES]
+        quick = [pytest.param(mode, marks=() if mode == "all late" else pytest.mark.full) for mode in MODES]
         metafunc.parametrize("schedule", quick)
 
 

@@ -115,12 +115,12 @@ def links(page: Path) -> list[str]:
     return [target for line in prose(page) for target in _LINK.findall(line) if "://" not in target]
 
 
-def program(page: Path) -> str:
-    """A Python program that does what a reader of the page does."""
+def program(page: Path, only: str | None = None) -> str:
+    """A Python program that does what a reader of the page does; with `only`, runs the blocks of one language."""
     steps = ["import subprocess\nfrom pathlib import Path\n\nnamespace = {'__name__': 'page'}\n"]
     for block in blocks(page):
         where = f"{page.relative_to(ROOT)}, line {block.line}"
-        if block.exempt is not None:
+        if block.exempt is not None or (only is not None and (block.language != only or block.title is not None)):
             continue
         if block.title is not None:
             steps.append(f"Path({block.title!r}).write_text({block.text!r})\n")

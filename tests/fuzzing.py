@@ -8,6 +8,7 @@ is compared bit by bit.
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,28 @@ class Boom(Exception):
 
 
 class Block(nn.Module):
+    """It keeps a running mean of its inputs, in fp32, and adds a little of it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.register_buffer("seen", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)) * self.scale
+        with torch.no_grad():
+            self.seen.lerp_(x.float().mean(0), 0.25)
+        return x + torch.tanh(self.linear(x)) * self.scale + 0.1 * self.seen.to(x.dtype)
+
+
+class Shift(nn.Module):
+    """Frozen, and in no optimizer, until a param group is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.full((WIDTH,), 0.25), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.offset
 
 
 class Net(nn.Module):
@@ -43,13 +60,14 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
         self.blocks[1].scale.requires_grad_(False)
+        self.shift = Shift()
 
     def forward(self, x: Tensor, skipped: int = -1) -> Tensor:
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             if number != skipped:
                 x = block(x)
-        return self.last(x).square().mean()
+        return self.last(self.shift(x)).square().mean()
 
 
 def make_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -75,6 +93,8 @@ class Setting:
     prefetch_numel: int | None = None
     overlap: bool = True
     one_unit: bool = False
+    two_optimizers: bool = False
+    """One for matrices and one for the rest."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,13 +119,32 @@ class Side:
         self.setting, self.model, self.folder = setting, Net(), folder
         self.losses: list[Tensor] = []
         """Of graphs whose backward is still to come."""
+        self.alias: Tensor | None = None
+        self.has_group = False
+        """Whether a param group was added."""
+        self.saved_with: dict[str, bool] = {}
+        """By tag, and of the optimizer's state that is kept: whether it was there then."""
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
 
+    @property
+    def listed(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that the optimizer has from the start."""
+        return [(fqn, parameter) for fqn, parameter in self.named if not fqn.startswith("shift")]
+
     def pick(self, number: int) -> tuple[str, nn.Parameter]:
-        return self.named[number % len(self.named)]
+        return self.listed[number % len(self.listed)]
+
+    def optimizers(self, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
+        """Make those of the setting, over `parameters`; the second of two has another learning rate."""
+        make = OPTIMIZERS[self.setting.optimizer]
+        if not self.setting.two_optimizers:
+            return [make(parameters)]
+        made = [make([p for p in parameters if (p.ndim == 2) is of_matrices]) for of_matrices in (True, False)]
+        made[1].param_groups[0]["lr"] *= 0.5
+        return made
 
     def batch(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -168,6 +207,56 @@ class Side:
         with self.accumulating():
             return self.train(number)
 
+    def hooked(self, number: int) -> Any:
+        """With a hook on a gradient."""
+        _, parameter = self.pick(number)
+        if not parameter.requires_grad:
+            return self.train(number)
+        handle = parameter.register_hook(lambda gradient: gradient * 0.5)
+        try:
+            return self.train(number)
+        finally:
+            handle.remove()
+
+    def hooked_late(self, number: int) -> Any:
+        """With a hook after a gradient was accumulated: where none was there before, so that it sees one backward's."""
+        _, parameter = self.pick(number)
+        if not parameter.requires_grad:
+            return self.train(number)
+        handle = parameter.register_post_accumulate_grad_hook(_halve)
+        try:
+            return self.train(number)
+        finally:
+            handle.remove()
+
+    def in_thread(self, number: int) -> Any:
+        """Something in another thread, while this one waits."""
+        names = ["train", "evaluate", "step", "read", "clip", "deepcopy"]
+        seen: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                seen.append(getattr(self, names[number % len(names)])(number))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return seen[0]
+
+    def keep_alias(self, number: int) -> None:
+        """A view of a parameter, made where it is whole."""
+        if self.setting.stage < 3:
+            self.alias = self.pick(number)[1].detach()
+
+    def read_alias(self, number: int) -> Any:
+        """On one host it is current after each step, where parameters are not sharded."""
+        return None if self.alias is None else self.alias.clone()
+
     def broken_backward(self, number: int) -> Any:
         loss = self.model(self.batch(number))
         _, parameter = self.pick(number)
@@ -209,6 +298,7 @@ class Side:
     def write_new_data(self, number: int) -> None:
         _, parameter = self.pick(number)
         parameter.data = self.value(parameter, number)
+        self.alias = None  # of the old ones
         self.losses.clear()  # plain PyTorch cannot tell which of the two values they were made with
 
     def write_to_data(self, number: int) -> None:
@@ -235,6 +325,7 @@ class Side:
             else:
                 (parameter.data if number % 3 == 1 else parameter).copy_(self.value(parameter, number))
         self.losses.clear()
+        self.alias = None
 
     def set_grad(self, number: int) -> None:
         _, parameter = self.pick(number)
@@ -252,7 +343,8 @@ class Side:
 
     def read(self, number: int) -> Any:
         with self.whole():
-            return {fqn: p.detach().clone() for fqn, p in self.model.named_parameters()}
+            parameters = {fqn: p.detach().clone() for fqn, p in self.model.named_parameters()}
+        return parameters, {fqn: buffer.clone() for fqn, buffer in self.model.named_buffers()}
 
     def read_state_dict(self, number: int) -> Any:
         return {fqn: value.clone() for fqn, value in self.model.state_dict().items()}
@@ -270,14 +362,21 @@ class Side:
         return values, loss.detach(), flags, {fqn: p.grad for fqn, p in copied.named_parameters() if p.grad is not None}
 
 
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
 def _raise(*_: Any) -> None:
     raise Boom
 
 
 ACTIONS = [
     "train", "train", "accumulate", "step", "step", "zero_grad", "zero_grad", "clip", "forward", "backward", "forward_part",
-    "evaluate", "broken_forward", "broken_backward", "broken_loss", "look", "inside", "write", "write_new_data", "write_to_data",
-    "write_state_dict", "write_inside", "write_inside_unasked", "set_grad", "drop_grads", "toggle", "update_trainable",
-    "update_trainable", "change_lr", "save", "load", "keep_optimizer", "restore_optimizer", "offload", "reload", "reload",
-    "read", "read_state_dict", "read_one", "deepcopy", "read_states", "read_gradients", "set_state", "set_mean_gradient",
+    "evaluate", "broken_forward", "broken_backward", "broken_loss", "look", "inside", "write", "write_new_data",
+    "write_to_data", "write_state_dict", "write_inside", "write_inside_unasked", "set_grad", "drop_grads", "toggle",
+    "update_trainable", "update_trainable", "change_lr", "save", "load", "keep_optimizer", "restore_optimizer", "offload",
+    "reload", "reload", "read", "read_state_dict", "read_one", "deepcopy", "read_states", "read_gradients", "set_state",
+    "set_mean_gradient", "hooked", "hooked_late", "in_thread", "keep_alias", "read_alias", "add_group", "surgery",
+    "step_one", "step_one", "zero_one", "zero_one",
 ]  # fmt: skip

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzzing import OPTIMIZERS, STATES, Setting, Side
-from torch import Tensor
+from fuzzing import STATES, WIDTH, Block, Setting, Side
+from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Offload, Place
+from zeroshard import Offload, Place, UsageError
 from zeroshard.gradients.norm import clip_coefficient
 
 
@@ -22,8 +22,9 @@ class Sharded(Side):
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         super().__init__(setting, folder)
+        self.members = self.optimizers([parameter for _, parameter in self.listed])
         self.sharded = zeroshard.shard(
-            self.model, OPTIMIZERS[setting.optimizer](self.model.parameters()), setting.policy(),
+            self.model, self.members, setting.policy(),
             precision=setting.precision(), overlap=setting.overlap,
             units=zeroshard.Units(min_numel=1000) if setting.one_unit else None,
         )  # fmt: skip
@@ -41,11 +42,61 @@ class Sharded(Side):
     def zero_grad(self, number: int) -> None:
         self.sharded.optimizer.zero_grad()
 
+    def step_one(self, number: int) -> None:
+        self.members[number % len(self.members)].step()
+
+    def zero_one(self, number: int) -> None:
+        self.members[number % len(self.members)].zero_grad()
+
+    def add_group(self, number: int) -> None:
+        offset = self.model.shift.offset
+        if self.has_group or len(self.members) == 2:
+            return
+        offset.requires_grad_(True)
+        try:
+            self.members[0].add_param_group({"params": [offset], "lr": 0.01 * (number + 1)})
+        except BaseException:
+            offset.requires_grad_(False)
+            raise
+        self.has_group = True
+        self.alias = None
+
+    def surgery(self, number: int) -> None:
+        """Another module for a while: a step, a save and an export refuse it, and leave everything as it is."""
+        change, use = number % 4, number // 4
+        blocks = self.model.blocks
+        kept, scale = list(blocks), blocks[1].scale
+        if change == 0:
+            blocks[1] = Block()
+        elif change == 1:
+            blocks[1].adapter = nn.Linear(WIDTH, 2)
+        elif change == 2:
+            del blocks[1].scale
+        else:
+            blocks[0], blocks[1] = kept[1], kept[0]
+        uses = [
+            self.sharded.optimizer.step,
+            lambda: self.sharded.save(self.folder, "changed"),
+            lambda: self.sharded.export(self.folder),
+        ]
+        try:
+            uses[use]()
+        except UsageError:
+            return
+        finally:
+            blocks[0], blocks[1] = kept[0], kept[1]
+            if change == 1:
+                del blocks[1].adapter
+            elif change == 2:
+                blocks[1].scale = scale
+        raise AssertionError("a model whose modules changed was not refused")
+
     def clip(self, number: int) -> float:
         return self.sharded.clip_grad_norm_(0.1 * (number + 1))
 
     def update_trainable(self, number: int) -> None:
         self.sharded.update_trainable()
+        self.alias = None
 
     def change_lr(self, number: int) -> None:
         for group in self.sharded.optimizer.param_groups:
@@ -57,15 +108,18 @@ class Sharded(Side):
 
     def save(self, number: int) -> None:
         self.sharded.save(self.folder, f"tag{number % 2}")
+        self.saved_with[f"tag{number % 2}"] = self.has_group
 
     def load(self, number: int) -> None:
-        self.sharded.load(self.folder, f"tag{number % 2}")
+        if self.saved_with.get(f"tag{number % 2}", self.has_group) == self.has_group:
+            self.sharded.load(self.folder, f"tag{number % 2}")
 
     def keep_optimizer(self, number: int) -> None:
         self.kept = copy.deepcopy(self.sharded.optimizer.state_dict())
+        self.saved_with["kept"] = self.has_group
 
     def restore_optimizer(self, number: int) -> None:
-        if self.kept is not None:
+        if self.kept is not None and self.saved_with["kept"] == self.has_group:
             self.sharded.optimizer.load_state_dict(self.kept)
 
     def offload(self, number: int) -> None:
@@ -96,6 +150,42 @@ class Sharded(Side):
         self.sharded.states.set(fqn, "gradients", self.value(parameter, number).float())
 
 
+class Pair:
+    """One optimizer of two, for the twin."""
+
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
+        self.members = members
+        self.state = members[0].state
+        for member in members:
+            member.state = self.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for member in self.members for group in member.param_groups]
+
+    def step(self) -> None:
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self) -> None:
+        for member in self.members:
+            member.zero_grad()
+
+    def state_dict(self) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return [copy.deepcopy(dict(self.state.get(p, {}))) for p in parameters], options
+
+    def load_state_dict(self, kept: Any) -> None:
+        states, options = copy.deepcopy(kept)
+        self.state.clear()
+        for p, state in zip([p for group in self.param_groups for p in group["params"]], states, strict=True):
+            if state:
+                self.state[p] = state
+        for group, values in zip(self.param_groups, options, strict=True):
+            group.update(values)
+
+
 class Plain(Side):
     """The twin. In 16 bits it keeps fp32 master weights and gradients beside, as one writes that by hand."""
 
@@ -108,7 +198,9 @@ class Plain(Side):
                 p.data = p.data.bfloat16()
                 if not p.requires_grad:
                     self.masters[fqn] = p.detach().float()
-        self.optimizer = OPTIMIZERS[setting.optimizer](list(self.masters.values()))
+        members = self.optimizers([self.masters[fqn] for fqn, _ in self.listed])
+        self.optimizer: Any = Pair(members) if setting.two_optimizers else members[0]
+        self.members = members
         self.trained = {fqn for fqn, p in self.named if p.requires_grad}
         self.saved: dict[str, Any] = {}
         self.by_hand: dict[str, Tensor] = {}
@@ -177,6 +269,37 @@ class Plain(Side):
         self.optimizer.step()
         self.show([fqn for fqn, master in self.masters.items() if master.grad is not None])
 
+    def step_one(self, number: int) -> None:
+        self.collect()
+        member = self.members[number % len(self.members)]
+        member.step()
+        own = {id(p) for group in member.param_groups for p in group["params"]}
+        self.show([fqn for fqn, master in self.masters.items() if master.grad is not None and id(master) in own])
+
+    def zero_one(self, number: int) -> None:
+        member = self.members[number % len(self.members)]
+        member.zero_grad()
+        own = {id(p) for group in member.param_groups for p in group["params"]}
+        for fqn, p in self.named:
+            if id(self.masters[fqn]) in own:
+                p.grad = None
+
+    def add_group(self, number: int) -> None:
+        if self.has_group or len(self.members) == 2:
+            return
+        self.model.shift.offset.requires_grad_(True)
+        master = self.masters["shift.offset"]
+        if self.setting.bf16:
+            with torch.no_grad():
+                master.copy_(self.model.shift.offset)
+        self.optimizer.add_param_group({"params": [master], "lr": 0.01 * (number + 1)})
+        self.trained.add("shift.offset")
+        self.update_trainable(number)
+        self.has_group = True
+
+    def surgery(self, number: int) -> None:
+        pass
+
     def drop_grads(self, number: int) -> None:
         super().drop_grads(number)
         for master in self.masters.values():
@@ -199,6 +322,7 @@ class Plain(Side):
         return norm
 
     def update_trainable(self, number: int) -> None:
+        self.alias = None
         self.take_writes()
         for fqn, p in self.named:
             now = p.requires_grad
@@ -219,10 +343,16 @@ class Plain(Side):
         self.take_writes()
         masters = {fqn: master.detach().clone() for fqn, master in self.masters.items()}
         states = {fqn: copy.deepcopy(self.optimizer.state.get(master, {})) for fqn, master in self.masters.items()}
-        self.saved[f"tag{number % 2}"] = masters, states, [g["lr"] for g in self.optimizer.param_groups]
+        buffers = {fqn: buffer.clone() for fqn, buffer in self.model.named_buffers()}
+        self.saved[f"tag{number % 2}"] = masters, states, [g["lr"] for g in self.optimizer.param_groups], buffers
+        self.saved_with[f"tag{number % 2}"] = self.has_group
 
     def load(self, number: int) -> None:
-        masters, states, lrs = self.saved[f"tag{number % 2}"]
+        if self.saved_with.get(f"tag{number % 2}", self.has_group) != self.has_group:
+            return
+        masters, states, lrs, buffers = self.saved[f"tag{number % 2}"]
+        for fqn, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[fqn])
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
         for fqn, p in self.named:
@@ -238,9 +368,10 @@ class Plain(Side):
 
     def keep_optimizer(self, number: int) -> None:
         self.kept = copy.deepcopy(self.optimizer.state_dict())
+        self.saved_with["kept"] = self.has_group
 
     def restore_optimizer(self, number: int) -> None:
-        if self.kept is not None:
+        if self.kept is not None and self.saved_with["kept"] == self.has_group:
             self.optimizer.load_state_dict(self.kept)
 
     def offload(self, number: int) -> None:

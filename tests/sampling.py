@@ -1,4 +1,4 @@
-"""Owns the choice of the quick set: of a test's combinations, a few in which every two values of two axes still meet."""
+"""Owns which combinations of a test's parameters run: in the quick set every value once, in the rest every two values together."""
 
 from __future__ import annotations
 
@@ -9,42 +9,61 @@ from itertools import combinations
 import pytest
 import torch
 
-Pair = tuple[Hashable, Hashable]
+Need = tuple[Hashable, ...]
 
 
-def pairs(values: Iterable[Hashable]) -> set[Pair]:
-    """Every two of a combination's values; the value itself where it has one axis."""
-    values = list(values)
-    return set(combinations(values, 2)) or {(value, value) for value in values}
+def values(axes: Iterable[Hashable]) -> set[Need]:
+    """Return each value of a combination; a test without parameters is one combination, of nothing."""
+    return {(value,) for value in axes} or {()}
 
 
-def cover(cases: list[set[Pair]]) -> set[int]:
-    """Indices of a few cases that hold every pair that any case holds: the one with the most missing pairs, again and again."""
-    missing, chosen = set().union(*cases), set()
+def pairs(axes: Iterable[Hashable]) -> set[Need]:
+    """Return every two values of a combination, and each by itself."""
+    axes = list(axes)
+    return set(combinations(axes, 2)) | values(axes)
+
+
+def cover(cases: list[set[Need]], chosen: Iterable[int] = ()) -> set[int]:
+    """Return indices of a few cases, those in `chosen` among them, that together hold all that any case holds.
+
+    Greedy: the case that holds the most of what is still missing comes next.
+    """
+    picked = set(chosen)
+    missing = set().union(*cases) - set().union(*(cases[index] for index in picked))
     while missing:
         best = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
-        chosen.add(best)
+        picked.add(best)
         missing -= cases[best]
-    return chosen
+    return picked
 
 
 def axes(item: pytest.Item) -> list[Hashable]:
-    """(argument, value) for each argument that parametrize gives; what is no plain value is known by its identity."""
+    """Return (argument, value) for each argument that parametrize gives; an object counts by its identity."""
     given = getattr(item, "callspec", None)
     plain = (str, int, float, bool, type(None))
-    values = sorted(given.params.items()) if given else []
-    return [(name, repr(value) if isinstance(value, plain) else id(value)) for name, value in values]
+    of_item = sorted(given.params.items()) if given else []
+    return [(name, repr(value) if isinstance(value, plain) else id(value)) for name, value in of_item]
 
 
-def mark_what_is_not_quick(items: list[pytest.Item]) -> None:
-    """Mark as `full` what of a test's combinations the quick set leaves out. Whoever has an accelerator runs all that need one."""
-    runs_all = torch.accelerator.is_available()
+def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the quick set, and the rest. A combination in neither is not run.
+
+    A case that is marked `full` belongs to the rest. A test that is marked `quick(n)` has its last n cases in the quick set,
+    which are those of the highest stages. A machine with an accelerator runs every combination that needs one.
+    """
+    quick, rest = [], []
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if not (item.get_closest_marker("full") or (runs_all and item.get_closest_marker("accelerator"))):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        chosen = cover([pairs(axes(item)) for item in cases])
-        for index, item in enumerate(cases):
-            if len(cases) > 1 and index not in chosen:
-                item.add_marker("full")
+        small = [index for index, case in enumerate(cases) if not case.get_closest_marker("full")]
+        first = {small[number] for number in cover([values(axes(cases[index])) for index in small])}
+        few = cases[0].get_closest_marker("quick")
+        if few:
+            first = set(sorted(first)[-few.args[0] :])
+        if torch.accelerator.is_available() and cases[0].get_closest_marker("accelerator"):
+            first = set(range(len(cases)))
+        second = cover([pairs(axes(case)) for case in cases], first) - first
+        quick += [cases[index] for index in sorted(first)]
+        rest += [cases[index] for index in sorted(second)]
+    return quick, rest

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trainer_contract import DDP, run, zeroshard
+from test_trainer_contract import run, zeroshard
 
 import zeroshard as package
 from zeroshard.shim_path import shim_path
@@ -31,7 +31,7 @@ def case(stage: int | str | None, *, config: bool = False, dtype: str = "no", tw
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What DDP comes to in fp32: with torch's schedule, with a config's, and with two models."""
     cases = [case(None), case(None, config=True), case(None, two=True)]
-    return run(DDP, SCRIPT, cases, tmp_path_factory.mktemp("ddp"))
+    return run(2, SCRIPT, cases, tmp_path_factory.mktemp("ddp"))
 
 
 def flat(told: Any) -> list[float]:
@@ -60,7 +60,7 @@ def check(one: dict[str, Any], found: dict[str, Any], ddp: list[dict[str, Any]])
 
 def test_stock_loop(ddp: list[dict[str, Any]], tmp_path: Path) -> None:
     cases = [case(stage, config=stage % 2 == 1) for stage in range(4)] + [case(2, two=True)]
-    for one, found in zip(cases, run(zeroshard(2), SCRIPT, cases, tmp_path), strict=True):
+    for one, found in zip(cases, run(2, SCRIPT, cases, tmp_path), strict=True):
         check(one, found, ddp)
 
 

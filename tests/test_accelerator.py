@@ -12,6 +12,7 @@ import zeroshard
 from zeroshard import Place, Policy, Precision
 
 
+@pytest.mark.full
 @pytest.mark.accelerator
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["fp32", "bf16"])
 def test_stages_are_bit_equal_on_one_accelerator(precision: Precision | None) -> None:
@@ -34,6 +35,7 @@ def test_stages_are_bit_equal_on_one_accelerator(precision: Precision | None) ->
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.full
 @pytest.mark.accelerator
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "parameters"), [(2, Place.CPU), (3, Place.CPU), (3, Place.DISK)])
@@ -47,6 +49,7 @@ def test_where_parameters_rest_changes_no_bit(
     )
 
 
+@pytest.mark.full
 @pytest.mark.accelerator
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
-"""Copies to and from an accelerator: values that are cast on their way, and the pinned memory that slots are cut from."""
+"""Storages: values that are cast on their way, the pinned memory that slots are cut from, and writes that readers hear of."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from zeroshard.policy import Place, Policy
 from zeroshard.storage import cpu
+from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.cpu import CpuStorage, slab_nbytes
+from zeroshard.storage.storages import Storages
 from zeroshard.storage.transfers import LANDED, STAGED_COUNT, STAGED_NBYTES, Copies
 
 CPU = torch.device("cpu")
@@ -66,3 +71,30 @@ def test_a_slab_is_no_larger_than_what_was_taken(nbytes: int, taken: int) -> Non
     assert size >= nbytes
     assert size.bit_count() == 1
     assert size <= max(cpu.SLAB_NBYTES, 2 * nbytes, taken)
+
+
+@pytest.mark.parametrize("place", Place)
+def test_whoever_read_a_slot_can_tell_that_it_was_written_to(place: Place, tmp_path: Path) -> None:
+    """Master weights that were read ahead for a step are read again where they were set meanwhile."""
+    policy = Policy.stage(2).offloaded(optimizer=Place.DISK, path=str(tmp_path))
+    storages = Storages(policy, CPU)
+    storage = (
+        CpuStorage(Copies(CPU), pin=False) if place is Place.CPU else storages.open(place, policy.offload_optimizer)
+    )
+    slot = storage.slot("some", 8, torch.float32)
+    pool = BufferPool(CPU, storages.accelerator.room)
+    out = torch.empty(8)
+    versions = [slot.version]
+    for value in (1.0, 2.0):
+        slot.write(torch.full((8,), value)).wait(CPU)
+        versions.append(slot.version)
+        with slot.borrowed(storages.accelerator, pool, write=True) as memory:
+            memory.add_(0.5)
+        versions.append(slot.version)
+        slot.read(out).wait(CPU)
+        with slot.borrowed(storages.accelerator, pool) as memory:
+            assert torch.equal(memory, out)
+        assert torch.equal(out, torch.full((8,), value + 0.5))
+        assert slot.version == versions[-1]
+    assert sorted(set(versions)) == versions
+    storages.close()

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens
+from models import Stack
+from ranks import on_ranks
 from torch import nn
+from twin import step
 
 import zeroshard
 from zeroshard import CheckpointError, Policy, ZeroshardError
-from zeroshard.testing import run_ranks
+from zeroshard.checkpoint.loading import covering
+from zeroshard.checkpoint.manifest import RangeRecord, StateRecord
+from zeroshard.layout.layout import Span
 
 
 def sharded(groups: Any, stage: int = 2, seed: int = 0) -> tuple[nn.Module, zeroshard.Sharded]:
@@ -35,12 +39,6 @@ def two(lr: float | None) -> Any:
     return groups
 
 
-def step(model: nn.Module, made: zeroshard.Sharded, rank: int) -> None:
-    model(*tokens(rank, 0)).backward()
-    made.optimizer.step()
-    made.optimizer.zero_grad()
-
-
 def rates(made: zeroshard.Sharded) -> list[float]:
     return [group["lr"] for group in made.optimizer.param_groups]
 
@@ -48,7 +46,7 @@ def rates(made: zeroshard.Sharded) -> list[float]:
 def test_one_group_that_was_saved_does_not_become_two_that_differ(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model, made = sharded(one)
-        step(model, made, rank)
+        step(model, made, rank, 0)
         made.save(tmp_path, "one")
         other, again = sharded(two(0.5), seed=1)
         with zeroshard.unsharded(other):
@@ -65,12 +63,12 @@ def test_one_group_that_was_saved_does_not_become_two_that_differ(tmp_path: Path
         with zeroshard.unsharded(other), zeroshard.unsharded(model):
             assert torch.equal(other.blocks[0].up.weight, model.blocks[0].up.weight)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_one_group_becomes_two_that_are_alike(tmp_path: Path) -> None:
     model, made = sharded(one)
-    step(model, made, 0)
+    step(model, made, 0, 0)
     made.optimizer.param_groups[0]["lr"] = 0.25
     made.save(tmp_path, "one")
     _, again = sharded(two(None), seed=1)
@@ -80,7 +78,7 @@ def test_one_group_becomes_two_that_are_alike(tmp_path: Path) -> None:
 
 def test_two_groups_that_differ_do_not_become_one(tmp_path: Path) -> None:
     model, made = sharded(two(0.5))
-    step(model, made, 0)
+    step(model, made, 0, 0)
     made.save(tmp_path, "two")
     _, again = sharded(one, seed=1)
     with pytest.raises(CheckpointError, match=r"param group 0 .* saved in groups with different"):
@@ -101,7 +99,7 @@ def test_a_model_that_was_evaluated_has_no_optimizer_states(tmp_path: Path) -> N
         _, other = sharded(None, stage=0, seed=1)
         other.load(tmp_path)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_an_engine_says_so_too(tmp_path: Path) -> None:
@@ -129,8 +127,12 @@ def test_a_parameter_among_the_values_is_true_or_refused(cls: type[nn.Parameter]
         torch.manual_seed(0)
         model = Stack()
         model.blocks[0].up.weight = cls(model.blocks[0].up.weight.detach().clone())
+        if cls is Mine and stage == 3:
+            with pytest.raises(ZeroshardError, match=r"blocks\.0\.up\.weight is of the class Mine"):
+                zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
+            return True
         made = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
-        step(model, made, rank)
+        step(model, made, rank, 0)
         weight = model.blocks[0].up.weight
         with zeroshard.unsharded(model):
             expected = weight.detach().clone()
@@ -150,4 +152,15 @@ def test_a_parameter_among_the_values_is_true_or_refused(cls: type[nn.Parameter]
         assert torch.equal(made.load(tmp_path, "c").values["w"], expected)
         return was_refused
 
-    assert run_ranks(body, 2) == [stage == 3] * 2
+    assert on_ranks(body, 2) == [stage == 3] * 2
+
+
+def test_ranges_with_a_hole_are_refused() -> None:
+    first = RangeRecord(start=0, stop=4, file=0, offset=8)
+    second = RangeRecord(start=6, stop=10, file=1, offset=8)
+    state = StateRecord(dtype="float32", ranges=[first, second])
+    assert covering(state, Span("weight", 1, 3)) == [(first, Span("weight", 1, 3))]
+    assert covering(state, Span("weight", 6, 8)) == [(second, Span("weight", 6, 8))]
+    for start, stop, missing in ((2, 8, "4 to 8"), (4, 6, "4 to 6"), (9, 12, "10 to 12")):
+        with pytest.raises(CheckpointError, match=f"holds no elements {missing} of weight"):
+            covering(state, Span("weight", start, stop))

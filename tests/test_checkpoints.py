@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from models import MODELS, Stack, floats, tokens
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from twin import same
 
 import zeroshard
 from zeroshard import CheckpointError, Policy, Precision, UsageError
 from zeroshard.checkpoint import manifest as files
-from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,19 +75,15 @@ def everything(model: nn.Module, sharded: zeroshard.Sharded) -> dict[str, Tensor
 def holds(model: nn.Module, sharded: zeroshard.Sharded, whole: dict[str, Tensor]) -> bool:
     """Whether this rank's parts, and what the model shows, are those of `everything`. Quick: two messages, not hundreds."""
     parts = [
-        torch.equal(tensor, whole[f"{held.named.fqn} {state}"].reshape(-1)[held.start : held.start + held.numel])
+        torch.equal(tensor, whole[f"{held.named.fqn} {state}"].reshape(-1)[held.span.within(0)])
         for held in sharded.states.held()
         for state in ("parameters", "exp_avg", "exp_avg_sq")
-        if (tensor := held.value if state == "parameters" else held.along(state)) is not None
+        if (tensor := held.tensor(state)) is not None
     ]
     steps = [held.state["step"] == whole[f"{held.named.fqn} step"] for held in sharded.states.held() if held.state]
     with zeroshard.unsharded(model):
         shown = [torch.equal(p.detach(), whole[f"{fqn} shown"]) for fqn, p in model.named_parameters()]
     return len(parts) == 3 * len(steps) and all(parts) and all(steps) and all(shown)
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +102,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
             if rank == 0:
                 torch.save(whole, folder / "whole.pt")
 
-        run_ranks(body, size)
+        on_ranks(body, size)
         return folder
 
     return make
@@ -129,9 +126,10 @@ def test_any_world_size_and_stage_to_any_other(
             assert holds(model, sharded, torch.load(folder / "whole.pt")), stage
             train(model, sharded, rank, range(2, 3))
 
-    run_ranks(load, size)
+    on_ranks(load, size)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("source", DTYPES)
 def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
     def two_groups(model: nn.Module, reverse: bool, **options: Any) -> torch.optim.Optimizer:
@@ -160,9 +158,10 @@ def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
             assert [g["lr"] for g in again.optimizer.param_groups] == [2e-2, 1e-2]
             assert [g["weight_decay"] for g in again.optimizer.param_groups] == [0.0, 1e-2]
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [name for name in MODELS if "checkpointed" not in name])
 def test_models_of_every_kind_go_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     """Tied, frozen, uneven, 0 elements, buffers; saved under stage 3, resumed under each, at 2 ranks."""
@@ -179,7 +178,7 @@ def test_models_of_every_kind_go_on_as_if_nothing_had_been(name: str, tmp_path: 
             assert all(map(torch.equal, train(other, again, rank, range(2, 4), name), expected)), stage
             assert same(everything(other, again), final), stage
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 class Dropping(Stack):
@@ -238,6 +237,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_resumes_bit_for_bit(stage: int, precision: str, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_an_engine_resumes_bit_for_bit(stage: int, precision: str, tmp_path: Pat
         if precision == "fp16":
             assert engine.skipped_steps > 0
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -> None:
@@ -310,9 +310,9 @@ def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -
             losses.append(float(torch.stack([loss for loss, _ in parts]).mean()))
         return samples, losses
 
-    expected = steps(run_ranks(first, 2))
+    expected = steps(on_ranks(first, 2))
     for ranks, accumulation in ((4, 1), (1, 4), (2, 2)):
-        got = steps(run_ranks(later, ranks, accumulation))
+        got = steps(on_ranks(later, ranks, accumulation))
         assert got[0] == expected[0], "the same samples in each step"
         assert got[1] == pytest.approx(expected[1], rel=1e-5)
 
@@ -425,7 +425,7 @@ def test_what_one_rank_cannot_save_none_does(tmp_path: Path) -> None:
         del model.blocks[0].strange
         sharded.save(tmp_path, "a", {"bad": 1})
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
         loaded.load(tmp_path)
         assert same(everything(again, loaded), after)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
     sizes = {tag: sum(path.stat().st_size for path in (tmp_path / tag).iterdir()) for tag in ("whole", "adapters")}
     assert sizes["adapters"] < sizes["whole"] - 4 * 1000
 
@@ -493,7 +493,7 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path
         with zeroshard.unsharded(third), zeroshard.unsharded(other):
             assert torch.equal(third.head.weight, other.head.weight)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_buffers_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_buffers_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:
     sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(0))
     sharded.save(tmp_path, "a")
     model.register_buffer("more", torch.zeros(2))
-    with pytest.raises(CheckpointError, match="it lacks the buffers more"):
+    with pytest.raises(CheckpointError, match="it lacks the buffer more"):
         sharded.load(tmp_path)
     sharded.load(tmp_path, strict=False)
     sharded.save(tmp_path, "b")
@@ -531,7 +531,7 @@ def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
 
 
 def test_a_loader_begins_its_epoch_anew_unless_it_was_loaded() -> None:
-    from zeroshard.data import StatefulLoader
+    from zeroshard.engine.loader import StatefulLoader
 
     loader = StatefulLoader(Text(), 5, 0, 2, drop_last=False)
     assert len(loader) == 5
@@ -567,7 +567,7 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(stage: int, tmp_
         assert same(everything(model, sharded), before)
         sharded.remove()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
@@ -588,12 +588,13 @@ def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "good")
         engine.load_checkpoint(tmp_path / "good")
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.full
 def test_nothing_is_ever_whole(tmp_path: Path) -> None:
     """A GPT of 19 M parameters on 4 ranks, 290 MiB of states: save and load take less than a unit beyond what rests."""
     gpt = GPTConfig(layers=24, width=256, heads=4)
@@ -622,7 +623,7 @@ def test_nothing_is_ever_whole(tmp_path: Path) -> None:
         return sharded.load(tmp_path, "a").nbytes, *peaks
 
     numel = sum(p.numel() for p in GPT(gpt).parameters())
-    for read, save, load in run_ranks(body, 4, timeout=120):
+    for read, save, load in on_ranks(body, 4, timeout=120):
         assert read < 12 * numel / 4 + 4 * (8 << 20), "its own states, and the rest of the chunks at their ends"
         assert save < 16 << 20, "a manifest, and nothing of the model"
         assert load < 12 * numel / 4 + (24 << 20), "the new optimizer states, a chunk, the manifest"
@@ -638,7 +639,7 @@ def test_the_manifest_says_where_everything_is(tmp_path: Path) -> None:
         sharded.save(tmp_path, "a")
         return everything(model, sharded)
 
-    expected = run_ranks(body, 2)[0]
+    expected = on_ranks(body, 2)[0]
     told = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert told["format"] == "zeroshard checkpoint"
     for fqn, record in told["parameters"].items():

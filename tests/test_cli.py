@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from command_line import zeroshard
 from safetensors.torch import save_file
 
 BIN = Path(sys.executable).parent
@@ -24,15 +25,11 @@ def make():
 """
 
 
-def zeroshard(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1")
-    return subprocess.run(
-        [str(BIN / "zeroshard"), *arguments], capture_output=True, text=True, env=environment, check=False
-    )
-
-
 def test_estimate_gives_the_figures_of_the_paper() -> None:
-    output = zeroshard("estimate", "--parameters", "7.5e9", "--ranks", "64").stdout
+    """In a process of its own, as a user runs it."""
+    command = [str(BIN / "zeroshard"), "estimate", "--parameters", "7.5e9", "--ranks", "64"]
+    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1")
+    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
     for figure in ("120.0", "31.4", "16.6", "1.9", "3.8 x", "7.2 x", "64.0 x"):
         assert figure in output
 
@@ -80,9 +77,19 @@ def test_an_error_is_a_sentence() -> None:
         assert "Traceback" not in result.stderr
 
 
-def test_doctor_measures_and_reckons(tmp_path: Path) -> None:
-    output = zeroshard("doctor", "--io", str(tmp_path), "--parameters", "1B", "--size", "16MiB").stdout
-    for word in ("write to", "read from", "AdamW on the CPU", "disk", "a step takes at least"):
+def test_explain() -> None:
+    assert "UsageError" in zeroshard("explain").stdout
+    said = zeroshard("explain", "embedding.weight is sharded at rest, and `add_` wants its values").stdout
+    assert "zeroshard.unsharded(module)" in said
+    assert "Also a RuntimeError" in zeroshard("explain", "CollectiveError").stdout
+    refused = zeroshard("explain", "Nothing")
+    assert refused.returncode == 2
+    assert "no error is called 'Nothing'" in refused.stderr
+
+
+def test_doctor_measures(tmp_path: Path) -> None:
+    output = zeroshard("doctor", "--io", str(tmp_path), "--size", "16MiB").stdout
+    for word in ("write to", "read from", "AdamW on the CPU"):
         assert word in output
     assert not list(tmp_path.iterdir())
     refused = zeroshard("doctor", "--io", str(tmp_path / "nowhere"))

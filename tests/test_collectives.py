@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -14,23 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, tokens, workload
+from ranks import RankError, on_ranks, run_ranks
 from torch import nn
 
 import zeroshard
 from zeroshard import CollectiveError, Policy, UsageError
 from zeroshard.collectives import watch as watching
 from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives
-from zeroshard.collectives.choose import create_collectives, create_control
-from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, sum_into
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.native import Native
 from zeroshard.collectives.neighbours import Neighbours
 from zeroshard.collectives.point_to_point import PointToPoint
-from zeroshard.collectives.reduction import CHUNK_NUMEL, sum_into
 from zeroshard.collectives.report import Told, describe_failure, spell
-from zeroshard.collectives.watch import NOTICE_VARIABLE, Watch
-from zeroshard.testing import RankError, run_ranks, train
+from zeroshard.collectives.watch import NOTICE_VARIABLE
+from zeroshard.testing import train
 
 CPU = torch.device("cpu")
 
@@ -46,13 +45,13 @@ def lent() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
-def eventually(expected: tuple[int, int]) -> tuple[int, int]:
-    """A thread that has ended is in /proc for a moment more."""
+def falls_to(highest: tuple[int, int]) -> bool:
+    """Tell whether nothing more is held, soon: a thread that has ended is in /proc for a moment more."""
     for _ in range(100):
-        if lent() == expected:
-            break
+        if all(now <= most for now, most in zip(lent(), highest, strict=True)):
+            return True
         time.sleep(0.02)
-    return lent()
+    return False
 
 
 def agree(collectives: Collectives, rank: int) -> None:
@@ -74,12 +73,12 @@ def test_what_a_group_holds_is_given_back() -> None:
             agree(both[1], rank - 1 if rank else 0)
             for collectives in both:
                 collectives.close()
-        assert eventually(before) == before
+        assert falls_to(before), (lent(), before)
         for _ in range(3):
             agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
-        assert eventually(before) == before
+        assert falls_to(before), (lent(), before)
 
-    run_ranks(body, 3, timeout=180)
+    on_ranks(body, 3, timeout=180)
 
 
 def test_any_ranks_make_groups_in_any_order() -> None:
@@ -96,9 +95,12 @@ def test_any_ranks_make_groups_in_any_order() -> None:
             agree(create_collectives(right, CPU), 1)
         agree(create_collectives(None, CPU), rank)
 
-    run_ranks(body, 3)
+    on_ranks(body, 3)
 
 
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of every group"
+)
 def test_the_order_of_the_users_group_is_kept() -> None:
     def body(rank: int) -> None:
         turned = dist.new_group([1, 0], sort_ranks=False)
@@ -109,55 +111,20 @@ def test_the_order_of_the_users_group_is_kept() -> None:
         collectives.broadcast(value)
         assert value.item() == 1
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_closed_collectives_say_so() -> None:
     def body(rank: int) -> None:
         collectives = create_collectives(None, CPU)
-        control = create_control(collectives)
+        control = collectives.control()
         agree(control, rank)
         collectives.close()
         with pytest.raises(UsageError, match="closed"):
             collectives.exchange(b"x", "anything")
         control.close()
 
-    run_ranks(body, 2)
-
-
-@pytest.mark.parametrize("kind", [PointToPoint, Native])
-def test_every_operation(kind: type[Grouped], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two classes, and tensors that pass through CPU memory, give the same."""
-
-    def body(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        members = Members.of(dist.group.WORLD, CPU)
-        assert members.backend == "gloo"
-        for staged in (False, True):
-            if kind is PointToPoint:
-                monkeypatch.setattr(PointToPoint, "_is_staged", staged)
-            watch = Watch(members.root, members.ranks, members.own, 30.0)
-            collectives = kind(members, CPU, 1.0, watch)
-            agree(collectives, rank)
-            assert collectives.exchange_json({"n": "x" * rank}, "json") == [{"n": "x" * r} for r in range(3)]
-            rows = torch.zeros(3, 5)
-            rows[rank] = rank + 1
-            collectives.all_gather(rows, 0, "gather").wait()
-            assert torch.equal(rows, torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, 5))
-            rows = torch.arange(15.0).view(3, 5) * (rank + 1)
-            workspace, out = torch.empty(collectives.workspace_numel(rows)), torch.ones(5)
-            collectives.reduce_scatter(rows, workspace, 0, "reduce").finish(out, accumulate=True)
-            assert torch.equal(out, 1 + torch.arange(15.0).view(3, 5)[rank] * 6 / 3)
-            for value in (torch.tensor(rank), torch.tensor([rank == 2] * 3), torch.full((4, 2), float(rank)).t()):
-                collectives.broadcast(value, 2)
-                assert torch.equal(value, torch.full_like(value, 2))
-            message = torch.full((7,), float(rank))
-            collectives.transfer(message, 2, 0, "transfer").wait()
-            assert message[0] == (2.0 if rank == 0 else rank)
-            collectives.close()
-            watch.close()
-
-    run_ranks(body, 3)
+    on_ranks(body, 2)
 
 
 def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +135,7 @@ def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         for stage in range(4):
             assert train(rank, work, Policy.stage(stage)).equals(plain[stage])
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory() -> None:
@@ -178,7 +145,7 @@ def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory() -> Non
         assert dist.group.WORLD is not None
         assert Members.of(dist.group.WORLD, torch.device("privateuseone")).backend == "gloo"
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_one_contribution_is_not_copied() -> None:
@@ -277,6 +244,7 @@ def all_missing(message: str, missing: list[int]) -> bool:
     return f"{spell(missing)} {'were' if len(missing) > 1 else 'was'} not waiting for any rank" in message
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("where", GROUPS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path, name: str, where: str) -> None:
@@ -312,6 +280,38 @@ def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path
     run_ranks(body, count, collective_timeout=2.5)
 
 
+OTHER_THAN_A_FORWARD: dict[str, Callable[[zeroshard.Sharded], object]] = {
+    "state_dict()": lambda sharded: sharded.model.state_dict(),
+    "unsharded": enter_unsharded,
+}
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("name", OTHER_THAN_A_FORWARD)
+def test_an_operation_never_pairs_with_a_forward(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shares_memory: bool
+) -> None:
+    """They gather the same units in the same order. What each rank is in is told, with its line, and what to do first."""
+    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", str(int(shares_memory)))
+
+    def body(rank: int) -> str:
+        sharded = made(3, None)
+        with pytest.raises(CollectiveError) as caught:
+            if rank == 0:
+                OTHER_THAN_A_FORWARD[name](sharded)
+            sharded.model(*tokens(rank, 0))
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, collective_timeout=2.5):
+        assert (
+            f"rank 0 waited for {name} (all-gather of the root module [bucket 0]), at test_collectives.py:" in message
+        )
+        assert "rank 1 waited for all-gather of the root module [bucket 0], at test_collectives.py:" in message
+        assert f"must come to {name} at the same point of the program: take it out of `if rank == 0:`" in message
+        assert "leaf" not in message
+
+
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("where", GROUPS)
 def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where: str) -> None:
     count, ranks = GROUPS[where]
@@ -365,7 +365,10 @@ def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
     assert said[0][0].endswith("rank 1 is not waiting for any rank (still in other code?)")
 
 
-def test_ranks_that_wait_for_different_things_are_told_apart(impatient: None, tmp_path: Path) -> None:
+def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Long before two ranks of one host find out that each waits for the other: that takes a second.
+    monkeypatch.setenv(NOTICE_VARIABLE, "0.3")
+
     def body(rank: int) -> list[str]:
         said = Lines()
         sharded = made(3)
@@ -375,7 +378,7 @@ def test_ranks_that_wait_for_different_things_are_told_apart(impatient: None, tm
         assert "rank 1 waited for all-gather of" in str(caught.value)
         return said.lines
 
-    lines = [line for lines in run_ranks(body, 2, collective_timeout=3) for line in lines]
+    lines = [line for lines in run_ranks(body, 2) for line in lines]
     assert len(lines) == 1
     assert 'save "x"' in lines[0]
     assert "all-gather of" in lines[0]
@@ -420,14 +423,23 @@ def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_words() -> None:
     assert spell([3]) == "rank 3"
     assert spell([5, 0, 2, 3, 4]) == "ranks 0, 2-5"
-    others = {2: Told("a forward", True), 1: Told("a save", False)}
+    others = {2: Told("a forward", True, place="train.py:12"), 1: Told("a save", False)}
     why = RuntimeError("why\nwhere")
-    message = describe_failure(0, range(6), 'save "x"', 'save "x"', others, [1, 2], timedelta(seconds=3), why)
-    assert "rank 0 waited for save" in message
-    assert "rank 2 waited for a forward" in message
+    mine = Told('save "x"', True, 'save "x"', "train.py:20")
+    message = describe_failure(0, range(6), mine, others, [1, 2], timedelta(seconds=3), why)
+    assert 'rank 0 waited for save "x", at train.py:20' in message
+    assert "rank 2 waited for a forward, at train.py:12" in message
+    assert 'must come to save "x"' in message
+    assert "if rank == 0:" in message
+    assert "leaf" not in message
     assert "rank 1 closed the connection" in message
     assert "ranks 3-5 were not waiting" in message
     assert message.endswith("The backend said: why")
+    mine = Told("all-gather of one", True)
+    for other, is_leaf in ((Told("all-gather of one", True), False), (Told("all-gather of two", True), True)):
+        message = describe_failure(0, range(2), mine, {1: other}, [], timedelta(seconds=3), why)
+        assert "the same number of batches" in message
+        assert ("leaf" in message) is is_leaf
 
 
 # ---------------------------------------------------------------------- who died, and what does not answer
@@ -447,6 +459,7 @@ def die_at(number: int) -> None:
     Neighbours.send = send  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("victim", ["first", "last"])
 @pytest.mark.parametrize("where", GROUPS)
 @pytest.mark.parametrize("name", ["save", "load", "export", "unsharded", "update", "sum"])

@@ -42,8 +42,9 @@ class Checkpointing(GPT):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
+        cos, sin = self.rotations(x)
         for block in self.blocks:
-            x = checkpoint(block, x, self.cos[: x.shape[1]], self.sin[: x.shape[1]], use_reentrant=False)
+            x = checkpoint(block, x, cos, sin, use_reentrant=False)
         logits: Tensor = self.head(self.norm(x))
         assert targets is not None
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -197,7 +198,10 @@ MORE = {
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+    "name",
+    [
+        pytest.param(name, marks=() if name == "wrapped blocks" else pytest.mark.full) for name in [*CASES, *MORE]
+    ],
 )  # fmt: skip
 def test_compiled_models_give_the_bits_that_they_give_without_us(name: str) -> None:
     case = {**CASES, **MORE}[name]

@@ -55,6 +55,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 # ------------------------------------------------------------------ when, and through which door
 
 
+@pytest.mark.full
 def test_compiled_after_shard() -> None:
     """As before it; also a step as a whole, whose graphs end where autograd and the optimizer begin."""
 
@@ -82,6 +83,7 @@ def test_compiled_after_shard() -> None:
     run_ranks(body, 2, timeout=200)
 
 
+@pytest.mark.full
 def test_an_engine_compiles_and_is_compiled() -> None:
     def body(rank: int) -> None:
         results = []
@@ -114,6 +116,7 @@ def test_an_engine_compiles_and_is_compiled() -> None:
     run_ranks(body, 2, timeout=200)
 
 
+@pytest.mark.full
 def test_hooks_of_users_run_as_without_us() -> None:
     def body(rank: int) -> None:
         for how in ("wrapped blocks", "blocks in place"):
@@ -141,6 +144,7 @@ def test_hooks_of_users_run_as_without_us() -> None:
     run_ranks(body, 1, timeout=200)
 
 
+@pytest.mark.full
 def test_parts_that_run_alone_in_compiled_functions() -> None:
     """`model.head(x)` outside of the model's forward: brought together, also where the function was compiled while it was whole."""
 
@@ -166,6 +170,7 @@ def test_parts_that_run_alone_in_compiled_functions() -> None:
     run_ranks(body, 2, timeout=200)
 
 
+@pytest.mark.full
 def test_units_are_given_back_under_stage_3() -> None:
     """Compiled or not, as much is whole between forward and backward."""
 
@@ -191,6 +196,7 @@ def test_units_are_given_back_under_stage_3() -> None:
 # ------------------------------------------------------------------ names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [HOWS[0], *(pytest.param(how, marks=pytest.mark.full) for how in HOWS[1:])])
 def test_files_of_compiled_models_are_files_of_the_model(how: str, tmp_path: Path) -> None:
     def body(rank: int) -> None:
@@ -228,6 +234,7 @@ def test_files_of_compiled_models_are_files_of_the_model(how: str, tmp_path: Pat
     run_ranks(body, 2, timeout=200)
 
 
+@pytest.mark.full
 def test_a_folder_of_weights_is_read_into_a_compiled_model(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model = make()
@@ -284,6 +291,7 @@ def test_a_graph_of_the_whole_model_is_refused_by_name() -> None:
 # ------------------------------------------------------------------ beside DDP
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "outside", [pytest.param(False, marks=pytest.mark.full), True], ids=["DDP of compiled", "compiled DDP"]
 )

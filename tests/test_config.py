@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -13,19 +15,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Stack, tokens
+from ranks import on_ranks
 from torch import nn
 from typer.testing import CliRunner
 
 import zeroshard
 from zeroshard import ConfigError
 from zeroshard.cli.main import app
-from zeroshard.config.document import pages
+from zeroshard.config.document import config_table, pages
 from zeroshard.config.fields import Kind
-from zeroshard.config.keys import KEYS
 from zeroshard.config.load import load_config
-from zeroshard.config.table import config_table
+from zeroshard.config.schema import KEYS
 from zeroshard.policy import Place
-from zeroshard.testing import run_ranks
 
 ZERO2 = {  # as users of transformers have it, key for key
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
@@ -125,7 +126,7 @@ def test_users_config_trains_unchanged_and_its_floor_holds() -> None:
             assert engine.step().applied
         assert engine.get_lr()[0] > 5e-7
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_precision_of_gradients() -> None:
@@ -161,7 +162,7 @@ def test_dividing_before_or_after_the_sum_is_the_same(stage: int, division: dict
         config = {**common, "zero_optimization": {"stage": stage}}
         assert torch.equal(run(config), run({**config, **division}))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 json_values = st.recursive(
@@ -194,7 +195,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs(), ranks=st.integers(1, 64), auto=st.none() | st.just(KNOWN))
 def test_any_json_is_resolved_or_refused(config: dict[str, Any], ranks: int, auto: dict[str, Any] | None) -> None:
     with warnings.catch_warnings():
@@ -211,7 +212,7 @@ def test_any_json_is_resolved_or_refused(config: dict[str, Any], ranks: int, aut
         assert config_table(resolved).row_count > 100
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40) | st.just("[" * 5000) | st.just('{"a": 1, "a": 2}') | json_values.map(json.dumps))
 def test_any_file_is_read_or_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
@@ -222,6 +223,27 @@ def test_any_file_is_read_or_refused(text: str, tmp_path: Path) -> None:
             load_config(path, 1)
         except ConfigError:
             return
+
+
+@pytest.mark.parametrize("block", [None, "zero_optimization", "comms_logger"])
+def test_a_large_file_of_unknown_keys_is_a_short_error(
+    block: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes: each key was compared with all known ones, by a parser in plain Python before."""
+    compared = []
+    get_close_matches = difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda *args, **more: compared.append(1) or get_close_matches(*args, **more)
+    )
+    monkeypatch.setattr("json5.loads", lambda *args, **more: pytest.fail("plain JSON went to the slow parser"))
+    unknown: dict[str, Any] = {f"unknown_key_number_{number}": number for number in range(20_000)}
+    if block is not None:
+        unknown = {block: unknown}
+    (tmp_path / "zero.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **unknown}))
+    with pytest.raises(ConfigError, match=r"and 199\d\d more") as refusal:
+        load_config(tmp_path / "zero.json", 1)
+    assert len(compared) <= 20
+    assert len(str(refusal.value)) < 5000
 
 
 def test_duplicate_keys_are_an_error(tmp_path: Path) -> None:
@@ -262,3 +284,24 @@ def test_check_prints_each_key(tmp_path: Path) -> None:
     assert "bf16.enabled" in result.output
     result = CliRunner().invoke(app, ["config", "check", str(path)])
     assert isinstance(result.exception, ConfigError)
+
+
+def test_spellings_that_deepspeed_takes(tmp_path: Path) -> None:
+    blocks = {
+        "train_batch_size": 1,
+        "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
+        "gradient_allreduce_op": "SUM",
+        "communication_data_type": "torch.float32",
+        "optimizer": {"type": "Adam", "torch_adam": True, "params": {"lr": 1e-3}},
+    }
+    config = load_config(blocks, 1)
+    assert config.autocast_dtype is torch.bfloat16
+    assert config.schema.gradient_allreduce_op == "sum"
+    assert config.precision.reduce_dtype is torch.float32
+    path = tmp_path / "config.hjson"
+    path.write_text("{train_batch_size: 1}")
+    if importlib.util.find_spec("hjson") is None:
+        with pytest.raises(ConfigError, match="pip install hjson"):
+            load_config(path, 1)
+    else:
+        assert load_config(path, 1).batch.train == 1

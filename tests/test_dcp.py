@@ -11,14 +11,14 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Stack, Untied, tokens
+from ranks import on_ranks
 
 import zeroshard
 from zeroshard import Policy
 from zeroshard.formats.dcp import boxes
-from zeroshard.testing import run_ranks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_boxes_are_the_range(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
@@ -60,7 +60,7 @@ def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple
         dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
         return states(sharded, model)
 
-    expected = run_ranks(save, 2)[0]
+    expected = on_ranks(save, 2)[0]
 
     def load(rank: int) -> None:
         model, sharded = build(target[1], seed=4)
@@ -74,7 +74,7 @@ def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple
         model(*tokens(rank, 2)).backward()
         sharded.optimizer.step()
 
-    run_ranks(load, target[0])
+    on_ranks(load, target[0])
 
 
 def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
@@ -123,4 +123,4 @@ def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> 
                 assert torch.equal(parameter.detach(), 2 * expected[fqn]), fqn
         dist.barrier()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)

@@ -7,11 +7,13 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import json5
 import pytest
@@ -19,29 +21,23 @@ from documents import DOCS, ROOT, Block, blocks, headings, links, pages, program
 
 import zeroshard
 from zeroshard import ZeroshardError
-from zeroshard.errors import TROUBLESHOOTING
+from zeroshard.cli import explain
+from zeroshard.errors import PAGE
 
 PACKAGE = Path(zeroshard.__file__).parent
-RUN = {
-    "README.md": (2, 2),
-    "docs/quick_start.md": (4, 2),
-    "docs/loops.md": (7, 0),
-    "docs/tutorials/gpt.md": (7, 1),
-    "docs/tutorials/llama_lora.md": (4, 1),
-    "docs/tutorials/offload.md": (6, 1),
-    "docs/tutorials/resume.md": (3, 1),
-    "docs/tutorials/configs.md": (5, 0),
-    "docs/migration/deepspeed.md": (1, 2),
-    "docs/migration/fsdp2.md": (1, 0),
-    "docs/migration/ddp.md": (2, 0),
+RUN = (
+    "README.md", "docs/quick_start.md", "docs/loops.md", "docs/tutorials/gpt.md", "docs/tutorials/llama_lora.md",
+    "docs/tutorials/offload.md", "docs/tutorials/resume.md", "docs/tutorials/configs.md", "docs/migration/deepspeed.md",
+    "docs/migration/fsdp2.md", "docs/migration/ddp.md", "docs/cookbook.md", "docs/sequences.md",
+    "docs/composing.md",
+)  # fmt: skip
+"""Pages whose code is run. That of others is only parsed."""
+ENGLISH_ONLY = ("docs/loops.md", "docs/cookbook.md", "docs/sequences.md", "docs/composing.md")
+ALSO_TRANSLATED = ("docs/which_stage.md", "docs/troubleshooting.md")
+TRANSLATED = {
+    page: page.replace("docs/", "docs/zh-CN/") for page in (*RUN, *ALSO_TRANSLATED) if page not in ENGLISH_ONLY
 }
-"""Pages whose code is run: (blocks that run, or are files that others run; blocks that do not). Others are only parsed."""
-ENGLISH_ONLY = {"docs/loops.md"}
-TRANSLATED = {"README.zh-CN.md": "README.md"} | {
-    f"docs/zh-CN/{page.removeprefix('docs/')}": page
-    for page in RUN
-    if page.startswith("docs/") and page not in ENGLISH_ONLY
-}
+TRANSLATED["README.md"] = "README.zh-CN.md"
 NAMES = [name for name in zeroshard.__all__ if name != "checkpointing"]
 
 
@@ -75,7 +71,7 @@ def test_every_page_is_on_the_menu() -> None:
 
 
 def directives() -> dict[str, str]:
-    """The objects of the API page, by the name that they have there."""
+    """List the objects of the API page, by the name that they have there."""
     found = re.findall(r"^::: (\S+)\n    options: \{heading: ([^,(]+)", (DOCS / "api.md").read_text(), re.M)
     return {heading.strip(): target for target, heading in found}
 
@@ -89,7 +85,7 @@ def test_the_api_page_has_every_public_name() -> None:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """What a class of ours offers beside what torch or Python gave it."""
+    """List the members of a class that are ours, and not of torch or Python."""
     own = [one for one in cls.__mro__ if one.__module__.startswith("zeroshard.")]
     return {name: value for one in reversed(own) for name, value in vars(one).items() if not name.startswith("_")}
 
@@ -104,6 +100,23 @@ def test_every_public_method_is_documented() -> None:
     assert not missing
 
 
+# ---------------------------------------------------------------------- tables and pictures that a script makes
+
+
+def test_pictures_are_those_of_their_script() -> None:
+    drawn = runpy.run_path(str(DOCS / "pictures.py"))
+    assert not drawn["outdated"](), "run `python docs/pictures.py`"
+    for draw in drawn["PICTURES"].values():
+        assert ElementTree.fromstring(draw()).tag.endswith("svg")
+
+
+def test_the_table_of_stages_is_that_of_the_formulas() -> None:
+    written = runpy.run_path(str(DOCS / "stage_memory.py"))
+    for page in written["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert text == written["with_rows"](text), f"{page}: run `python docs/stage_memory.py`"
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -114,16 +127,15 @@ def errors() -> list[type[ZeroshardError]]:
 
 @pytest.mark.parametrize("error", errors(), ids=lambda error: error.__name__)
 def test_an_error_says_where_to_read_on(error: type[ZeroshardError]) -> None:
-    page, _, anchor = error.read_on().partition("#")
-    assert anchor in {slug(text) for level, text in headings(ROOT / page) if level == 2}
     raised = error("a sentence.")
     assert str(raised) == "a sentence."
-    assert traceback.format_exception_only(raised)[-1] == f"see {page}#{anchor}\n"
+    assert traceback.format_exception_only(raised)[-1] == f"`zeroshard explain {error.__name__}` says more\n"
+    assert explain.found(error.__name__, explain.page()).startswith(f"## {error.__name__}\n")
 
 
 def test_an_error_of_a_private_class_leads_to_its_public_one() -> None:
     private = type("_Private", (zeroshard.UsageError,), {})
-    assert private.read_on() == f"{TROUBLESHOOTING}#usageerror"
+    assert private.public_name() == "UsageError"
 
 
 def test_the_messages_are_those_of_the_code() -> None:
@@ -133,44 +145,67 @@ def test_the_messages_are_those_of_the_code() -> None:
         said |= {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     classes, seen = {error.__name__ for error in errors()}, 0
     section = ""
-    for level, text in headings(ROOT / TROUBLESHOOTING):
+    for level, text in headings(ROOT / "docs" / PAGE):
         section = text if level == 2 else section
         if level == 3 and section in classes and not text[0].isupper():
             seen += 1
             assert any(text in sentence for sentence in said), text
+            assert f"### {text}" in explain.found(f"Before, {text} and after.", explain.page())
     assert seen > 40
 
 
 # ---------------------------------------------------------------------- languages
 
 
-def test_both_languages_are_in_step() -> None:
-    for translated, original in TRANSLATED.items():
-        there, here = ROOT / translated, ROOT / original
-        assert [level for level, _ in headings(there)] == [level for level, _ in headings(here)], translated
-        assert [_code(block) for block in blocks(there)] == [_code(block) for block in blocks(here)], translated
-        assert _tables(there) == _tables(here), f"{translated}: rows of tables"
-    assert set(names_of(list((DOCS / "zh-CN").rglob("*.md")))) == set(TRANSLATED) - {"README.zh-CN.md"}
+@pytest.mark.parametrize("original", TRANSLATED)
+def test_a_translation_has_the_code_of_its_original(original: str) -> None:
+    """Readers of Chinese copy the code that is run."""
+    there, here = blocks(ROOT / TRANSLATED[original]), blocks(ROOT / original)
+    assert [_code(block) for block in there] == [_code(block) for block in here]
+
+
+@pytest.mark.parametrize("original", TRANSLATED)
+def test_a_translation_has_the_parts_of_its_original(original: str) -> None:
+    """The same headings by level, rows of tables, and words in code: a page that has changed is translated again."""
+    there, here = ROOT / TRANSLATED[original], ROOT / original
+    assert [level for level, _ in headings(there)] == [level for level, _ in headings(here)]
+    assert _rows(there) == _rows(here)
+    assert _named(there) == _named(here)
+
+
+def test_messages_are_not_translated() -> None:
+    there, here = headings(ROOT / TRANSLATED["docs/troubleshooting.md"]), headings(ROOT / "docs/troubleshooting.md")
+    for (level, text), (_, original) in zip(there, here, strict=True):
+        assert text == original or level == 1 or text[0] > "\u2e80", text
+
+
+def _rows(page: Path) -> int:
+    return sum(line.startswith("|") for line in prose(page))
+
+
+def _named(page: Path) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", re.sub(r"\s+", " ", "\n".join(prose(page)))))
+
+
+def test_every_page_in_chinese_is_compared_with_its_original() -> None:
+    assert {*names_of(list((DOCS / "zh-CN").rglob("*.md"))), "README.zh-CN.md"} == set(TRANSLATED.values())
 
 
 def _code(block: Block) -> tuple[Any, ...]:
     return block.language, block.title, block.text, block.exempt is None, block.hidden
 
 
-def _tables(page: Path) -> list[int]:
-    """Cells of each row."""
-    return [line.count("|") for line in prose(page) if line.startswith("|")]
-
-
 # ---------------------------------------------------------------------- code
 
 
-def test_it_is_known_what_runs() -> None:
-    counts = {}
-    for name in RUN:
-        shown = [block for block in blocks(ROOT / name) if not block.hidden]
-        counts[name] = (sum(block.runs for block in shown), sum(not block.runs for block in shown))
-    assert counts == RUN
+@pytest.mark.parametrize("name", RUN)
+def test_a_file_that_a_page_writes_is_used_further_down(name: str) -> None:
+    """The file runs by that alone."""
+    shown = blocks(ROOT / name)
+    for number, block in enumerate(shown):
+        if block.title is not None:
+            stem = Path(block.title).stem
+            assert any(re.search(rf"\b{stem}\b", later.text) for later in shown[number + 1 :]), block.title
 
 
 def test_code_can_be_read() -> None:
@@ -192,17 +227,45 @@ def _python(block: Block) -> list[str]:
     return [block.text] if block.language == "python" else []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RUN)
-def test_code_runs(name: str, tmp_path: Path) -> None:
+def run(text: str, tmp_path: Path, *launcher: str) -> str:
+    """Run a program in an empty folder, and return its stdout."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="120", PYTHONPATH=f"{ROOT}")
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     script = tmp_path / "page.py"
-    script.write_text(program(ROOT / name))
+    script.write_text(text)
     folder = tmp_path / "empty"
     folder.mkdir()
-    command = [sys.executable, str(script)]
+    command = [sys.executable, *launcher, str(script)]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUN)
+def test_code_runs(name: str, tmp_path: Path) -> None:
+    printed = run(program(ROOT / name), tmp_path)
+    for block in blocks(ROOT / name):
+        if block.runs and block.title is None:
+            assert f"{name}, line {block.line}\n" in printed, "a block before it has ended the program"
+
+
+RECIPES = ROOT / "docs" / "cookbook.md"
+
+
+@pytest.mark.full
+def test_recipes_run_on_two_ranks(tmp_path: Path) -> None:
+    """Each rank runs every recipe in Python; the one of a script and its commands runs in `test_code_runs`."""
+    recipes = [block for block in blocks(RECIPES) if block.language == "python" and block.title is None]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(program(RECIPES, only="python"), tmp_path, *launcher)
+    for block in recipes:
+        assert len(re.findall(rf"docs/cookbook.md, line {block.line}(?!\d)", printed)) == 2, block.text
+
+
+def test_recipes_are_short() -> None:
+    recipes = [block for block in blocks(RECIPES) if not block.hidden]
+    assert len([text for level, text in headings(RECIPES) if level == 2]) == 10
+    assert all(block.text.count("\n") <= 30 for block in recipes)

@@ -9,13 +9,13 @@ from types import MappingProxyType
 import pytest
 import torch
 from models import Stack, tokens
+from ranks import on_ranks
 from torch.utils.data import TensorDataset
 
 import zeroshard
 from zeroshard import ConfigError, Policy, Precision
 from zeroshard.config.load import load_config
 from zeroshard.optim.lr_schedules import WarmupLR
-from zeroshard.testing import run_ranks
 
 ZERO1 = {  # as a user has it: no batch size at all
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8},
@@ -75,7 +75,7 @@ def test_engine_and_plain_road_give_the_same_bits(stage: int, accumulation: int,
             for fqn, parameter in plain.named_parameters():
                 assert torch.equal(parameter, mine[fqn])
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("form", ["path", "dict", "mapping"])
@@ -99,7 +99,7 @@ def test_a_config_without_batch_sizes_runs_with_the_callers(form: str, tmp_path:
         assert engine.zero_optimization_stage() == 1
         return rates
 
-    rates = run_ranks(body, 2)[0]
+    rates = on_ranks(body, 2)[0]
     log_warmup = [0.0, 0.0, *(1e-5 * torch.log(torch.tensor([2.0, 3.0])) / torch.log(torch.tensor(100.0))).tolist()]
     assert rates == pytest.approx(log_warmup, rel=1e-5)
 
@@ -113,7 +113,7 @@ def test_training_data_is_split_over_ranks() -> None:
         assert loader is not None
         return [int(x) for (batch,) in loader for x in batch]
 
-    first, second = run_ranks(body, 2)
+    first, second = on_ranks(body, 2)
     assert sorted(first + second) == list(range(20))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, tokens
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import CheckpointError, Engine, UsageError
-from zeroshard.testing import run_ranks
+from zeroshard.engine.readers import Readers
 
 STEPS = 3
 
@@ -111,6 +114,7 @@ def assert_all_equal(ones: list[Tensor], others: list[Tensor], what: str) -> Non
         assert torch.equal(one, other), what
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
     def body(rank: int) -> None:
@@ -132,9 +136,10 @@ def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
             engine.backward(engine(*tokens(rank, 1)))
         assert sums.step().grad_norm == 2 * means.step().grad_norm
 
-    run_ranks(body, 2, timeout=120)
+    on_ranks(body, 2, timeout=120)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_several_backwards_of_a_microbatch_are_summed(stage: int) -> None:
     def body(rank: int) -> None:
@@ -154,7 +159,7 @@ def test_several_backwards_of_a_microbatch_are_summed(stage: int) -> None:
             run(make(stage, 1), rank, by_the_optimizer), run(make(0, 1), rank, by_the_optimizer), "optimizer.step()"
         )
 
-    run_ranks(body, 2, timeout=120)
+    on_ranks(body, 2, timeout=120)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -178,7 +183,7 @@ def test_fp16_asks_for_the_loss_scale(stage: int) -> None:
         engine.backward(engine(*tokens(rank, 0)))
         assert engine.step().applied and not engine.optimizer.overflow
 
-    run_ranks(body, 2, timeout=120)
+    on_ranks(body, 2, timeout=120)
 
 
 def test_mixed_backwards_are_refused() -> None:
@@ -218,7 +223,7 @@ def test_gradients_between_microbatches(stage: int) -> None:
             other.backward(other(*tokens(rank, 0)) * 2.0)
             assert norm == pytest.approx(other.step().grad_norm, rel=1e-6)
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -233,7 +238,7 @@ def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
             engine.step()
         assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 def test_a_step_has_one_end() -> None:
@@ -307,9 +312,9 @@ def test_state_dicts_of_an_odd_model(stage: int, tmp_path: Path) -> None:
         engine.load_module_state_dict(engine.module_state_dict())
         engine.save_16bit_model(tmp_path, "model.bin")
         read = torch.load(tmp_path / "model.bin")
-        assert read["kept"].dtype == torch.bfloat16 and read["_extra_state"] == {"version": 7}
+        assert read["kept"].dtype == torch.float32 and read["_extra_state"] == {"version": 7}
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 def test_an_engine_is_not_copied() -> None:
@@ -371,11 +376,34 @@ def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
         assert len(tied) == 2
         for state in (engine.module.state_dict(), gathered or {}):
             assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
-        engine.save_16bit_model(tmp_path, "weights.bin")
-        read = torch.load(tmp_path / "weights.bin")
-        assert all(torch.equal(value, whole[name].bfloat16()) for name, value in read.items())
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", [None, "weights.bin"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_saved_model_is_in_the_dtype_that_it_trains_in(
+    stage: int, name: str | None, bf16: bool, tmp_path: Path
+) -> None:
+    """Under DeepSpeed's name, where none is given; `torch.load` reads it."""
+
+    def body(rank: int) -> None:
+        engine = make(stage, bf16={"enabled": bf16})
+        whole = engine.module_state_dict()
+        if name is None:
+            assert engine.save_16bit_model(tmp_path)
+        else:
+            assert engine.save_16bit_model(tmp_path, name)
+        with pytest.raises(UsageError, match=r"model\.safetensors says safetensors: .*engine\.export"):
+            engine.save_16bit_model(tmp_path, "model.safetensors")
+        read = torch.load(tmp_path / (name or "pytorch_model.bin"))
+        assert read.keys() == whole.keys()
+        for key, value in read.items():
+            assert value.dtype == (torch.float32, torch.bfloat16)[bf16]
+            assert torch.equal(value, whole[key])
+
+    on_ranks(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -394,7 +422,7 @@ def test_a_checkpoint_within_a_step_begins_the_step_anew(stage: int, tmp_path: P
         as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
         assert_all_equal(wanted, values(other), "as if it had not been interrupted")
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 def test_folders_and_tags(tmp_path: Path) -> None:
@@ -417,9 +445,10 @@ def test_folders_and_tags(tmp_path: Path) -> None:
         make(2, checkpoint={"tag_validation": "ignore"}).save_checkpoint(tmp_path, tag=f"yours{rank}")
         assert (tmp_path / "yours0").is_dir() and not (tmp_path / "yours1").exists()
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_engines_one_after_another_and_at_once(stage: int) -> None:
     def body(rank: int) -> None:
@@ -438,7 +467,7 @@ def test_engines_one_after_another_and_at_once(stage: int) -> None:
         assert_all_equal(wanted, values(again), "on a model that another engine had")
         assert_all_equal(wanted, values(beside), "beside another engine")
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -462,7 +491,7 @@ def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
         for one, other in zip(run_with(torch.tensor(1e-2), rank), run_with(1e-2, rank), strict=True):
             torch.testing.assert_close(one, other)
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -484,7 +513,7 @@ def test_a_model_whose_output_is_its_last_layers_accumulates(stage: int) -> None
         for one, other in zip(trained(stage, rank), trained(0, rank), strict=True):
             assert torch.equal(one, other)
 
-    run_ranks(body, 2, timeout=60)
+    on_ranks(body, 2, timeout=60)
 
 
 def test_a_step_that_is_refused_is_not_counted() -> None:
@@ -506,3 +535,139 @@ def test_a_step_that_is_refused_is_not_counted() -> None:
     assert engine.step().applied
     assert engine.micro_steps == 1
     engine.destroy()
+
+
+READ = {
+    "amp_enabled": False,
+    "bfloat16_enabled": False,
+    "comm_report": {},
+    "dp_world_size": 1,
+    "dynamic_loss_scale": True,
+    "fp16_auto_cast": True,
+    "fp16_enabled": True,
+    "get_data_types": (torch.float16, torch.float32),
+    "get_global_grad_norm": None,
+    "get_lr": [0.0],
+    "get_mom": [(0.9, 0.99)],
+    "global_rank": 0,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "gradient_predivide_factor": 4.0,
+    "initial_dynamic_scale": 256.0,
+    "loss_scale": 0.0,
+    "managed_gradient_accumulation": True,
+    "mp_world_size": 1,
+    "optimizer_name": "AdamW",
+    "optimizer_params": {"lr": 1e-2, "betas": [0.9, 0.99]},
+    "scheduler_name": "WarmupLR",
+    "scheduler_params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4},
+    "steps_per_print": 7,
+    "torch_autocast_enabled": False,
+    "train_batch_size": 2,
+    "train_micro_batch_size_per_gpu": 1,
+    "wall_clock_breakdown": True,
+    "was_step_applied": False,
+    "world_size": 1,
+    "zero_allgather_bucket_size": 3000,
+    "zero_cpu_offload": True,
+    "zero_offload_param": None,
+    "zero_optimization": True,
+    "zero_optimization_partition_gradients": True,
+    "zero_optimization_partition_weights": False,
+    "zero_optimization_stage": 2,
+    "zero_overlap_comm": False,
+    "zero_reduce_bucket_size": 2000,
+    "zero_sub_group_size": 1000,
+}
+"""DeepSpeed's names, and the answer of an engine with the config below."""
+
+
+def test_what_deepspeeds_names_answer() -> None:
+    zero = {
+        "stage": 2, "overlap_comm": False, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 2000,
+        "allgather_bucket_size": 3000, "sub_group_size": 1000,
+    }  # fmt: skip
+    engine = make(
+        2, zero_optimization=zero, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99]}},
+        fp16={"enabled": True, "auto_cast": True, "initial_scale_power": 8}, gradient_clipping=0.5, steps_per_print=7,
+        gradient_predivide_factor=4.0, wall_clock_breakdown=True,
+    )  # fmt: skip
+    found = {}
+    for name in READ:
+        value = getattr(engine, name)
+        found[name] = value() if callable(value) else value
+        assert name in dir(engine) and inspect.getdoc(getattr(Engine, name)), name
+    assert found == READ
+    block = engine.zero_offload_optimizer()
+    assert block is not None and block.device == "cpu"
+    assert set(engine.memory_report()) == set(engine.memory_formula()) | {"buffers"}
+    others = {"memory_report", "memory_formula", "zero_offload_optimizer"}
+    assert {name for name in vars(Readers) if not name.startswith("_")} == READ.keys() | others
+
+
+def test_smaller_names_of_deepspeeds() -> None:
+    def body(rank: int) -> None:
+        engine = make(2, 1)
+        assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
+        assert engine.optimizer.loss_scaler is engine.loss_scaler
+        assert not engine.optimizer.dynamic_loss_scale and not engine.optimizer.needs_scaler()
+        assert engine.client_optimizer is None and not engine.is_compiled
+        engine.set_train_micro_batch_size(3)
+        assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (3, 6)
+        with pytest.raises(UsageError, match="1 or more"):
+            engine.set_train_micro_batch_size(0)
+        numbers = [tensor.item() for tensor in engine.deepspeed_io(list(range(8)), batch_size=1)]  # type: ignore[arg-type]
+        assert len(numbers) == 4
+        with pytest.raises(UsageError, match="data_sampler"):
+            engine.deepspeed_io(list(range(8)), data_sampler=[])  # type: ignore[arg-type]
+        other = make(2, 1)
+        for one in (engine, other):
+            with one.coalesce_grad_reduction() if one is engine else contextlib.nullcontext():
+                for batch in range(2):
+                    one.backward(one(*tokens(batch, rank)))
+            if one is engine:
+                one.allreduce_gradients()
+            one.step()
+        for mine, theirs in zip(values(engine), values(other), strict=True):
+            assert torch.equal(mine, theirs)
+
+    on_ranks(body, 2)
+
+
+def test_a_schedule_that_needs_a_metric(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        blocks = {key: value for key, value in config(2, 1).items() if key not in ("optimizer", "scheduler")}
+        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=blocks)
+        engine.backward(engine(*tokens(0, rank)))
+        with pytest.raises(UsageError, match="lr_kwargs"):
+            engine.step()
+        for _ in range(3):
+            engine.step(lr_kwargs={"metrics": 1.0})
+            engine.backward(engine(*tokens(0, rank)))
+        assert engine.get_lr() == [0.01 * 0.5**2]
+        engine.step(lr_kwargs={"metrics": 1.0})
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert schedule.best == 1.0
+
+    on_ranks(body, 2)
+
+
+def test_steps_that_are_missing_are_named() -> None:
+    def body(rank: int) -> None:
+        engine = make(2, 2)
+        for _ in range(2):
+            engine.backward(engine(*tokens(0, rank)))
+        with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
+            engine.step()
+        engine = make(2, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                engine.backward(engine(*tokens(0, rank)))
+                engine.step()
+
+    on_ranks(body, 2)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, tokens
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroshard
 from zeroshard import Policy, Precision, UsageError
-from zeroshard.testing import run_ranks
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -79,7 +79,7 @@ def test_what_is_frozen_and_freed_trains_as_in_plain_torch(stage: int, world_siz
         assert memory[1]["gradients"] < memory[0]["gradients"]
         assert memory[2]["optimizer"] < memory[1]["optimizer"]
 
-    run_ranks(body, world_size)
+    on_ranks(body, world_size)
 
 
 def test_masters_keep_their_digits_and_references_die() -> None:
@@ -103,7 +103,7 @@ def test_masters_keep_their_digits_and_references_die() -> None:
             expected = value.to(torch.bfloat16) if fqn.startswith("blocks.0.up") else value
             assert torch.equal(sharded.states.get(fqn), expected), fqn
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None:
@@ -114,7 +114,7 @@ def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None
         sharded = zeroshard.shard(model, make_optimizer(model.head.parameters()), Policy.stage(3))
         scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
         model(*tokens(rank, 0)).backward()
-        with pytest.raises(UsageError, match="end the step first"):
+        with pytest.raises(UsageError, match="End the step first"):
             sharded.update_trainable()
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
@@ -132,7 +132,7 @@ def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None
         with pytest.raises(UsageError, match="in a group of the optimizer already"):
             sharded.update_trainable({"params": list(model.head.parameters())})
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
@@ -158,7 +158,7 @@ def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
     sharded.optimizer.zero_grad()
     assert not torch.equal(before, model.embedding.weight)
     muon = zeroshard.shard(nn.Linear(3, 3), zeroshard.MuonWithAdamW, Policy.stage(0))
-    with pytest.raises(UsageError, match="MuonWithAdamW takes its groups"):
+    with pytest.raises(UsageError, match="takes its groups when it is made"):
         muon.update_trainable({"params": []})
     other = Stack(tied=False)
     engine, *_ = zeroshard.initialize(
@@ -196,8 +196,7 @@ def test_a_loaded_state_dict_is_the_one_in_force() -> None:
     sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(0))
     sharded.optimizer.load_state_dict(sharded.optimizer.state_dict())
     sharded.optimizer.param_groups[0]["lr"] = 0.5
-    assert sharded.optimizer.inner.param_groups[0]["lr"] == 0.5
-    assert sharded.optimizer.state is sharded.optimizer.inner.state
+    assert sharded.optimizer.param_groups[0]["lr"] == 0.5
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
@@ -253,7 +252,7 @@ def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
         losses.append(teacher(*tokens(rank, 9)).sum().detach())
         return losses
 
-    for one, other in zip(run_ranks(body, 2), run_ranks(expected, 2), strict=True):
+    for one, other in zip(on_ranks(body, 2), on_ranks(expected, 2), strict=True):
         assert all(map(torch.equal, one, other))
 
 
@@ -278,7 +277,7 @@ def test_actor_and_critic_share_a_loss(stage: int) -> None:
     def body(rank: int) -> None:
         assert all(map(torch.equal, train(None, rank), train(stage, rank)))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_modes_and_exceptions_in_between() -> None:
@@ -318,4 +317,4 @@ def test_modes_and_exceptions_in_between() -> None:
         for stage in (0, 2, 3):
             assert all(map(torch.equal, train(rank, stage, False), train(rank, stage, True))), stage
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)

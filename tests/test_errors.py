@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import Stack, tokens, workload
-from torch import nn
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Policy, PolicyError, Precision, Residency, UsageError
+from zeroshard.collectives.grouped import Transfer
+from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 
@@ -28,19 +36,26 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
     """Under stage 3 both ranks learn who waited for what; under 1 and 2 a skipped block counts as zeros."""
 
+    class Skipping(Stack):
+        skipped: int | None = None
+
+        def run(self, x: Tensor) -> Tensor:
+            for number, block in enumerate(self.blocks):
+                if number != self.skipped:
+                    x = block(x)
+            return x
+
     def body(rank: int) -> str:
-        model = Stack()
+        model = Skipping()
         sharded = zeroshard.shard(model, sgd(model), Policy.stage(stage))
-        start = time.monotonic()
         try:
             for number in range(3):
                 if rank == 1 and number == 1:
-                    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+                    model.skipped = 1
                 model(*tokens(rank, number)).backward()
                 sharded.optimizer.step()
                 sharded.optimizer.zero_grad()
         except CollectiveError as error:
-            assert time.monotonic() - start < 20
             return str(error)
         return "fine"
 
@@ -54,21 +69,29 @@ def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
         assert "blocks" in message
 
 
-def test_a_rank_that_stays_behind_is_named() -> None:
+def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
     def body(rank: int) -> None:
         model = Stack()
         sharded = zeroshard.shard(model, sgd(model))
         if rank == 1:
-            time.sleep(9)  # in the user's own code, longer than the timeout
+            while not told.exists():  # in the user's own code, longer than the timeout
+                time.sleep(0.02)
             return
-        model(*tokens(rank, 0)).backward()
-        sharded.optimizer.step()
+        try:
+            with pytest.raises(CollectiveError, match="rank 1 was not waiting for any rank"):
+                model(*tokens(rank, 0)).backward()
+                sharded.optimizer.step()
+        finally:
+            told.touch()
 
-    with pytest.raises(RankError, match="rank 1 was not waiting for any rank"):
-        run_ranks(body, 2, timeout=60, collective_timeout=2)
+    run_ranks(body, 2, timeout=60, collective_timeout=2)
 
 
 def test_a_killed_rank_is_an_error_at_once() -> None:
+    """After a death `run_ranks` gives the others ten seconds: a wait for the timeout would be reported as hung."""
+
     def body(rank: int) -> None:
         model = Stack()
         sharded = zeroshard.shard(model, sgd(model))
@@ -79,17 +102,17 @@ def test_a_killed_rank_is_an_error_at_once() -> None:
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
 
-    start = time.monotonic()
-    with pytest.raises(RankError, match="CollectiveError"):
+    with pytest.raises(
+        RankError, match=r"(?s)--- rank 0 failed:.*CollectiveError.*--- rank 1 failed:\nended with exit status -9"
+    ):
         run_ranks(body, 2, collective_timeout=60)
-    assert time.monotonic() - start < 30
 
 
 def test_a_hung_rank_fails_with_every_stack() -> None:
     def sleeper(rank: int) -> None:
         time.sleep(100)
 
-    with pytest.raises(RankError, match="in sleeper"):
+    with pytest.raises(RankError, match=r"(?s)rank 0 hung.*in sleeper.*rank 1 hung.*in sleeper"):
         run_ranks(sleeper, 2, timeout=2, initialise=False)
 
 
@@ -100,7 +123,7 @@ def test_different_models_are_refused() -> None:
             zeroshard.shard(model, sgd(model))
         return str(caught.value)
 
-    for message in run_ranks(body, 2):
+    for message in on_ranks(body, 2):
         assert "the ranks built different models" in message
         assert "1.weight" in message
 
@@ -118,7 +141,7 @@ def test_ranks_with_different_settings_are_refused(what: str) -> None:
             zeroshard.shard(model, sgd(model), **{what: different[what]})
         return str(caught.value)
 
-    for message in run_ranks(body, 2, collective_timeout=60):
+    for message in on_ranks(body, 2):
         assert "ranks [1] differ from rank 0" in message
         assert {"precision": "param_dtype", "bucket_numel": "buckets of 100", "policy": "sharded: "}[what] in message
 
@@ -152,7 +175,34 @@ def test_models_and_optimizers_that_cannot_be_sharded() -> None:
     model.zero_grad()
     sharded = zeroshard.shard(model, sgd(model))
     assert "sharded already" in refusal(lambda: zeroshard.shard(model, sgd(model)))
-    assert "the shards are laid out" in refusal(lambda: sharded.optimizer.add_param_group({"params": []}))
+    again = {"params": [model.embedding.weight]}
+    assert "in a group of the optimizer already" in refusal(lambda: sharded.optimizer.add_param_group(again))
+
+
+def test_wrong_arguments_are_sentences() -> None:
+    model = Stack()
+    assert "optimizer is a Policy" in refusal(lambda: zeroshard.shard(model, Policy.stage(2)))  # type: ignore[arg-type]
+    assert "a Policy, or the number of a ZeRO stage" in refusal(lambda: zeroshard.shard(model, sgd(model), "2"))  # type: ignore[arg-type]
+    assert "not a torch.nn.Module" in refusal(lambda: zeroshard.shard(sgd(model), model))  # type: ignore[arg-type]
+    assert "0, 1, 2 or 3" in refusal(lambda: zeroshard.shard(model, sgd(model), 4))
+    parallel = nn.DataParallel(model)
+    assert "DataParallel" in refusal(lambda: zeroshard.shard(parallel, sgd(model)))
+    sharded = zeroshard.shard(model, sgd(model), 3)
+    assert sharded.policy == Policy.stage(3)
+
+
+def test_models_in_the_hands_of_torchs_wrappers_are_refused() -> None:
+    def body(rank: int) -> None:
+        ddp = nn.parallel.DistributedDataParallel(Stack())
+        assert "DistributedDataParallel" in refusal(lambda: zeroshard.shard(ddp, sgd(ddp)))
+        fsdp = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(fsdp[0])
+        assert "0 is in the hands of FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
+        cut = nn.Linear(4, 4)
+        parallelize_module(cut, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        assert "parameter weight is a DTensor over ranks [0, 1]" in refusal(lambda: zeroshard.shard(cut, sgd(cut)))
+
+    on_ranks(body, 2)
 
 
 def test_policies_without_meaning() -> None:
@@ -179,7 +229,8 @@ def test_call_order_of_the_plain_road() -> None:
     assert "not declared the last microbatch" in refusal(sharded.optimizer.step)
     model(*tokens(0, 1)).backward()
     sharded.optimizer.step()
-    assert "zero_grad" in refusal(lambda: model(*tokens(0, 2)).backward())
+    model(*tokens(0, 2)).backward()
+    assert "zero_grad" in refusal(sharded.optimizer.step)
 
 
 def test_call_order_of_the_engine() -> None:
@@ -203,7 +254,7 @@ def test_call_order_of_the_engine() -> None:
     [
         ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_gradients"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
             "offload_optimizer.nvme_path",
@@ -244,24 +295,26 @@ def test_optimizer_and_scheduler_blocks_that_cannot_be_made() -> None:
     assert "torch.nn.Module" in refusal(lambda: zeroshard.initialize(model=3, config=SGD))
 
 
-def test_a_collective_that_comes_late_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Races are provoked: every launch and every wait is delayed at random, on each rank differently."""
-    import random
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_collective_that_comes_late_over_gloo_changes_no_bits(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Races are provoked: every wait is delayed at random, on each rank differently."""
+    monkeypatch.setenv(VARIABLE, "0")
 
-    from zeroshard.collectives.grouped import Transfer
-
-    def body(rank: int) -> None:
+    def body(rank: int) -> int:
         work = workload("untied", steps=5)
-        calm = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+        calm = train(rank, work, Policy.stage(stage))
         noise = random.Random(rank)
         original = Transfer.wait
+        delays = []
 
         def late(self: Transfer) -> None:
-            time.sleep(noise.random() * 0.004)
+            delays.append(noise.random() * 0.004)
+            time.sleep(delays[-1])
             original(self)
 
         Transfer.wait = late  # type: ignore[method-assign]
-        for stage in range(4):
-            assert train(rank, work, Policy.stage(stage)).equals(calm[stage])
+        assert train(rank, work, Policy.stage(stage)).equals(calm)
+        return len(delays)
 
-    run_ranks(body, 2)
+    assert min(run_ranks(body, 2)) > 20

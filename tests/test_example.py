@@ -26,7 +26,8 @@ def start(launcher: list[str], tmp_path: Path, *options: str) -> subprocess.Pope
     )
 
 
-@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["one process", "torchrun"])
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [TORCHRUN, [sys.executable]], ids=["torchrun", "one process"])
 def test_ctrl_c_saves_and_says_how_to_go_on(launcher: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     running = start(launcher, tmp_path, "--checkpoints", str(folder), "--steps", "100000")

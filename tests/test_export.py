@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from families import FAMILIES
 from models import MODELS, tokens
+from ranks import on_ranks
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -18,8 +23,11 @@ import zeroshard
 from zeroshard import CheckpointError, Policy
 from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.cli.main import app
-from zeroshard.formats.hugging_face import export
+from zeroshard.formats.consolidated import write_files
+from zeroshard.formats.hugging_face import claimed, export
 from zeroshard.testing import run_ranks
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 
 
 def saved(
@@ -45,7 +53,7 @@ def saved(
         state_dict_keys = model.state_dict().keys()
         return whole | {fqn: b.clone() for fqn, b in model.named_buffers() if fqn in state_dict_keys}
 
-    return run_ranks(body, ranks)[0]
+    return on_ranks(body, ranks)[0]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -90,7 +98,7 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere(tmp_path: Path) -> None:
 def test_a_model_that_trains_exports_itself(stage: int, bf16: bool, tmp_path: Path) -> None:
     def live(engine: zeroshard.Engine) -> None:
         engine.export(tmp_path / "whole")
-        engine.save_16bit_model(tmp_path / "half")
+        engine.export(tmp_path / "half", torch.bfloat16)
 
     expected = saved(tmp_path, MODELS["batch norm" if not bf16 else "tied"], stage, live=(live, bf16))
     for folder, dtype in (("whole", None), ("half", torch.bfloat16)):
@@ -171,3 +179,79 @@ def test_a_checkpoint_without_its_base_has_no_model(tmp_path: Path) -> None:
         export(open_checkpoint(tmp_path / "a"), tmp_path / "out")
     with pytest.raises(CheckpointError, match="no file 'latest'"):
         open_checkpoint(tmp_path / "nothing")
+
+
+def _fill_disk(after: int) -> None:
+    """From here on, writes of this process find the disk full, after so many."""
+    write = os.pwrite
+    left = [after]
+
+    def pwrite(*arguments: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    os.pwrite = pwrite
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_an_export_on_a_disk_that_fills_leaves_nothing_and_names_the_file(full: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def body(rank: int) -> None:
+        engine = zeroshard.initialize(model=MODELS["tied"](), config=CONFIG)[0]
+        engine.export(out)
+        if rank == full:
+            _fill_disk(1)
+        with pytest.raises(CheckpointError, match=rf"{out}/model\.safetensors\.tmp cannot be written: No space left"):
+            engine.export(out, torch.bfloat16)
+
+    run_ranks(body, 2)
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert all(value.dtype == torch.float32 for value in read(out).values())
+
+
+def test_a_consolidation_on_a_disk_that_fills_leaves_nothing_and_names_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    saved(tmp_path)
+
+    def body(rank: int) -> None:
+        _fill_disk(1)
+        with pytest.raises(CheckpointError, match=rf"{out}/model\.safetensors\.tmp cannot be written: No space left"):
+            export(open_checkpoint(tmp_path / "ckpt"), out)
+
+    run_ranks(body, 1)
+    assert not list(out.iterdir())
+
+
+def test_a_saved_file_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+    """A file size limit stands for the disk's end."""
+
+    def body(rank: int) -> None:
+        engine = zeroshard.initialize(model=MODELS["tied"](), config=CONFIG)[0]
+        engine.save_16bit_model(tmp_path)
+        before = (tmp_path / "pytorch_model.bin").read_bytes()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be written"):
+            engine.save_16bit_model(tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert (tmp_path / "pytorch_model.bin").read_bytes() == before
+        assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+    run_ranks(body, 1)
+
+
+def test_two_exports_to_one_folder_are_refused(tmp_path: Path) -> None:
+    """The one that comes second, while the first writes; they would write to each other's files."""
+    saved(tmp_path)
+    out = tmp_path / "out"
+    with claimed(out):
+        with pytest.raises(CheckpointError, match=f"another export writes to {out} now"):
+            export(open_checkpoint(tmp_path / "ckpt"), out)
+        with pytest.raises(CheckpointError, match=f"another export writes to {out} now"):
+            write_files(open_checkpoint(tmp_path / "ckpt"), out)
+        assert not list(out.iterdir())
+    export(open_checkpoint(tmp_path / "ckpt"), out)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, compare, llama, lora, text
+from ranks import on_ranks
 
 import zeroshard
 from zeroshard import Policy
-from zeroshard.testing import run_ranks
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,10 +28,17 @@ def sharded_llama(stage: int) -> tuple[Any, zeroshard.Sharded]:
     return model, zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("Llama", "Mixtral", "LoRA over Llama") else pytest.param(family, marks=pytest.mark.full)
+        for family in FAMILIES
+    ],
+)
 def test_families_are_bit_equal(family: str, ranks: int) -> None:
-    for outcome in run_ranks(compare, ranks, family):
+    for outcome in on_ranks(compare, ranks, family):
         # These two give other gradients when they are checkpointed, on one process, without any sharding.
         changes = outcome.pop("checkpointing changes nothing")
         assert changes or family in ("GPT-2", "T5")
@@ -56,7 +63,7 @@ def test_each_rank_generates_as_much_as_it_likes(stage: int) -> None:
                 sharded.optimizer.step()
         return [alone]
 
-    short, long = (result[0] for result in run_ranks(body, 2))
+    short, long = (result[0] for result in on_ranks(body, 2))
     assert torch.equal(short, long[:, : short.shape[1]])
     assert long.shape[1] == 15
 
@@ -88,7 +95,7 @@ def test_evaluation_through_inner_modules() -> None:
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_adapters_train_and_the_base_stays() -> None:
@@ -112,4 +119,4 @@ def test_adapters_train_and_the_base_stays() -> None:
             for fqn, parameter in model.named_parameters():
                 assert torch.equal(parameter, before[fqn]) is not parameter.requires_grad, fqn
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)

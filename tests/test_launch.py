@@ -17,7 +17,7 @@ from models import Stack
 
 import zeroshard
 from zeroshard import UsageError
-from zeroshard.launch import Launch, first_host, join_ranks, read_launch, trap_of_restarts
+from zeroshard.launch import Launch, _meeting_point, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
 from zeroshard.testing.ranks import free_port
 from zeroshard.uncaught import Hook, report_uncaught, restore
@@ -64,6 +64,8 @@ CPU = torch.device("cpu")
             Launch("Slurm", 1, 2, 0, "a", 15012),
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"RANK": "0"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "²", "SLURM_NODELIST": "[,"}, None),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
              "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -85,6 +87,18 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"},
             "start it with srun",
+        ),
+        ({"RANK": "1"}, "RANK=1 says that there are several ranks, and WORLD_SIZE is not set"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 does not lie below WORLD_SIZE=1"),
+        ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 says .* SLURM_NTASKS is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 says .* OMPI_COMM_WORLD_SIZE is not set"),
+        ({"PMI_RANK": "1"}, "PMI_RANK=1 says .* PMI_SIZE is not set"),
+        ({"WORLD_SIZE": "²"}, "WORLD_SIZE='²' is not an integer"),
+        ({"WORLD_SIZE": "9" * 5000}, "is not an integer"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "[,"},
+            r"'\[,' names none",
         ),
     ],
 )
@@ -115,8 +129,35 @@ def test_a_store_that_outlives_its_ranks_is_told_of() -> None:
     assert trap_of_restarts({}) is None
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI"])
+@pytest.mark.parametrize(
+    ("address", "point"),
+    [
+        ("node1", "tcp://node1:7"),
+        ("::1", "tcp://[::1]:7"),
+        ("[fe80::1]", "tcp://[fe80::1]:7"),
+        ("10.0.0.1", "tcp://10.0.0.1:7"),
+    ],
+)
+def test_an_address_becomes_a_meeting_point(address: str, point: str) -> None:
+    assert _meeting_point(Launch("Slurm", 0, 2, None, address, 7)) == point
+
+
+@pytest.mark.parametrize("address", ["/", "a b", "http://a", "host:29500", "[", "a?rank=3"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="is no address: set it to the machine of rank 0"):
+        _meeting_point(Launch("Slurm", 0, 2, None, address, 7))
+
+
+@pytest.mark.parametrize("address", ["", ",a", "[", "[,", "a[", "²/"])
+def test_a_list_that_names_no_machine_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="names none: set MASTER_ADDR"):
+        first_host(address)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI", "Slurm, IPv6", "Open MPI, IPv6"])
 def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
+    if "IPv6" in launcher and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
     port = str(free_port())
 
     def body(rank: int) -> int:
@@ -132,7 +173,9 @@ def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
                 "OMPI_COMM_WORLD_LOCAL_SIZE": two,
             },
         }
-        os.environ.update(names[launcher], MASTER_PORT=port)
+        if "IPv6" in launcher:
+            os.environ["MASTER_ADDR"] = "::1"
+        os.environ.update(names[launcher.partition(",")[0]], MASTER_PORT=port)
         torch.manual_seed(rank)
         model = Stack()
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zeroshard.Policy.stage(1))
@@ -220,13 +263,15 @@ def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_a_script_that_just_ends_leaves_its_ranks(tmp_path: Path) -> None:
     done = run(SCRIPT, tmp_path)
     assert done.stdout.splitlines()[-1] == "[0, 0, 0]", done.stderr
     assert done.stdout.count("down") == 3
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.full)])
 def test_leaving_does_not_wait_for_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
     """Rank 1 dies, or stands still with its connections open, while the others end."""
     gone = f"""

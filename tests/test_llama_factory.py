@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 from zeroshard.integrations import llama_factory
-from zeroshard.testing import run_ranks
 
 ROOT = "llamafactory.v1.plugins.trainer_plugins"
 
@@ -85,7 +85,7 @@ def train(rank: int, plugins: tuple[Any, Any] | None, later: bool) -> tuple[list
 def test_the_registries_calls_train_as_ddp(monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
     plugins = stand_in(monkeypatch, later)
     llama_factory.register()
-    plain, ours = run_ranks(train, 2, None, later), run_ranks(train, 2, plugins, later)
+    plain, ours = on_ranks(train, 2, None, later), on_ranks(train, 2, plugins, later)
     for (one, _), (other, _) in zip(plain, ours, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     for name, value in plain[0][1].items():

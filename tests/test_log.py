@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from models import Stack, tokens
+from ranks import on_ranks, run_ranks
 
 import zeroshard
 from zeroshard import ConfigError
-from zeroshard.testing import run_ranks
 
 BASE = {
     "train_micro_batch_size_per_gpu": 3,
@@ -83,7 +83,7 @@ def test_csv_files(tmp_path: Path) -> None:
     def body(rank: int) -> list[float]:
         return run(settings, rank)[1]
 
-    losses = run_ranks(body, 2)
+    losses = on_ranks(body, 2)
     names = {path.name for path in (tmp_path / "job").iterdir()}
     assert names == {f"Train_Samples_{figure}.csv" for figure in ("train_loss", "lr", "loss_scale", "grad_norm")}
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open() as file:
@@ -110,7 +110,7 @@ def test_a_log_that_the_disk_does_not_take_is_no_end(tmp_path: Path, kind: str) 
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         return losses, [str(one.message) for one in told if "the log" in str(one.message)]
 
-    (losses, told), (others, nothing) = run_ranks(body, 2)
+    (losses, told), (others, nothing) = on_ranks(body, 2)
     assert len(losses) == len(others) == 8 and not nothing
     assert len(told) == 1 and re.search(
         r"the log .*job.* ends before step [1-4]: File too large\. The training goes on", told[0]

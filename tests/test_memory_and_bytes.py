@@ -9,22 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from twin import gpt_batch as batch
 
 import zeroshard
 from zeroshard import Policy, Precision
 from zeroshard.layout.layout import ALIGNMENT
-from zeroshard.schedule.schedule import UNITS_IN_FLIGHT
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.wire import sent_bytes
 
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
 BF16 = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
-
-
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def work(steps: int = 3) -> Workload:
@@ -45,7 +40,7 @@ def test_memory_at_rest_is_what_the_formulas_say(ranks: int, stage: int, precisi
 
 @pytest.mark.parametrize("stage", range(4))
 def test_transient_buffers_are_bounded_and_do_not_grow(stage: int, transport: str) -> None:
-    """At most UNITS_IN_FLIGHT units' reductions travel while one is taken in and the root's bucket fills for the whole backward.
+    """At most two units' reductions travel while one is taken in and the root's bucket fills for the whole backward.
 
     Each holds its unreduced bucket and W - 1 received shards of it, so less than two buckets.
     """
@@ -60,10 +55,38 @@ def test_transient_buffers_are_bounded_and_do_not_grow(stage: int, transport: st
             largest.append(max(unit.layout.numel for unit in units) * 4)
 
         train(rank, work(steps=6), Policy.stage(stage), inspect=inspect)
-        assert seen[-1] <= (UNITS_IN_FLIGHT + 2) * 2 * largest[0]
+        assert seen[-1] <= 4 * 2 * largest[0]
         assert seen[-1] > 0 or (stage < 2 and transport != "gloo")  # whose sums are read in place
         # How many copies wait for their readers is a matter of time; what bounds them is not.
         assert len(set(seen[1:])) == 1 or transport != "gloo", f"buffers changed from step to step: {seen}"
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_clipped_step_sends_one_message(stage: int) -> None:
+    """The norm, who used which parameter, and who wrote to which: the step asks for nothing that clipping has asked for."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        collectives = sharded._context.collectives
+        original, labels = collectives.exchange, list[str]()
+
+        def exchange(data: bytes, label: str) -> list[bytes]:
+            labels.append(label)
+            return original(data, label)
+
+        for number in range(3):
+            model(torch.full((2, 8), rank + 1.0)).sum().backward()
+            collectives.exchange = exchange  # type: ignore[method-assign]
+            sharded.clip_grad_norm_(1.0)
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+            if number:  # in the first step the ranks also agree on the order of buckets
+                assert len(labels) == 1, labels
+            labels.clear()
 
     run_ranks(body, 2)
 
@@ -93,11 +116,12 @@ def test_a_large_root_does_not_let_the_blocks_gradients_wait(stage: int) -> None
         model.blocks[0].register_full_backward_hook(lambda *_: seen.append(sharded._context.pool.nbytes))
         model(batch(rank, 0)[0]).backward()  # of the root nothing has come yet when its first block is done
         block = (2 * 64 * 256 + 320) * 4
-        assert 0 < seen[0] <= (UNITS_IN_FLIGHT + 2) * 2 * block < 24 * block
+        assert 0 < seen[0] <= 4 * 2 * block < 24 * block
 
     run_ranks(body, 2)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_on_the_wire(ranks: int, stage: int, transport: str) -> None:

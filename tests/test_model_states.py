@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import MODELS, tokens
+from ranks import on_ranks
 
 import zeroshard
 from zeroshard import Policy, Precision, UsageError
 from zeroshard.step.model_states import Range
-from zeroshard.testing import run_ranks
 
 
 def _train(rank: int, stage: int, steps: int = 2, precision: Precision | None = None, name: str = "tied"):
@@ -51,9 +51,8 @@ def _plain(world_size: int, name: str = "tied"):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_whole_of_each_state_is_a_plain_trainings(stage: int, world_size: int) -> None:
-    plain, optimizer = _plain(world_size, "frozen")
-
     def body(rank: int) -> None:
+        plain, optimizer = _plain(world_size, "frozen")
         _, sharded = _train(rank, stage, name="frozen")
         states = sharded.states
         for fqn, p in plain.named_parameters():
@@ -68,7 +67,7 @@ def test_the_whole_of_each_state_is_a_plain_trainings(stage: int, world_size: in
                     assert states.get(fqn, "step") == optimizer.state[p]["step"]
                 assert p.numel() == 0 or states.get(fqn, "momentum_buffer") is None
 
-    run_ranks(body, world_size)
+    on_ranks(body, world_size)
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
@@ -94,7 +93,7 @@ def test_what_is_set_is_what_everybody_has(stage: int, precision: Precision) -> 
         sharded.optimizer.zero_grad()
         model(*tokens(rank, 9)).backward()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_local_ranges_cover_each_parameter_once() -> None:
@@ -107,7 +106,7 @@ def test_local_ranges_cover_each_parameter_once() -> None:
         assert total.tolist() == list(shapes.values())
         return mine
 
-    one, other = run_ranks(body, 2)
+    one, other = on_ranks(body, 2)
     assert abs(sum(one) - sum(other)) <= 64
 
 
@@ -124,4 +123,4 @@ def test_errors_name_what_is_wrong() -> None:
         assert states.names("head.weight") == ["parameters", "gradients", "step", "exp_avg", "exp_avg_sq"]
         assert states.names("blocks.1.up.weight") == ["parameters"]
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)

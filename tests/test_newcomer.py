@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import cloudpickle
 import pytest
 import torch
 import typer
@@ -187,9 +189,8 @@ def test_what_is_no_size(text: str) -> None:
 def test_dtypes_have_the_same_names_everywhere() -> None:
     import torch
 
-    assert (
-        set(get_args(DType)) == set(DTYPE_NAMES) >= {"fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half"}
-    )
+    names = set(get_args(get_args(DType)[0]))
+    assert names == set(DTYPE_NAMES) >= {"fp32", "float32", "bf16", "bfloat16", "fp16", "float16", "half"}
     for name, known in DTYPE_NAMES.items():
         assert dtype_name(name) == dtype_name(name.upper()) == known
         types = load_config({"data_types": {"param_dtype": name}}, 1).precision
@@ -261,7 +262,7 @@ def test_wrong_input_is_a_sentence(arguments: list[str], expected: str, tmp_path
     [
         ["compare", "--ranks", "0"], ["compare", "--steps", "-1"], ["estimate", "--parameters", "-7B"],
         ["estimate", "--parameters", "1B", "--ranks", "0"], ["estimate", "--parameters", "1B", "--dtype", "int8"],
-        ["doctor", "--size", "-1MB"], ["doctor", "--parameters", "0"], ["doctor", "--local-ranks", "0"],
+        ["doctor", "--size", "-1MB"], ["plan", "x", "--gpus", "0"], ["plan", "x", "--memory", "80"],
         ["config", "check", "x.json", "--ranks", "-2"], ["nonsense"], ["consolidate", "a", "b", "--max-shard-size", "many"],
     ],
 )  # fmt: skip
@@ -297,7 +298,7 @@ def test_the_program_answers_without_torch() -> None:
 def test_doctor_without_arguments_does_what_it_can() -> None:
     done = CliRunner().invoke(app, ["doctor", "--size", "1MiB"], env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output
-    for word in ("torch", "gloo", "AdamW on the CPU", "give --io FOLDER", "a step takes at least"):
+    for word in ("torch", "gloo", "AdamW on the CPU", "give --io FOLDER"):
         assert word in done.output
 
 
@@ -305,15 +306,15 @@ def test_doctor_without_arguments_does_what_it_can() -> None:
 
 
 def test_public_names_are_imported_at_first_use() -> None:
-    """Three functions share their module's name: whoever imports the module first must not hide the function."""
+    """A name is imported from its module; no import of a module hides a name."""
     script = """
 import sys, types
 import zeroshard
 assert {name for name in sys.modules if name.startswith("zeroshard.")} <= {"zeroshard.version"}, "importing it imports nothing"
 assert set(zeroshard.__all__) <= set(dir(zeroshard))
-from zeroshard.shard import Sharded
-import zeroshard.initialize, zeroshard.sharded_init, zeroshard.unsharded
-for name in ("shard", "initialize", "sharded_init", "unsharded"):
+from zeroshard.sharding import Sharded
+import zeroshard.engine.initialize, zeroshard.construction.sharded_init, zeroshard.access.unsharded, zeroshard.planning.dry_run
+for name in ("shard", "initialize", "sharded_init", "unsharded", "plan"):
     assert isinstance(getattr(zeroshard, name), types.FunctionType), name
 for name in zeroshard.__all__:
     getattr(zeroshard, name)
@@ -328,6 +329,20 @@ else:
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
+def test_type_checkers_see_the_public_names() -> None:
+    """They do not read the table that the names are imported by; no module may have the name of one."""
+    package = Path(zeroshard.__file__).parent
+    imports = set()
+    for node in ast.walk(ast.parse((package / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module not in ("importlib", "typing", "zeroshard.version"):
+            imports |= {(alias.name, node.module) for alias in node.names if alias.asname == alias.name}
+    assert imports == {(name, f"zeroshard.{module}") for name, module in zeroshard._MODULE_OF.items()}
+    modules = {path.stem for path in package.glob("*.py")} | {
+        path.parent.name for path in package.glob("*/__init__.py")
+    }
+    assert not set(zeroshard.__all__) & modules
+
+
 def test_the_package_is_pickled_by_name() -> None:
     """As the globals of a script's functions are by what sends these to other processes, such as Ray."""
-    assert pickle.loads(pickle.dumps(zeroshard)) is zeroshard
+    assert pickle.loads(cloudpickle.dumps(zeroshard)) is zeroshard

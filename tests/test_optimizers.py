@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
+import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import Stack, tokens, workload
+from ranks import on_ranks
 from torch import nn
 
-import zeroshard
+import zeroshard.optim
 from zeroshard import ConfigError, Lion, MuonWithAdamW, Policy, UsageError
 from zeroshard.config.schema import OptimizerBlock
 from zeroshard.layout.layout import lay_out_whole
 from zeroshard.optim.from_config import create_optimizer
-from zeroshard.testing import ranks_agree, run_ranks, train, train_reference
+from zeroshard.optim.states import STATES_PER_PARAMETER, states_per_parameter
+from zeroshard.step.elementwise import REFUSED
+from zeroshard.testing import ranks_agree, train, train_reference
 
 WHOLE = {
     "Muon and AdamW": lambda p: MuonWithAdamW(p, lr=1e-2, fused=False),
@@ -23,11 +30,66 @@ WHOLE = {
 }
 
 
+OPTIMIZERS = {
+    cls.__name__: cls
+    for cls in (*vars(torch.optim).values(), Lion, MuonWithAdamW)
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "Adam": [{"amsgrad": True}],
+    "AdamW": [{"amsgrad": True}],
+    "RMSprop": [{"momentum": 0.9}, {"centered": True}, {"momentum": 0.9, "centered": True}],
+}
+
+
+def most_states(cls: Any, options: dict[str, Any]) -> tuple[int, int]:
+    """Step once on a vector and on a matrix; return the most bytes of states per byte of a parameter, and the prediction."""
+    measured, predicted = 0, 0
+    for shape in ((64,), (8, 8)):
+        if cls is torch.optim.Muon and len(shape) == 1:
+            continue  # it takes matrices only
+        parameter = nn.Parameter(torch.ones(shape))
+        optimizer = cls([parameter], **options)
+        parameter.grad = torch.ones(shape)
+        optimizer.step()
+        states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+        nbytes = sum(value.nbytes for value in states if value.shape == parameter.shape)
+        assert nbytes % parameter.nbytes == 0
+        measured = max(measured, nbytes // parameter.nbytes)
+        predicted = states_per_parameter(optimizer)
+    return measured, predicted
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - REFUSED.keys()))
+def test_the_table_of_states_is_what_an_optimizer_keeps(name: str) -> None:
+    cls = OPTIMIZERS[name]
+    measured, predicted = most_states(cls, {"momentum": 0.9} if name == "SGD" else {})
+    assert measured == predicted == STATES_PER_PARAMETER[name]
+    for options in OPTIONS.get(name, []):
+        measured, predicted = most_states(cls, options)
+        assert measured == predicted > STATES_PER_PARAMETER[name]
+    derived = type("Derived", (cls,), {})
+    assert states_per_parameter(derived([nn.Parameter(torch.ones(2, 2))])) == STATES_PER_PARAMETER[name]
+
+
+def test_the_table_of_states_has_every_optimizer() -> None:
+    """An optimizer of a newer torch is found here first."""
+    found = set()
+    for module in pkgutil.iter_modules(zeroshard.optim.__path__):
+        for value in vars(importlib.import_module(f"zeroshard.optim.{module.name}")).values():
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
+                found.add(value.__name__)
+    assert {"Lion", "MuonWithAdamW"} <= found
+    assert (OPTIMIZERS.keys() | found) - {"Optimizer", "Several"} - REFUSED.keys() == STATES_PER_PARAMETER.keys()
+    assert states_per_parameter(type("Unknown", (torch.optim.Optimizer,), {})([nn.Parameter(torch.ones(2))], {})) == 2
+
+
 def with_elements(model: nn.Module) -> list[nn.Parameter]:
     """torch's Adafactor divides by zero on a parameter without elements, sharded or not."""
     return [parameter for parameter in model.parameters() if parameter.numel()]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", ["tied", "frozen", "tiny"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", WHOLE)
@@ -42,7 +104,7 @@ def test_whole_parameters_give_the_bits_of_a_plain_loop(optimizer: str, ranks: i
             assert ranks_agree(run)
             assert run.equals(oracle), f"other bits at stage {stage}"
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 @pytest.mark.parametrize("numels", [[], [5], [0, 0], [7, 100, 33, 0, 64, 1], list(range(40))])
@@ -86,7 +148,7 @@ def test_lion_is_cut_like_adam() -> None:
         assert all(run.equals(runs[0]) for run in runs)
         assert runs[0].equals(train_reference(work, 2, rank))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +175,58 @@ def test_the_config_makes_optimizers(block: dict[str, Any], cls: type, expected:
     assert {key: optimizer.param_groups[0][key] for key in expected} == expected
 
 
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "optimizers.json").read_text())
+"""By tests/recorded/record.py, from DeepSpeed 0.19.8: the param groups of an engine's optimizer, in accelerator and CPU memory."""
+
+
+@pytest.mark.parametrize(
+    "made", RECORDED["made"], ids=lambda made: f"{made['type']} {made['params']} {made['offloaded']}"
+)
+def test_what_a_config_leaves_out_is_what_deepspeed_takes(made: dict[str, Any]) -> None:
+    block = OptimizerBlock(type=made["type"], params=made["params"])
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    if made["class"] in (None, "FusedLamb"):
+        with pytest.raises(ConfigError, match=f"{made['type']} is not offered"):
+            create_optimizer(block, parameters)
+        return
+    optimizer = create_optimizer(block, parameters)
+    assert len(optimizer.param_groups) == len(made["groups"])
+    for ours, theirs in zip(optimizer.param_groups, made["groups"], strict=True):
+        assert {"lr"} < theirs.keys() & ours.keys()
+        for key, value in theirs.items():
+            if isinstance(value, list):
+                value = tuple(value)  # noqa: PLW2901
+            assert ours.get(key, value) == value, key
+        assert theirs.keys() - ours.keys() <= {"bias_correction", "amsgrad"}
+        assert theirs.get("bias_correction", True) and not theirs.get("amsgrad")  # what torch's do without a switch
+    if made["type"] in ("Adam", "AdamW"):
+        assert isinstance(optimizer, torch.optim.AdamW) is made["decays_apart"]
+
+
+def test_muon_of_a_config_scales_updates_as_deepspeed_does() -> None:
+    """By sqrt(rows / columns) of tall matrices; MuonWithAdamW itself matches AdamW's root mean square."""
+    made = create_optimizer(OptimizerBlock(type="Muon", params={"lr": 1.0}), [nn.Parameter(torch.zeros(8, 2))])
+    (parameter,) = made.param_groups[0]["params"]
+    parameter.grad = torch.eye(8)[:, :2]
+    made.step()
+    # Newton-Schulz leaves singular values near one.
+    assert 0.6 * 2 < float(torch.linalg.matrix_norm(parameter.detach(), 2)) < 1.3 * 2
+
+
+def test_muon_parts_the_param_groups_of_a_trainer() -> None:
+    model = Stack(tied=False)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = create_optimizer(OptimizerBlock(type="Muon", params={"lr": 0.1}), groups, model)
+    kinds = {
+        id(p): (group["use_muon"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
+    assert len(kinds) == len(decayed) + len(rest)
+    for fqn, p in model.named_parameters():
+        assert kinds[id(p)] == (p.ndim == 2 and fqn.startswith("blocks"), 0.1 if p.ndim > 1 else 0.0), fqn
+
+
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
@@ -125,6 +239,8 @@ def test_the_config_makes_optimizers(block: dict[str, Any], cls: type, expected:
         ({"type": "Adam", "params": {"lr": -1}}, "learning rate"),
         ({"type": "Adam", "params": {"lr": "fast"}}, "optimizer.params"),
         ({"type": "Adam", "params": {"betas": 3}}, "optimizer.params"),
+        ({"type": "Muon", "params": {"ns_method": "gram"}}, "ns_method is not offered.*Leave it out"),
+        ({"type": "Muon", "params": {"adam_w_mode": False}}, "adam_w_mode = false is not offered with Muon"),
     ],
 )
 def test_optimizers_that_cannot_be_made(block: dict[str, Any], expected: str) -> None:
@@ -142,7 +258,7 @@ def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
         engine, *_ = zeroshard.initialize(model=model, config=config)
         sizes = {}
         for group in engine.optimizer.param_groups:
-            sizes[group["use_muon"]] = sorted(p.ndim for p in group["params"])
+            sizes[group["use_muon"]] = sorted(p.ndim for p in group["params"] if p.numel())
             assert group["lr"] == (2e-2 if group["use_muon"] else 1e-2)
         assert set(sizes[True]) == {2}
         assert len(sizes[True]) + len(sizes[False]) == sum(p.numel() > 0 for p in model.parameters())
@@ -154,7 +270,7 @@ def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
             first = first if first is not None else float(loss)
         assert float(loss) < first - 0.3
 
-    run_ranks(body, 1)
+    on_ranks(body, 1)
 
 
 def test_muon_keeps_its_state_over_a_save() -> None:
@@ -199,4 +315,4 @@ def test_the_users_word_on_an_unknown_optimizer_is_taken() -> None:
         for fqn, parameter in model.named_parameters():
             assert torch.equal(parameter, oracle.parameters[fqn]), fqn
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)

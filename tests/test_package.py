@@ -47,7 +47,7 @@ def test_what_is_in_the_wheel(built: Path) -> None:
         )
     tracked = subprocess.run(["git", "ls-files", "zeroshard"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert set(tracked.stdout.split()) <= names, "a file of the package is missing"
-    assert {"zeroshard/py.typed", "zeroshard/plan/machines.json", "zeroshard/shim/deepspeed/__init__.py"} <= names
+    assert {"zeroshard/py.typed", "zeroshard/planning/machines.json", "zeroshard/shim/deepspeed/__init__.py"} <= names
     assert {name.partition("/")[0] for name in names} == {"zeroshard", f"zeroshard-{zeroshard.__version__}.dist-info"}
     assert (
         told["Name"] == "zeroshard"

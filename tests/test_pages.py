@@ -9,17 +9,19 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from twin import gpt_batch as batch
 
 import zeroshard
 from zeroshard import Policy, Precision
 from zeroshard.errors import UsageError
 from zeroshard.storage import accelerator
 from zeroshard.storage.accelerator import AcceleratorStorage
-from zeroshard.storage.flat_buffer import FlatBuffer, PagedBuffer
+from zeroshard.storage.buffers import FlatBuffer, PagedBuffer
 from zeroshard.storage.kernel_memory import CHUNK_NBYTES, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.testing import Workload, run_ranks, train
@@ -37,11 +39,6 @@ def storage() -> AcceleratorStorage:
 
 def buffer_of(storage: AcceleratorStorage, mib: float, dtype: torch.dtype = torch.float32) -> FlatBuffer:
     return storage.flat_buffer("a test", int(mib * MIB) // dtype.itemsize, dtype, comes_and_goes=True)
-
-
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def mappings() -> int:
@@ -277,6 +274,7 @@ def test_without_such_a_kernel_the_bits_are_the_same(monkeypatch: pytest.MonkeyP
     run_ranks(body, 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "precision", [None, Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)], ids=["fp32", "bf16"]
 )
@@ -328,14 +326,19 @@ def test_the_peak_falls_by_the_gradients() -> None:
 
 
 def test_who_keeps_a_gradient_keeps_its_memory() -> None:
-    """An optimizer's hook that holds what it was lent."""
+    """An optimizer that holds what it was lent."""
+
+    class Keeps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            kept.extend(p.grad for group in self.param_groups for p in group["params"])
+            return super().step(closure)
+
+    kept: list[Tensor] = []
 
     def body(rank: int) -> None:
         model = GPT(CONFIG)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        kept: list[Tensor] = []
-        inner.register_step_pre_hook(lambda opt, *_: kept.extend(p.grad for g in opt.param_groups for p in g["params"]))
-        sharded = zeroshard.shard(model, inner, Policy.stage(3))
+        inner = Keeps(model.parameters(), lr=0.1)
+        sharded = zeroshard.shard(model, inner, Policy.stage(3), elementwise=True)
         model(*batch(rank, 0)).backward()
         sharded.optimizer.step()
         copies = [gradient.clone() for gradient in kept]
@@ -351,6 +354,7 @@ def test_who_keeps_a_gradient_keeps_its_memory() -> None:
     run_ranks(body, 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("forgets", [False, True])
 def test_parked_gradients_come_back_unless_forgotten(stage: int, forgets: bool, tmp_path: Path) -> None:

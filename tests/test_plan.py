@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
 
 import zeroshard
-from zeroshard.plan import microbatches
+from zeroshard.planning import dry_run
 from zeroshard.testing.gpt import GPT, GPTConfig
 
+FULL = pytest.mark.full
 CHOSEN = [
     *[(1, stage, "fp32", False, 1) for stage in (0, 3)],
     *[(2, stage, dtype, checkpointing, 1) for stage, dtype, checkpointing in (
@@ -43,7 +48,12 @@ def real_runs(case: Case, predicted: int) -> list[dict[str, Any]]:
     pytest.fail(f"{predicted} bytes were predicted, and every rank took {least} at least, in {TRIES} runs")
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids=_id)
+QUICK = (CHOSEN[5],)
+
+
+@pytest.mark.parametrize(
+    "chosen", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in CHOSEN], ids=_id
+)
 def test_a_plan_is_what_the_allocator_gives(chosen: tuple[int, int, str, bool, int]) -> None:
     ranks, stage, dtype, checkpointing, accumulation = chosen
     micro = 1 if dtype == "fp16" else 4  # a CPU multiplies these at a crawl
@@ -54,7 +64,8 @@ def test_a_plan_is_what_the_allocator_gives(chosen: tuple[int, int, str, bool, i
     assert plan.figures.sent == real[0]["sent"]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=FULL), 3])
 def test_random_states_of_checkpoints_are_counted(stage: int) -> None:
     """They are small, and so is this model."""
 
@@ -69,14 +80,54 @@ def test_random_states_of_checkpoints_are_counted(stage: int) -> None:
     real_runs(case, plan.peak_nbytes)
 
 
+class Encoder(nn.Module):
+    """A layer, and copies of it, or the same layers each made by itself."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+
+        def make() -> nn.Module:
+            return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+        layer = make()
+        layers = [copy.deepcopy(layer) for _ in range(3)] if copies else [make() for _ in range(3)]
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_copies_its_layers_is_planned_as_one_that_does_not(stage: int) -> None:
+    """As nn.TransformerEncoder does."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW"},
+    }
+    copied, made = (
+        zeroshard.plan(partial(Encoder, copies=copies), config, world_size=2, batch=lambda n: (torch.zeros(n, 4, 16),))
+        for copies in (True, False)
+    )
+    assert copied.peak_nbytes == made.peak_nbytes > 0
+    assert copied.figures.sent == made.figures.sent
+
+
 TWO_LEVELS = [
     (0, "fp32", False, 1), (1, "fp32", False, 1), (2, "fp32", False, 2), (3, "bf16", True, 1), (3, "fp32", False, 2),
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "chosen",
-    [(2, "bf16", False, 1), (3, "fp32", False, 1), *(pytest.param(one, marks=pytest.mark.full) for one in TWO_LEVELS)],
+    [
+        (3, "fp32", False, 1),
+        pytest.param((2, "bf16", False, 1), marks=FULL),
+        *(pytest.param(one, marks=pytest.mark.full) for one in TWO_LEVELS),
+    ],
     ids=_id,
 )
 def test_two_hosts_of_two(chosen: tuple[int, str, bool, int]) -> None:
@@ -91,6 +142,7 @@ def test_two_hosts_of_two(chosen: tuple[int, str, bool, int]) -> None:
     assert any(kind.endswith(" across") for kind in plan.figures.sent)
 
 
+@pytest.mark.full
 def test_which_link_ranks_talk_over() -> None:
     def lines(hosts: int, within: int | None) -> set[str]:
         zero = {} if within is None else {"zero_hpz_partition_size": within}
@@ -104,6 +156,18 @@ def test_which_link_ranks_talk_over() -> None:
     assert lines(2, None) == {"network"}
     assert lines(2, 4) == lines(2, 2) == {"link", "network"}
     assert lines(4, 4) == {"network"}, "a host of the policy's is two machines"
+
+
+def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
+    """As the engine does: with the optimizer in CPU memory they stay on the device until the last one."""
+    config = config_of(2, "bf16", accumulation=4, micro=1, offload_optimizer={"device": "cpu"})
+    roomy, full = (
+        zeroshard.plan(gpt, config, world_size=2, batch=tokens, machine="h100", memory=memory)
+        for memory in (1 << 33, 1)
+    )
+    sums = sum(parameter.numel() for parameter in gpt().parameters()) * 4 // 2
+    assert roomy.parts["temporaries"] - full.parts["temporaries"] >= 0.99 * sums
+    assert full.limit == 1
 
 
 def test_stage_3_within_hosts_sends_little_across() -> None:
@@ -120,11 +184,12 @@ def test_stage_3_within_hosts_sends_little_across() -> None:
     assert across(None) == across(16) == 0
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), 3])
 def test_microbatches_that_are_left_out_are_counted(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(config_of(stage, "bf16", accumulation=7, micro=1), 2)
     short = planned(case).figures
-    monkeypatch.setattr(microbatches, "MOST", 7)
+    monkeypatch.setattr(dry_run, "MOST_MICROBATCHES", 7)
     whole = planned(case).figures
     assert short.config.batch == whole.config.batch
     assert (short.sent, short.calls) == (whole.sent, whole.calls)
@@ -137,7 +202,16 @@ def seven_and_a_half_billion() -> GPT:
     return GPT(GPTConfig(layers=37, width=4096, heads=32, vocabulary=6144))
 
 
-@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stage", "gigabytes"),
+    [
+        pytest.param(0, 120.0, marks=FULL),
+        pytest.param(1, 31.4, marks=FULL),
+        pytest.param(2, 16.6, marks=FULL),
+        (3, 1.9),
+    ],
+)
 def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: float) -> None:
     plan = zeroshard.plan(seven_and_a_half_billion, config_of(stage, "bf16", micro=1), world_size=64, batch=tokens)
     states = {category: plan.figures.states.get(category, 0) for category in ("parameters", "gradients", "optimizer")}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import zeroshard
 from typer.testing import CliRunner
 
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
-from zeroshard.plan.machine import TABLE
+from zeroshard.planning.machine import TABLE
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -58,20 +56,9 @@ def refused(*arguments: str) -> str:
 
 
 def test_a_config_is_judged(folder: Path) -> None:
-    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1")
-    command = [
-        str(Path(sys.executable).parent / "zeroshard"),
-        "plan",
-        ".",
-        "--gpus",
-        "8",
-        "--memory",
-        "80GB",
-        "--sequence",
-        "32",
-    ]
-    command += ["--config", "zero.json", "--write", "out.json", "--plot", "memory.png"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    model = (".", "--gpus", "8", "--memory", "80GB", "--sequence", "32")
+    written_to = ("--config", "zero.json", "--write", "out.json", "--plot", "memory.png")
+    done = zeroshard("plan", *model, *written_to)
     assert done.returncode == 0, done.stderr
     for word in (
         "fits:",
@@ -217,6 +204,7 @@ def test_wrong_input_is_a_sentence_with_the_remedy(folder: Path) -> None:
     assert "there is no machine 'h1000'" in refused(".", "--machine", "h1000", "--config", "zero.json")
 
 
+@pytest.mark.full
 def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--profile", "here.json", "--size", "4MB"])
     assert result.exit_code == 0, result.output

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroshard.plan.dry_run import Figures
-from zeroshard.plan.machine import Machine, Unseen, machines
-from zeroshard.plan.planner import job_of
-from zeroshard.plan.result import Plan
-from zeroshard.plan.search import Choice, Search, micros, settings
+from zeroshard.planning import search
+from zeroshard.planning.dry_run import Figures
+from zeroshard.planning.machine import Machine, Unseen, machines
+from zeroshard.planning.planner import Plan, job_of
+from zeroshard.planning.search import Choice, Search, micros, settings
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -80,10 +80,8 @@ def everything(search: Search) -> dict[Choice, Plan]:
     return {choice: plan for choice, _, plan in search._plans([(choice, None) for choice in choices]) if plan}
 
 
-MODELS = [Model(2, 2), *(pytest.param(one, marks=pytest.mark.full) for one in (Model(2, 2, 16), Model(12, 4)))]
-
-
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("model", [Model(2, 2), Model(2, 2, 16), Model(11, 2)], ids=str)
 def test_the_search_finds_what_a_sweep_finds(model: Model) -> None:
     search = search_of(model)
     assert search._is_shallow == (model.layers > 10)
@@ -105,6 +103,7 @@ def test_the_search_finds_what_a_sweep_finds(model: Model) -> None:
     assert min(tried) < len(plans) / 2  # or there is nothing that it leaves out
 
 
+@pytest.mark.full
 def test_what_rests_on_a_host_is_bounded_too() -> None:
     search = search_of(Model(2, 2))
     plans = everything(search)
@@ -113,3 +112,21 @@ def test_what_rests_on_a_host_is_bounded_too() -> None:
     found = replace(search, limit=least, host_limit=on_cpu - 1).run()
     assert not found.plan.fits
     assert replace(search, limit=least, host_limit=on_cpu).run().plan.fits
+
+
+@pytest.mark.parametrize("first", [1, 3, 64])
+def test_the_largest_micro_batch_is_found_where_the_first_samples_add_nothing(first: int) -> None:
+    for start, per_sample, limit in [(100, 1, 100), (100, 7, 99), (100, 7, 1000), (0, 9, 80), (50, 10, 49)]:
+        asked: list[int] = []
+
+        def need(micro: int, start: int = start, per_sample: int = per_sample, asked: list[int] = asked) -> int:
+            asked.append(micro)
+            return max(start, per_sample * micro)
+
+        expected = limit // per_sample if start <= limit else 0
+        assert search._last_that_fits(need, limit, first) == expected
+        assert len({*asked}) <= 20
+
+
+def test_what_never_exceeds_is_not_looked_for_for_ever() -> None:
+    assert search._last_that_fits(lambda _: 1, 10, 1) == 1 << 16

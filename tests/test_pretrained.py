@@ -11,13 +11,13 @@ import pytest
 import torch
 from families import FAMILIES
 from models import MODELS, Stack, tokens
+from ranks import on_ranks
 from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError, Policy, UsageError
 from zeroshard.checkpoint.safetensors_file import SafetensorsReader
-from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 
@@ -56,6 +56,7 @@ def empty(make: Any, how: str) -> nn.Module:
     return make()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("how", ["meta", "born sharded", "whole"])
 @pytest.mark.parametrize("name", ["tied", "batch norm", "frozen", "Llama", "T5", "GPT-2", "Mixtral"])
@@ -88,7 +89,7 @@ def test_the_model_is_the_one_that_was_saved(name: str, how: str, files: int, tm
             model(*tokens(rank, 0)).backward()
             sharded.optimizer.step()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def _anything(module: nn.Module) -> None:
@@ -118,7 +119,7 @@ def test_a_model_on_the_meta_device_is_made_module_by_module(ranks: int) -> None
         assert torch.equal(model[4].running_var, torch.ones(5))
         assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 def test_a_model_that_was_born_sharded_moves_by_parts() -> None:
@@ -141,12 +142,13 @@ def test_a_model_that_was_born_sharded_moves_by_parts() -> None:
         with zeroshard.unsharded(model):
             assert torch.equal(model.head.weight, expected.head.weight.float())
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
+@pytest.mark.full
 def test_a_rank_reads_its_part_and_the_whole_never_exists(tmp_path: Path) -> None:
     """24 blocks on 4 ranks, from meta: bytes that the process read, and its peak: the shards and one unit."""
     config = GPTConfig(layers=24, width=256, heads=4)
@@ -178,7 +180,7 @@ def test_a_rank_reads_its_part_and_the_whole_never_exists(tmp_path: Path) -> Non
         zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(3))
         return loaded, bytes_read, peak() - start
 
-    for loaded, bytes_read, taken in run_ranks(body, 4):
+    for loaded, bytes_read, taken in on_ranks(body, 4):
         assert bytes_read < 4 * numel / 4 + 200_000, "a quarter, the headers, and what Python reads itself"
         assert loaded < 4 * numel / 4 + 4_000_000
         assert taken < 2 * 4 * numel / 4 + 4 * block + 4_000_000, (

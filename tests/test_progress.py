@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from models import Stack, tokens
+from ranks import on_ranks
 from simgpu import budgets, server
 from simgpu.build import why_not
 from typer.testing import CliRunner
@@ -24,9 +25,8 @@ from zeroshard import Policy, UsageError
 from zeroshard.cli.main import app
 from zeroshard.observe import display as display_module
 from zeroshard.observe.display import Display, Row, clock
-from zeroshard.observe.figures import Sent
-from zeroshard.plan.machine import machines, peak_flops_of
-from zeroshard.testing import run_ranks
+from zeroshard.observe.monitors import Sent
+from zeroshard.planning.machine import machines, peak_flops_of
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CONFIG = {
@@ -170,7 +170,7 @@ class Noted(Display):
 def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of saves, loads, exports and commands add up to what was announced."""
     Noted.rows.clear()
-    for module in ("shard", "formats.pretrained", "formats.hugging_face", "observe.display"):
+    for module in ("sharding", "formats.pretrained", "formats.hugging_face", "observe.display"):
         monkeypatch.setattr(importlib.import_module(f"zeroshard.{module}"), "Display", Noted)
     config = GPTConfig(layers=2, width=64, heads=2, context=16)
     engine, *_ = zeroshard.initialize(model=GPT(config), config={**CONFIG, "gradient_accumulation_steps": 1})
@@ -347,7 +347,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_log_of_a_plain_loop(tmp_path: Path) -> None:
-    losses = run_ranks(lambda rank: plain_loop(rank, 5, tmp_path / "run"), 2)
+    losses = on_ranks(lambda rank: plain_loop(rank, 5, tmp_path / "run"), 2)
     about, *steps = records(tmp_path / "run")
     assert about["run"]["world_size"] == 2
     assert about["run"]["policy"]["parameters"]["sharded"] is True
@@ -382,7 +382,7 @@ def test_the_log_of_an_engine(how: str, tmp_path: Path) -> None:
         engine.destroy()
         return losses
 
-    losses = run_ranks(body, 2)
+    losses = on_ranks(body, 2)
     about, *steps = records(tmp_path / "run")
     assert about["run"]["trained"] == about["run"]["parameters"]
     assert [one["step"] for one in steps] == [1, 2, 3, *([4] if how == "config" else [])]
@@ -409,6 +409,7 @@ def test_peaks_of_known_accelerators() -> None:
             assert flops > machine.device.flops[dtype], f"{machine.name} trains faster than it can"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
     found = server.call(budgets.watched_steps, mode="all late", folder=str(tmp_path))[0]

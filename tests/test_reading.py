@@ -11,16 +11,10 @@ import torch
 import torch.distributed as dist
 from models import Stack, tokens
 from torch import nn
+from twin import step
 
 import zeroshard
 from zeroshard import Policy
-
-
-def step(model: nn.Module, sharded: zeroshard.Sharded, rank: int, number: int) -> None:
-    model(*tokens(rank, number)).backward()
-    sharded.optimizer.step()
-    sharded.optimizer.zero_grad()
-
 
 READERS = {
     "attribute": lambda model, held: model.head.weight.detach().clone(),
@@ -127,6 +121,7 @@ def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
     zeroshard.testing.run_ranks(body, 2)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> None:
     """torch.autograd.grad for inputs and for parameters, a second backward over one graph, and a loss of two forwards."""
@@ -170,6 +165,7 @@ def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> Non
     zeroshard.testing.run_ranks(body, 2)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("modifier", [0, 1])
 @pytest.mark.parametrize("stage", range(4))

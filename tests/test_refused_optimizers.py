@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 
 import zeroshard
 from zeroshard import UsageError, ZeroRedundancyOptimizer
-from zeroshard.testing import run_ranks
 
 
 class Mine(torch.optim.LBFGS):
@@ -42,7 +43,7 @@ def test_zero_redundancy_optimizer_refuses_by_name(name: str) -> None:
             with pytest.raises(UsageError, match=message):
                 ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.1, elementwise=elementwise)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -52,3 +53,45 @@ def test_shard_refuses_by_name(name: str) -> None:
         model = nn.Linear(4, 4)
         with pytest.raises(UsageError, match=message):
             zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """An optimizer of the user's own, which looks at whole parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / parameter.grad.norm().clamp(min=1e-6), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_engine_gives_an_unknown_optimizer_whole_parameters(stage: int) -> None:
+    """Where the config allows it, as DeepSpeed asks; else the error names the key."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        plain = copy.deepcopy(model)
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        with pytest.raises(UsageError, match='"zero_allow_untested_optimizer": true'):
+            zeroshard.initialize(model=model, optimizer=ByNorm(model.parameters()), config=config)
+        config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+        engine, *_ = zeroshard.initialize(model=model, optimizer=ByNorm(model.parameters()), config=config)
+        optimizer = ByNorm(plain.parameters())
+        for _ in range(3):
+            batch = torch.randn(4, 5)
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+            optimizer.zero_grad()
+            plain(batch).square().mean().backward()
+            optimizer.step()
+        with zeroshard.unsharded(engine.module):
+            for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+    on_ranks(body, 2)

@@ -82,6 +82,7 @@ def test_a_script_finds_zeroshard_as_deepspeed_on_every_rank(script: Path, tmp_p
     assert ours(done) == [f"zeroshard run: DeepSpeed is installed ({real}); this run imports zeroshard in its place."]
 
 
+@pytest.mark.full
 def test_a_module_on_one_process_and_a_warning_where_nothing_was_trained(script: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "--nproc-per-node", "1", "-m", "train")
     assert done.returncode == 0, done.stderr
@@ -161,11 +162,12 @@ def test_a_stock_trainer_trains_saves_and_resumes_as_with_ddp(tmp_path: Path) ->
     assert of_ddp == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "status", "sentence"),
     [
-        ("--exit", 3, "rank 1 ended with exit status 3"),
-        ("--kill", 137, "rank 1 was ended by SIGKILL"),
+        pytest.param("--exit", 3, "rank 1 ended with exit status 3", marks=pytest.mark.full),
+        pytest.param("--kill", 137, "rank 1 was ended by SIGKILL", marks=pytest.mark.full),
         ("--raise", 1, "rank 1 ended with exit status 1"),
     ],
 )

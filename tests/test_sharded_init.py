@@ -11,12 +11,12 @@ import pytest
 import torch
 from families import FAMILIES
 from models import MODELS, Stack, tokens
+from ranks import on_ranks
 from torch import nn
 
 import zeroshard
 from zeroshard import Policy
-from zeroshard.born import BornSharded
-from zeroshard.testing import run_ranks
+from zeroshard.construction.born import BornSharded
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 
@@ -24,6 +24,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", [*MODELS, *FAMILIES])
 def test_the_numbers_are_the_same(name: str, ranks: int) -> None:
@@ -44,7 +45,7 @@ def test_the_numbers_are_the_same(name: str, ranks: int) -> None:
         twin = copy.deepcopy(model)
         assert all(torch.equal(value, plain[fqn]) for fqn, value in values(twin).items())
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -73,7 +74,7 @@ def test_it_trains_as_one_that_was_whole(stage: int) -> None:
         plain, born = run(False), run(True)
         assert all(torch.equal(plain[fqn], value) for fqn, value in born.items())
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_what_is_written_after_the_cut_counts() -> None:
@@ -98,7 +99,35 @@ def test_what_is_written_after_the_cut_counts() -> None:
         assert not model.blocks[2].up.weight.requires_grad
         del sharded
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_where_ranks_initialise_differently_one_ranks_values_count(source: int) -> None:
+    """As a parent's constructor does that initialises everything once more."""
+
+    @torch.no_grad()
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            module.weight[0].zero_()
+            module.weight.data.mul_(2)
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(Stack())
+        model.apply(initialise)
+        return model
+
+    def body(rank: int) -> None:
+        expected = build(source)
+        with zeroshard.sharded_init(source=source):
+            model = build(rank)
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        with zeroshard.unsharded(model):
+            assert all(torch.equal(values(model)[fqn], value) for fqn, value in values(expected).items())
+
+    on_ranks(body, 2)
 
 
 def by_views(model: nn.Module) -> None:
@@ -142,7 +171,7 @@ def test_what_is_written_to_views_of_several_counts(ranks: int) -> None:
         with zeroshard.unsharded(model):
             assert all(torch.equal(p, values(plain)[fqn]) for fqn, p in model.named_parameters())
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 def test_ranks_need_not_drop_their_views_together() -> None:
@@ -167,7 +196,7 @@ def test_ranks_need_not_drop_their_views_together() -> None:
         model.bfloat16()
         assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
@@ -178,6 +207,7 @@ def peak() -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
+@pytest.mark.full
 def test_the_whole_never_exists() -> None:
     """24 blocks on 4 ranks: the process's peak is the shards, one block whole, and what the layout of one needs."""
     config = GPTConfig(layers=24, width=512, heads=8)
@@ -197,7 +227,7 @@ def test_the_whole_never_exists() -> None:
         zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(3))
         return born, peak() - start
 
-    for born, taken in run_ranks(body, 4):
+    for born, taken in on_ranks(body, 4):
         assert born < 4 * numel / 4 + 2 * block
         assert taken < 2 * 4 * numel / 4 + 4 * block, "shards and gradients, and what it takes to lay out one block"
         assert taken < 0.7 * 4 * numel, "less than the whole model's parameters"

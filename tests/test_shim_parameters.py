@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import os
 import subprocess
@@ -14,14 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.shim_path import put_on_path, shim_path
-from zeroshard.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent / "recorded"))
 from deepspeed_checkpoints import FOLDER, make_model
+
+STAGES = pytest.mark.parametrize("stage", range(4))
+DTYPES = pytest.mark.parametrize("bf16", [False, True])
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
 
 class Net(nn.Module):
@@ -40,7 +46,7 @@ class Net(nn.Module):
 
 
 def deepspeed_of_ours() -> Any:
-    """To be called in a rank: the path is that process's own."""
+    """Import it, in a rank: the path is that process's own."""
     put_on_path()
     import deepspeed
 
@@ -83,92 +89,128 @@ def test_a_gradient_that_nothing_has_reduced_is_this_ranks(stage: int) -> None:
 
         engine = engine_of(deepspeed, stage)
         plain = copy.deepcopy(engine.module)
-        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        ours = trained(engine)
         with engine.no_sync():
             for step in range(2):
                 engine.backward(engine(batch(rank, step)))
                 plain(batch(rank, step)).backward()
-                for ours, theirs in zip(trained, (p for p in plain.parameters() if p.requires_grad), strict=True):
-                    assert torch.equal(utils.safe_get_full_grad(ours), theirs.grad)
+                theirs = [p for p in plain.parameters() if p.requires_grad]
+                for own, other in zip(ours, theirs, strict=True):
+                    assert torch.equal(utils.safe_get_full_grad(own), other.grad)
         engine.backward(engine(batch(rank, 2)))
-        parts = [torch.empty_like(trained[0]) for _ in range(2)]
+        parts = [torch.empty_like(ours[0]) for _ in range(2)]
         plain(batch(rank, 2)).backward()
         dist.all_gather(parts, plain.scale.grad)
-        assert torch.allclose(utils.safe_get_full_grad(trained[0]), sum(parts) / 2), "now the mean"
-        assert zeroshard.parameter_states(trained[0]).own_gradient() is None
+        assert torch.allclose(utils.safe_get_full_grad(ours[0]), sum(parts) / 2), "now the mean"
+        assert zeroshard.parameter_states(ours[0]).own_gradient() is None
         engine.step()
         engine.destroy()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", range(4))
-def test_tensor_fragments(stage: int, bf16: bool, ranks: int) -> None:
+def trained(engine: Any) -> list[nn.Parameter]:
+    return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+
+
+@RANKS
+@DTYPES
+@STAGES
+def test_gradients_are_read_and_set_whole_and_in_parts(stage: int, bf16: bool, ranks: int) -> None:
+    def body(rank: int) -> None:
+        deepspeed = deepspeed_of_ours()
+        from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+        from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
+
+        engine = engine_of(deepspeed, stage, bf16)
+        engine.backward(engine(batch(rank)))
+        scale, weight, *others = trained(engine)
+        before = safe_get_full_grad(weight)
+        assert (before.shape, before.dtype, bool(before.any())) == ((9, 6), torch.float32, True)
+        safe_set_full_grad(scale, torch.full((6,), 2.0))
+        assert torch.equal(safe_get_full_grad(scale), torch.full((6,), 2.0))
+        safe_set_local_grad(weight, safe_get_local_grad(weight) * 3)
+        assert torch.equal(safe_get_full_grad(weight), (before * 3).to(weight.dtype).float())
+        safe_update_full_grad_vectorized(others, lambda gradient, parameter: torch.zeros(parameter.shape))
+        assert not any(bool(safe_get_full_grad(parameter).any()) for parameter in others)
+
+    on_ranks(body, ranks)
+
+
+@RANKS
+@DTYPES
+@STAGES
+def test_a_gradient_that_is_set_is_stepped_with(stage: int, bf16: bool, ranks: int) -> None:
     def body(rank: int) -> None:
         deepspeed = deepspeed_of_ours()
         from deepspeed import utils
 
         engine = engine_of(deepspeed, stage, bf16)
-        model = engine.module
-        trained = [p for p in model.parameters() if p.requires_grad]
-        assert utils.safe_get_full_optimizer_state(trained[0], "exp_avg") is None
+        scale = trained(engine)[0]
+        assert utils.safe_get_full_optimizer_state(scale, "exp_avg") is None
         engine.backward(engine(batch(rank)))
-        gradients = [utils.safe_get_full_grad(p) for p in trained]
-        with torch.no_grad():
-            assert all(g.shape == p.shape and g.dtype is torch.float32 for g, p in zip(gradients, trained, strict=True))
-        assert any(bool(g.any()) for g in gradients)
-        utils.safe_set_full_grad(trained[0], torch.full((6,), 2.0))
-        assert torch.equal(utils.safe_get_full_grad(trained[0]), torch.full((6,), 2.0))
-        local = utils.safe_get_local_grad(trained[1])
-        utils.safe_set_local_grad(trained[1], local * 3)
-        assert torch.equal(utils.safe_get_full_grad(trained[1]), (gradients[1] * 3).to(trained[1].dtype).float())
-        from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
-
-        safe_update_full_grad_vectorized(trained[2:], lambda gradient, parameter: torch.zeros(parameter.shape))
-        assert not any(bool(utils.safe_get_full_grad(p).any()) for p in trained[2:])
-        before = utils.safe_get_full_fp32_param(trained[0])
-        assert torch.equal(before, torch.ones(6))
+        utils.safe_set_full_grad(scale, torch.full((6,), 2.0))
+        assert torch.equal(utils.safe_get_full_fp32_param(scale), torch.ones(6))
         engine.step()
-        assert bool((utils.safe_get_full_fp32_param(trained[0]) < 1).all()), (
-            "the gradient that was set was stepped with"
-        )
-        assert torch.equal(
-            utils.safe_get_full_optimizer_state(trained[0], "exp_avg"), torch.full((6,), 2.0) * (1 - 0.9)
-        )
+        assert bool((utils.safe_get_full_fp32_param(scale) < 1).all())
+        assert torch.equal(utils.safe_get_full_optimizer_state(scale, "exp_avg"), torch.full((6,), 2.0) * (1 - 0.9))
 
-        for number, parameter in enumerate(trained):
+    on_ranks(body, ranks)
+
+
+@RANKS
+@DTYPES
+@STAGES
+def test_states_are_read_and_set_whole_and_in_parts(stage: int, bf16: bool, ranks: int) -> None:
+    def body(rank: int) -> None:
+        deepspeed = deepspeed_of_ours()
+        from deepspeed import utils
+
+        engine = engine_of(deepspeed, stage, bf16)
+        engine.backward(engine(batch(rank)))
+        engine.step()
+        for number, parameter in enumerate(trained(engine)):
             new = torch.full(parameter.shape, 0.5 + number)
-            utils.safe_set_full_fp32_param(parameter, new)
-            assert torch.equal(utils.safe_get_full_fp32_param(parameter), new)
             for state in ("exp_avg", "exp_avg_sq"):
                 utils.safe_set_full_optimizer_state(parameter, new, state)
                 assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new)
                 mine = utils.safe_get_local_optimizer_state(parameter, state)
                 utils.safe_set_local_optimizer_state(parameter, mine + 1, state)
                 assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new + 1)
+            utils.safe_set_full_fp32_param(parameter, new)
+            assert torch.equal(utils.safe_get_full_fp32_param(parameter), new)
             mine = utils.safe_get_local_fp32_param(parameter)
             assert mine.ndim == 1
             utils.safe_set_local_fp32_param(parameter, mine * 2)
             assert torch.equal(utils.safe_get_full_fp32_param(parameter), new * 2)
-        with deepspeed.zero.GatheredParameters(model.parameters()):
-            assert all(bool((p == 1 + 2 * number).all()) for number, p in enumerate(trained))
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+            for number, parameter in enumerate(trained(engine)):
+                assert bool((parameter == 1 + 2 * number).all())
 
-        assert utils.safe_get_full_fp32_param(model.frozen) is None
-        assert utils.safe_get_full_grad(model.frozen) is None
-        stranger = nn.Parameter(torch.ones(2))
+    on_ranks(body, ranks)
+
+
+@STAGES
+def test_a_parameter_that_no_engine_trains_has_no_states(stage: int) -> None:
+    """A frozen parameter has no gradient either; a stranger has what torch gave it."""
+
+    def body(rank: int) -> None:
+        deepspeed = deepspeed_of_ours()
+        from deepspeed import utils
+
+        frozen, stranger = engine_of(deepspeed, stage).module.frozen, nn.Parameter(torch.ones(2))
         stranger.grad = torch.ones(2)
-        assert utils.safe_get_full_fp32_param(stranger) is None
+        assert utils.safe_get_full_fp32_param(frozen) is utils.safe_get_full_fp32_param(stranger) is None
+        assert utils.safe_get_full_grad(frozen) is None
         assert torch.equal(utils.safe_get_full_grad(stranger), torch.ones(2))
 
-    run_ranks(body, ranks)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- ds_ attributes, zero.Init, GatheredParameters
 
 
-@pytest.mark.parametrize("stage", range(4))
+@STAGES
 def test_parameters_say_what_deepspeeds_do_at_stage_3_alone(stage: int) -> None:
     def body(rank: int) -> list[int]:
         deepspeed = deepspeed_of_ours()
@@ -204,7 +246,7 @@ def test_parameters_say_what_deepspeeds_do_at_stage_3_alone(stage: int) -> None:
         assert all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in model.parameters())
         return numbers
 
-    first, second = run_ranks(body, 2)
+    first, second = on_ranks(body, 2)
     assert first == second
     assert len(set(first)) == len(first)
 
@@ -247,11 +289,11 @@ def test_init_builds_with_rank_0s_values_in_the_configs_dtype(how: str, tmp_path
         with deepspeed.zero.GatheredParameters(plain.weight):
             assert rank == 1 or torch.equal(plain.weight, kept)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("kind", ["born", "engine"])
-def test_what_the_modifier_rank_writes_counts_and_else_nothing(kind: str) -> None:
+def test_only_writes_of_the_modifier_rank_count(kind: str) -> None:
     def body(rank: int) -> None:
         deepspeed = deepspeed_of_ours()
         gathered = deepspeed.zero.GatheredParameters
@@ -279,7 +321,7 @@ def test_what_the_modifier_rank_writes_counts_and_else_nothing(kind: str) -> Non
         with gathered(weights):
             assert [float(weight.mean()) for weight in weights] == [1, 2]
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_a_models_weights_are_loaded_module_by_module() -> None:
@@ -303,7 +345,7 @@ def test_a_models_weights_are_loaded_module_by_module() -> None:
         with deepspeed.zero.GatheredParameters(model.parameters()):
             assert all(torch.equal(value, wanted[fqn]) for fqn, value in model.named_parameters())
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 class Crossed(nn.Module):
@@ -351,10 +393,10 @@ def test_external_parameters(way: str) -> None:
 
         assert run(3) == run(0)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
-def test_what_trainers_do_around_generation() -> None:
+def test_trainers_may_gather_an_engine_to_generate() -> None:
     """The sequence of TRL's `unwrap_model_for_generation`."""
 
     def body(rank: int) -> None:
@@ -383,7 +425,7 @@ def test_what_trainers_do_around_generation() -> None:
         with deepspeed.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
             model.module(batch(rank))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- leaf modules
@@ -418,7 +460,7 @@ def test_leaf_modules() -> None:
         with pytest.raises(AssertionError, match="types or names"):
             utils.set_z3_leaf_modules(model, [3])
 
-    run_ranks(body, 1)
+    on_ranks(body, 1)
 
 
 class Choosing(nn.Module):
@@ -468,7 +510,7 @@ def test_a_marked_module_is_one_unit(how: str) -> None:
 
         assert run(3) == run(0)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- whole state dicts, estimates
@@ -486,7 +528,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
         with zeroshard.unsharded(engine.module):
             return {fqn: value.detach().clone() for fqn, value in engine.module.named_parameters()}
 
-    yield folder, run_ranks(body, 2)[0]
+    yield folder, on_ranks(body, 2)[0]
 
 
 def test_state_dicts_out_of_our_checkpoints(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
@@ -510,10 +552,11 @@ def test_state_dicts_out_of_our_checkpoints(saved: tuple[Path, dict[str, Tensor]
         with pytest.raises(zeroshard.CheckpointError, match="no folder"):
             zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, tag="none")
 
-    run_ranks(body, 1)
+    on_ranks(body, 1)
 
 
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.full
+@pytest.mark.parametrize("safe", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_script_writes_files(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, safe: bool) -> None:
     folder, values = saved
     script = shim_path() / "deepspeed" / "utils" / "zero_to_fp32.py"
@@ -544,28 +587,28 @@ def test_state_dicts_out_of_deepspeeds_checkpoints(name: str, tmp_path: Path) ->
     assert not [path for path in (FOLDER / name).iterdir() if path.name.startswith("import-")]
 
 
-def test_estimates(capfd: pytest.CaptureFixture[str]) -> None:
-    def body(rank: int) -> None:
+def test_estimates() -> None:
+    def body(rank: int) -> str:
         deepspeed_of_ours()
         from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold as three
         from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as three_live
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as two_figures
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold as two
 
-        three(total_params=7.5e9, largest_layer_params=1e8, num_gpus_per_node=8, num_nodes=2)
-        two(total_params=7.5e9, num_gpus_per_node=8, num_nodes=2)
-        three_live(Net())
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            three(total_params=7.5e9, largest_layer_params=1e8, num_gpus_per_node=8, num_nodes=2)
+            two(total_params=7.5e9, num_gpus_per_node=8, num_nodes=2)
+            three_live(Net())
         _, accelerator = two_figures(7.5e9, 64, 1, cpu_offload=False)
-        print("two", accelerator)
+        assert 16.6e9 <= accelerator <= 17e9, "the ZeRO paper's figure for 7.5 B parameters on 64 ranks"
+        return said.getvalue()
 
-    run_ranks(body, 1)
-    text = capfd.readouterr().out
+    (text,) = on_ranks(body, 1)
     assert "HW: Setup with 2 nodes, 8 GPUs per node." in text
     assert "SW: Model with 7500M total params, 100M largest layer params." in text
     assert text.count("  per CPU  |  per GPU |   Options") == 3
     assert text.count("offload_param=cpu , offload_optimizer=cpu , zero_init=1") == 2
-    accelerator = int(text.split("two ")[1].split()[0])
-    assert 16.6e9 <= accelerator <= 17e9, "the ZeRO paper's figure for 7.5 B parameters on 64 ranks"
 
 
 # ---------------------------------------------------------------------- transformers
@@ -581,7 +624,7 @@ import deepspeed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, initialization
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import initialize_weights_zero3
-from zeroshard.born import BornSharded
+from zeroshard.construction.born import BornSharded
 
 folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 deepspeed.init_distributed()
@@ -657,6 +700,7 @@ Path(folder, f"done.{rank}").touch()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["Llama", pytest.param("GPT-2", marks=pytest.mark.full)])
 def test_transformers_from_pretrained_under_stage_3(name: str, dtype: str, tmp_path: Path) -> None:
@@ -664,17 +708,8 @@ def test_transformers_from_pretrained_under_stage_3(name: str, dtype: str, tmp_p
 
     FAMILIES[name][0]().save_pretrained(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "zeroshard",
-        "run",
-        "--nproc-per-node",
-        "2",
-        tmp_path / "script.py",
-        tmp_path,
-        dtype,
-    ]
+    launcher = [sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", "2"]
+    command = [*launcher, tmp_path / "script.py", tmp_path, dtype]
     where = {**os.environ, "PYTHONPATH": str(shim_path().parents[1])}
     done = subprocess.run(command, cwd=tmp_path, env=where, check=False, capture_output=True, text=True, timeout=300)
     assert (tmp_path / "done.0").exists(), done.stdout[-2000:] + done.stderr[-4000:]

@@ -5,18 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from simgpu import bodies, device, server
-from simgpu.bodies import BODIES
-from simgpu.device import MODES, QUICK_MODES
-from simgpu.rare import EVERY_BODY, RARE
+from simgpu.device import MODES
+from simgpu.rare import EVERY_BODY
 
 from zeroshard.testing import RankError
 
-CASES = [(body, mode, 2) for body in EVERY_BODY for mode in MODES] + [
-    (body, mode, 3) for body in EVERY_BODY for mode in ("all late", "others slow")
-]
-QUICK = {(body, mode, 2) for number, body in enumerate(BODIES) for mode in ("all late", QUICK_MODES[number % 4])}
-QUICK |= {(body, QUICK_MODES[number % 4], 2) for number, body in enumerate(RARE)}
-QUICK |= {("stages", "all late", 3), ("whole_parameters", "all late", 3)}
+MODE_NAMES = list(MODES)
+CASES = [(body, mode, 2) for body in EVERY_BODY for mode in ("all late", "others slow")]
+CASES += [(body, MODE_NAMES[number % len(MODES)], 2) for number, body in enumerate(EVERY_BODY)]
+CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
+CASES = list(dict.fromkeys(CASES))
+QUICK = {
+    (body, "all late", 2)
+    for body in (
+        "stages", "cpu_memory", "disk", "reads_and_writes", "hosts",
+    )
+}  # fmt: skip
+"""A feature of the core each."""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,8 @@ def test_it_counts() -> None:
     assert synchronisations == {"item": 1} and collectives == {"all_reduce": 1}
 
 
+@pytest.mark.full
 def test_the_tests_own_process_has_no_accelerator() -> None:
     assert bodies.CPU.type == "cpu"
-    server.call(BODIES["overflow"])
+    server.call(bodies.BODIES["overflow"])
     assert not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type != "simgpu"  # type: ignore[union-attr]

@@ -7,13 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from fuzzing import Boom, Setting
-from fuzzing_sides import Sharded
+from fuzzing_sides import Plain, Sharded
+from twin import Setting as SettingOfPlaces
+from twin import as_set, build, step
 
+import zeroshard
+from zeroshard import Offload, Place, Policy
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import MOVES as BUCKET_MOVES
-from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
-from zeroshard.schedule.states import MOVES, Move, StepState, after
+from zeroshard.gradients.gradient_bucket import Holds
+from zeroshard.schedule.schedule import MOVES, Move, StepState, after
+from zeroshard.schedule.unit import UNIT_MOVES, Unit, UnitState
+from zeroshard.testing import run_ranks
 
 
 def reachable(moves: dict[tuple[object, object], object], start: object) -> set[object]:
@@ -40,17 +48,6 @@ def test_every_move_from_every_state_is_decided_and_every_state_is_reached() -> 
     assert all(BUCKET_MOVES["forget", holds] is Holds.NOTHING for holds in Holds)
 
 
-@pytest.mark.parametrize("move", Move)
-@pytest.mark.parametrize("state", StepState)
-def test_after_is_the_table(state: StepState, move: Move) -> None:
-    there = MOVES[state][move]
-    if isinstance(there, str):
-        with pytest.raises(UsageError, match=re.escape(there)):
-            after(state, move)
-    else:
-        assert after(state, move) is there
-
-
 # ------------------------------------------------------------------ a real model
 
 
@@ -60,12 +57,14 @@ def break_off(side: Sharded) -> None:
 
 
 def lead_to(side: Sharded, state: StepState) -> None:
-    """What a user does to get there. A graph for a later backward is made first."""
+    """Do what a user does to get there. A graph for a later backward is made first."""
     side.forward(1)
-    if state in (StepState.GRADIENTS, StepState.STEPPED):
+    if state in (StepState.GRADIENTS, StepState.STEPPED, StepState.UNWANTED):
         side.train(2)
-    if state is StepState.STEPPED:
+    if state in (StepState.STEPPED, StepState.UNWANTED):
         side.step(0)
+        if state is StepState.UNWANTED:
+            side.train(2)
         side.losses.clear()
         side.forward(1)
     if state in (StepState.BACKWARD, StepState.BROKEN):
@@ -75,7 +74,7 @@ def lead_to(side: Sharded, state: StepState) -> None:
 
 
 def no_gradient(side: Sharded) -> None:
-    """A backward that breaks off before it has given a gradient, and the forward that notices."""
+    """Break a backward off before it has given a gradient; the next forward notices."""
     if side.sharded._schedule.state is not StepState.BACKWARD:  # it is one that broke off, and only to be noticed
         with pytest.raises(Boom):
             side.broken_loss(2)
@@ -94,7 +93,7 @@ DONE: dict[Move, Callable[[Sharded], object]] = {
 
 
 def expected(state: StepState, move: Move) -> StepState | str:
-    """Where the move of a user's ends: some are several of the table."""
+    """Return where a user's move ends: some are several of the table."""
     before, then = {
         Move.GRADIENT: (Move.GRADIENT, Move.END_BACKWARD),
         Move.STEPPED: (Move.STEP, Move.STEPPED),
@@ -146,36 +145,90 @@ def test_states_in_the_middle_of_a_backward(tmp_path: Path) -> None:
     assert seen == [StepState.BACKWARD]
 
 
-def test_real_buckets_make_every_move_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: set[tuple[str, Holds]] = set()
-    move = GradientBucket._move
+@pytest.mark.parametrize("ending", ["zero_grad", "clip", "step"])
+@pytest.mark.parametrize("first", ["train", "accumulate"])
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_are_those_of_the_backwards_since_zero_grad(
+    stage: int, first: str, ending: str, tmp_path: Path
+) -> None:
+    """A step may be left with a sum of this rank, with a mean in flight, after a norm, and after a step."""
+    ours, theirs = Sharded(Setting(stage), tmp_path), Plain(Setting(stage), tmp_path)
 
-    def watched(bucket: GradientBucket, event: str) -> None:
-        made.add((event, bucket.holds))
-        move(bucket, event)
-        assert bucket.holds is BUCKET_MOVES[event, made_from]
+    def both(action: str, number: int) -> None:
+        for side in (ours, theirs):
+            getattr(side, action)(number)
 
-    def noting(bucket: GradientBucket, event: str) -> None:
-        nonlocal made_from
-        made_from = bucket.holds
-        watched(bucket, event)
+    def same_gradients() -> None:
+        found, expected = ours.read_gradients(0), theirs.read_gradients(0)
+        for fqn, gradient in expected.items():
+            assert (gradient is None) is (found[fqn] is None), fqn
+            assert gradient is None or torch.equal(found[fqn], gradient), fqn
 
-    made_from = Holds.NOTHING
-    monkeypatch.setattr(GradientBucket, "_move", noting)
-    for stage in (1, 2):
-        side = Sharded(Setting(stage), tmp_path)
-        for ending in (None, side.clip, side.step):  # forgotten in flight, as a mean, after a step
-            for first in (side.accumulate, side.train):
-                first(1)
-                if first == side.accumulate:
-                    side.zero_grad(0)
-                    first(1)
-                side.train(2)
-                if ending is not None:
-                    ending(0)
-                    side.zero_grad(0)
-                    continue
-                side.zero_grad(0)
-                side.train(1)
-                side.zero_grad(0)
-    assert made == set(BUCKET_MOVES)
+    for round_ in range(2):
+        both(first, round_)
+        both("zero_grad", 0)
+        both(first, 2 + round_)
+        both("train", 4 + round_)
+        if round_ == 1:  # in the first round nobody looks: reading a gradient waits for what is in flight
+            same_gradients()
+        both(ending, 0)
+        both("zero_grad", 0)
+    both("train", 6)
+    same_gradients()
+
+
+# ------------------------------------------------------------------ units
+
+
+class Watched(Unit):
+    """A unit that notes each change of its state."""
+
+    @property
+    def state(self) -> UnitState:  # type: ignore[override]
+        found: UnitState = self.__dict__["state"]
+        return found
+
+    @state.setter
+    def state(self, state: UnitState) -> None:
+        SEEN.add((self.state, state))
+        self.__dict__["state"] = state
+
+
+SEEN: set[tuple[UnitState, UnitState]] = set()
+
+
+def changes_of(policy: Policy, folder: Path) -> set[tuple[str, str]]:
+    """Train, read, park, and return the names of the states between which a unit has changed."""
+    SEEN.clear()
+    with as_set(SettingOfPlaces(policy, apart=True)):
+        model, sharded = build(policy)
+        units = sharded._schedule.units
+        for unit in units:
+            unit.__class__ = Watched
+        for number in range(3):
+            step(model, sharded, dist.get_rank(), number)
+        units[-1].start_unshard()  # as a prefetch that turns out to be for nothing
+        units[-1].settle()
+        units[-1].reshard()
+        units[-1].offload()
+        for states in (("parameters",), ("optimizer",)):
+            sharded.offload_states(states, Place.DISK, Offload(str(folder)))
+            sharded.reload_states()
+        with zeroshard.unsharded(model):
+            pass
+        step(model, sharded, dist.get_rank(), 3)
+        sharded.remove()
+    return {(before.name, after.name) for before, after in SEEN}
+
+
+def test_units_make_every_move_of_their_table_and_no_other(tmp_path: Path) -> None:
+    policies = [
+        Policy.stage(3), Policy.stage(2), Policy.stage(1).offloaded(parameters=Place.CPU, path=str(tmp_path)),
+    ]  # fmt: skip
+
+    def body(rank: int) -> list[set[tuple[str, str]]]:
+        return [changes_of(policy, tmp_path) for policy in policies]
+
+    seen = set().union(*run_ranks(body, 2)[0])
+    legal = {(state.name, there.name) for state, moves in UNIT_MOVES.items() for there in moves.values()}
+    assert seen == legal

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import OPTIMIZERS, Stack, tokens, two_groups, workload
+from ranks import on_ranks
+from twin import build, same, step, whole
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.choose import create_collectives, create_control
+from zeroshard.collectives.base import sum_into
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.point_to_point import PointToPoint
-from zeroshard.collectives.reduction import sum_into
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.two_level import TwoLevel, cut
 from zeroshard.config.load import load_config
-from zeroshard.storage import storages
-from zeroshard.testing import Run, run_ranks, train
+from zeroshard.testing import run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -31,66 +31,6 @@ PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision
 LAYOUTS = {"2x2": (4, 2), "2x1": (2, 1), "1x4": (4, 4)}
 """Hosts x ranks: (ranks in all, within)."""
 BUCKETS = 256
-
-
-def policies(within: int) -> dict[str, Policy]:
-    stages = {f"stage {stage}": Policy.stage(stage, within=within) for stage in range(4)}
-    kept = Policy.stage(3, within=within, reshard_after_forward=False)
-    flat = replace(Policy.stage(3, within=within), parameters=Residency(sharded=True))
-    return {**stages, "kept": kept, "over all ranks": flat}
-
-
-def check(rank: int, work: Any, within: int, precision: Precision | None, overlap: bool = True) -> None:
-    """Every run is bit-equal to the first of its kind; with several microbatches there are two kinds (docs/design.md)."""
-    first: dict[bool, Run] = {}
-    for name, policy in policies(within).items():
-        run = train(rank, work, policy, precision=precision, overlap=overlap, bucket_numel=BUCKETS)
-        assert torch.isfinite(run.losses).all()
-        kind = work.microbatches > 1 and policy.gradients.sharded
-        assert run.equals(first.setdefault(kind, run)), f"other bits under {name}"
-        assert run.norms == first[kind].norms
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_policies_are_bit_equal(
-    layout: str, microbatches: int, max_norm: float | None, precision: str, transport: str
-) -> None:
-    ranks, within = LAYOUTS[layout]
-    work = workload(
-        "tied", make_optimizer=OPTIMIZERS["fused AdamW"], param_groups=two_groups, steps=3, microbatches=microbatches,
-        max_norm=max_norm, loss_scale=64.0 if precision == "fp16" else 1.0,
-    )  # fmt: skip
-    run_ranks(check, ranks, work, within, PRECISIONS[precision], timeout=180)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("model", ["frozen", "frozen base", "called twice", "checkpointed", "skipping"])
-def test_models_are_bit_equal(model: str, overlap: bool, transport: str) -> None:
-    run_ranks(check, 4, workload(model, steps=3, max_norm=1.0), 2, None, overlap, timeout=180)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["one memory", "places apart"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", [Place.CPU, Place.DISK])
-@pytest.mark.parametrize("parameters", [Place.ACCELERATOR, Place.CPU])
-def test_offload_is_bit_equal(
-    parameters: Place, optimizer: Place, precision: str, apart: bool, tmp_path: Path, transport: str
-) -> None:
-    how = zeroshard.Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
-    work = workload("frozen", steps=3, max_norm=0.5)
-
-    def body(rank: int) -> None:
-        here = train(rank, work, Policy.stage(3, within=2), precision=PRECISIONS[precision], bucket_numel=BUCKETS)
-        if apart:
-            storages.is_cpu_memory = lambda device: False
-        policy = Policy.stage(3, within=2).offloaded(parameters=parameters, optimizer=optimizer, offload=how)
-        away = train(rank, work, policy, precision=PRECISIONS[precision], bucket_numel=BUCKETS)
-        assert away.equals(here)
-
-    run_ranks(body, 4, timeout=180)
 
 
 def test_the_sum_is_the_topologys() -> None:
@@ -117,7 +57,7 @@ def test_the_sum_is_the_topologys() -> None:
         assert torch.equal(out, expected)
         return torch.equal(out, plain) and two.shard == flat.shard
 
-    assert not all(run_ranks(body, 4))
+    assert not all(on_ranks(body, 4))
 
 
 def test_every_operation(transport: str) -> None:
@@ -144,12 +84,12 @@ def test_every_operation(transport: str) -> None:
                     value if rank in (source, target) else torch.empty(1), source, target, "one"
                 ).wait()
                 assert value.tolist() == [source if rank == target else rank] * 5
-        control = create_control(collectives)
+        control = collectives.control()
         assert control.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(4)]
         control.close()
         collectives.close()
 
-    run_ranks(body, 4)
+    on_ranks(body, 4)
 
 
 def test_hosts_that_make_no_difference_cost_nothing() -> None:
@@ -163,7 +103,7 @@ def test_hosts_that_make_no_difference_cost_nothing() -> None:
             assert collectives.across is None
             collectives.close()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -205,7 +145,6 @@ def test_keys_of_configs_mean_it(block: dict[str, Any], within: int | None) -> N
     [
         ({"zero_hpz_partition_size": 3}, "does not divide the 8 ranks"),
         ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, "two numbers of ranks"),
-        ({"zero_quantized_nontrainable_weights": True}, "not offered"),
         ({"zero_quantized_gradients": True}, "give within"),
     ],
 )
@@ -244,34 +183,13 @@ def test_bytes_and_memory_are_what_the_formulas_say(precision: str, transport: s
         assert run.sent["reduce_scatter"] == 3 * numel // 2 * itemsize
         assert run.sent["all_gather"] <= 3 * 2 * numel // 2 * itemsize
 
-    run_ranks(body, 4)
+    on_ranks(body, 4)
 
 
 # ---------------------------------------------------------------------- what users do
 
 
-def build(policy: Policy) -> tuple[Stack, zeroshard.Sharded]:
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return model, zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS)
-
-
-def step(model: Stack, sharded: zeroshard.Sharded, rank: int, number: int) -> None:
-    model(*tokens(rank, number)).backward()
-    sharded.optimizer.step()
-    sharded.optimizer.zero_grad()
-
-
-def whole(model: Stack) -> dict[str, torch.Tensor]:
-    with zeroshard.unsharded(model):
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("to", ["two-level", "flat", "stage 1", "one host"])
 def test_checkpoints_load_under_any_hosts(to: str, tmp_path: Path, transport: str) -> None:
     policy = {
@@ -304,7 +222,7 @@ def test_checkpoints_load_under_any_hosts(to: str, tmp_path: Path, transport: st
                 torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
         sharded.remove()
 
-    run_ranks(body, 4, timeout=120)
+    on_ranks(body, 4)
     policy_of = json.loads((tmp_path / "there" / "manifest.json").read_text())["policy"]
     assert policy_of["within"] == 2
 
@@ -320,7 +238,7 @@ def test_a_checkpoint_of_one_level_loads_with_hosts(tmp_path: Path) -> None:
         sharded.load(tmp_path, "there")
         assert same(whole(model), saved)
 
-    run_ranks(body, 4)
+    on_ranks(body, 4)
 
 
 def test_states_are_set_and_changes_kept_on_every_host(transport: str) -> None:
@@ -353,7 +271,7 @@ def test_states_are_set_and_changes_kept_on_every_host(transport: str) -> None:
         sharded.remove()
         assert same({name: value.detach() for name, value in model.named_parameters()}, after)
 
-    run_ranks(body, 4)
+    on_ranks(body, 4)
 
 
 def test_a_lone_reader_needs_nobody(transport: str) -> None:
@@ -372,6 +290,7 @@ def test_a_lone_reader_needs_nobody(transport: str) -> None:
 # ---------------------------------------------------------------------- who is missing
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("shares", ["1", pytest.param("0", marks=pytest.mark.full)], ids=["shared memory", "gloo"])
 def test_a_dead_rank_is_named_on_every_host(
@@ -397,6 +316,7 @@ def test_a_dead_rank_is_named_on_every_host(
     assert any(f"rank {victim} closed" in text for text in told.values()), told
 
 
+@pytest.mark.quick(1)
 def test_ranks_that_diverge_are_named(transport: str) -> None:
     def body(rank: int) -> None:
         model, sharded = build(Policy.stage(3, within=2))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Stack, tokens
+from ranks import on_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from twin import same_on_all_ranks, step, whole
 
 import zeroshard
-from zeroshard import Policy, UsageError
-from zeroshard.testing import run_ranks
+from zeroshard import Place, Policy, Precision, UsageError
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 
@@ -29,26 +31,6 @@ def build(stage: int, *, dtype: torch.dtype | None = None, lr: float = 0.1) -> t
         optimizer,
         zeroshard.shard(model, optimizer, Policy.stage(stage), precision=zeroshard.Precision(dtype)),
     )
-
-
-def step(model: nn.Module, sharded: zeroshard.Sharded, rank: int, number: int) -> None:
-    model(*tokens(rank, number)).backward()
-    sharded.optimizer.step()
-    sharded.optimizer.zero_grad()
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    with zeroshard.unsharded(model):
-        return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-
-
-def same_on_all_ranks(values: dict[str, Tensor]) -> bool:
-    for value in values.values():
-        first = value.clone()
-        dist.broadcast(first, src=0)
-        if not torch.equal(first, value):
-            return False
-    return True
 
 
 # ------------------------------------------------------------------ gradients of the user's own
@@ -80,7 +62,7 @@ def test_a_gradient_that_the_user_sets_is_this_ranks_gradient(stage: int) -> Non
         for fqn, value in expected.items():
             assert torch.equal(found[fqn], value), fqn
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @STAGES
@@ -94,47 +76,7 @@ def test_a_gradient_set_after_a_backward_is_refused_by_name(stage: int) -> None:
         sharded.optimizer.zero_grad()
         step(model, sharded, rank, 1)
 
-    run_ranks(body, 2)
-
-
-@STAGES
-def test_torchs_own_clipping_is_refused_by_name(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, _, sharded = build(stage)
-        for number in range(2):
-            assert all(p.grad is None for p in model.parameters())
-            model(*tokens(rank, number)).backward()
-            clips: list[Callable[[], Any]] = [
-                lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-                lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-                lambda: [p.grad.norm() for p in model.parameters() if p.grad is not None],
-            ]
-            for clip in clips:
-                with pytest.raises(UsageError, match=r"sharded\.clip_grad_norm_"):
-                    clip()
-            gradient = model.head.weight.grad
-            assert gradient is not None and gradient.shape == model.head.weight.shape
-            sharded.clip_grad_norm_(1.0)
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-        assert all(type(p) is nn.Parameter or stage > 0 for p in model.parameters())
-
-    run_ranks(body, 2)
-
-
-@STAGES
-def test_the_taken_optimizers_own_step_is_refused(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, optimizer, sharded = build(stage)
-        model(*tokens(rank, 0)).backward()
-        with pytest.raises(UsageError, match=r"sharded\.optimizer"):
-            optimizer.step()
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        sharded.remove()
-        model(*tokens(rank, 1)).backward()
-
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ------------------------------------------------------------------ a backward that breaks off
@@ -157,6 +99,7 @@ def broken(model: nn.Module, rank: int, number: int) -> None:
     handle.remove()
 
 
+@pytest.mark.quick(2)
 @STAGES
 @pytest.mark.parametrize("after", ["step", "norm", "forward and step", "backward"])
 def test_after_a_backward_that_broke_off_the_step_says_so(stage: int, after: str) -> None:
@@ -185,9 +128,10 @@ def test_after_a_backward_that_broke_off_the_step_says_so(stage: int, after: str
         expected, found = run(False), run(True)
         assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.quick(2)
 @STAGES
 def test_an_engine_begins_its_step_anew_after_a_backward_that_broke_off(stage: int) -> None:
     def body(rank: int) -> None:
@@ -224,7 +168,7 @@ def test_an_engine_begins_its_step_anew_after_a_backward_that_broke_off(stage: i
         expected, found = run(False), run(True)
         assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ------------------------------------------------------------------ who owns a written value
@@ -288,7 +232,61 @@ def test_a_write_takes_effect_or_is_refused_by_name(stage: int, write: str, dtyp
             assert master is not None
             torch.testing.assert_close(master, written[fqn].float(), rtol=1e-2, atol=1e-4)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("stage", range(3))
+def test_a_write_through_data_that_was_read_long_ago_takes_effect(stage: int, offloaded: bool) -> None:
+    """Whoever keeps `.data` may write to it in any later step; the bits are those of a write that the version counter shows."""
+
+    def body(rank: int) -> None:
+        results = []
+        for keeps in (False, True):
+            policy = Policy.stage(stage)
+            if offloaded and stage:
+                policy = policy.offloaded(optimizer=Place.CPU)
+            torch.manual_seed(0)
+            model = Stack()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(torch.bfloat16))
+            kept = [parameter.data for parameter in model.parameters()] if keeps else []
+            for number in range(4):
+                step(model, sharded, rank, number)
+                if number > 1:
+                    with torch.no_grad():
+                        for value in kept or model.parameters():
+                            value.mul_(0.5)
+            results.append(whole(model))
+            sharded.remove()
+        assert all(torch.equal(value, results[1][fqn]) for fqn, value in results[0].items())
+
+    on_ranks(body, 2)
+
+
+class Comparisons(TorchDispatchMode):
+    """Counts comparisons of whole tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.equal.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_compares_values_only_where_data_was_read() -> None:
+    def body(rank: int) -> None:
+        model, _, sharded = build(2, dtype=torch.bfloat16)
+        with Comparisons() as comparisons:
+            step(model, sharded, rank, 0)
+            step(model, sharded, rank, 1)
+        assert comparisons.count == 0
+        assert model.head.weight.data.numel()
+        with comparisons:
+            step(model, sharded, rank, 2)
+        assert comparisons.count > 0
+
+    on_ranks(body, 2)
 
 
 @STAGES
@@ -299,7 +297,7 @@ def test_a_conversion_after_sharding_is_refused_by_name(stage: int) -> None:
             model.bfloat16()
             sharded.optimizer.step()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @STAGES
@@ -311,7 +309,143 @@ def test_a_replaced_parameter_is_refused_by_name(stage: int) -> None:
         with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight is no longer the tensor"):
             step(model, sharded, rank, 1)
 
-    run_ranks(body, 1)
+    on_ranks(body, 1)
+
+
+@STAGES
+@pytest.mark.parametrize("option", ["lr", "betas"])
+def test_options_that_differ_between_ranks_are_refused_by_name(stage: int, option: str) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, stage)
+        step(model, sharded, rank, 0)
+        kept = optimizer.param_groups[0][option]
+        optimizer.param_groups[0][option] = kept if rank == 0 else {"lr": 0.05, "betas": (0.9, 0.99)}[option]
+        values = {"lr": "0.1 on rank 0 and 0.05 on rank 1", "betas": "0.9, 0.999 on rank 0 and 0.9, 0.99 on rank 1"}
+        with pytest.raises(
+            UsageError, match=f"{option} of param group 0 of AdamW is {values[option]}.*ReduceLROnPlateau"
+        ):
+            step(model, sharded, rank, 1)
+        optimizer.param_groups[0][option] = kept
+        optimizer.zero_grad()
+        step(model, sharded, rank, 1)
+        assert same_on_all_ranks(whole(model))
+
+    on_ranks(body, 2)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def by_set(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        model.blocks[1].up.weight.set_(torch.full((33, 12), 0.5))
+    return model.blocks[1].up.weight
+
+
+def by_parametrization(model: nn.Module) -> Tensor:
+    model.blocks[0].up.weight = torch.full((7, 12), 1.0)
+    return model.blocks[0].up.parametrizations.weight.original
+
+
+@STAGES
+@pytest.mark.parametrize("write", [by_set, by_parametrization])
+def test_a_write_that_torch_hides_takes_effect_or_is_refused_by_name(
+    stage: int, write: Callable[[nn.Module], Tensor], tmp_path: Path
+) -> None:
+    """`Tensor.set_`, with which parametrized weights are assigned too, comes to no class."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        torch.nn.utils.parametrize.register_parametrization(model.blocks[0].up, "weight", Doubled())
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage)
+        step(model, sharded, rank, 0)
+        written = write(model)
+        if stage < 3:
+            step(model, sharded, rank, 1)
+            assert torch.equal(written, torch.full_like(written, 0.5))
+            return
+        for use in (lambda: sharded.save(tmp_path, "one"), lambda: model(*tokens(rank, 1))):
+            with pytest.raises(UsageError, match=r"no effect: blocks\.\d\.up.*weight"):
+                use()
+        step(model, sharded, rank, 1)
+        assert whole(model)["blocks.1.up.weight"].std() > 0
+
+    on_ranks(body, 2)
+
+
+def replaced(model: nn.Module) -> None:
+    model.blocks[1].up = nn.Linear(12, 33)
+
+
+def added(model: nn.Module) -> None:
+    model.blocks[1].adapter = nn.Linear(12, 2)
+
+
+def removed(model: nn.Module) -> None:
+    del model.blocks[1].up
+
+
+def swapped(model: nn.Module) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+@STAGES
+@pytest.mark.parametrize("change", [replaced, added, removed, swapped])
+def test_a_model_whose_modules_changed_is_refused_by_name(
+    stage: int, change: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    def body(rank: int) -> None:
+        model, optimizer, sharded = build(stage)
+        step(model, sharded, rank, 0)
+        model(*tokens(rank, 1)).sum().backward()
+        change(model)
+        name = r"blocks\.[01]\.\w+(\.weight)? (is no longer part|was put into|is another parameter)"
+        with pytest.raises(UsageError, match=name):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match=name):
+            sharded.save(tmp_path, "changed")
+        with pytest.raises(UsageError, match=name):
+            sharded.export(tmp_path / "out")
+        assert not [*tmp_path.iterdir()]
+
+    on_ranks(body, 2)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.count = nn.Dropout(0.0)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+@STAGES
+def test_a_module_that_is_wrapped_in_another_trains_on(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, _, sharded = build(stage)
+        plain, _, other = build(stage)
+        step(model, sharded, rank, 0)
+        step(plain, other, rank, 0)
+        model.blocks[1] = Wrapped(model.blocks[1])
+        step(model, sharded, rank, 1)
+        step(plain, other, rank, 1)
+        sharded.save(tmp_path, "wrapped")
+        after, expected = [*whole(model).values()], [*whole(plain).values()]
+        assert all(torch.equal(one, two) for one, two in zip(after, expected, strict=True))
+
+    on_ranks(body, 2)
 
 
 @STAGES
@@ -330,7 +464,52 @@ def test_an_unfrozen_parameter_is_noticed_at_the_next_forward(stage: int) -> Non
         step(model, sharded, rank, 1)
         assert not torch.equal(whole(model)["blocks.1.up.weight"], before["blocks.1.up.weight"])
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
+
+
+@STAGES
+@pytest.mark.parametrize("when", ["after shard", "before the backward"])
+def test_a_hook_on_gradients_that_is_registered_late_sees_and_changes_them(stage: int, when: str) -> None:
+    """As one that was registered before `shard`."""
+
+    def body(rank: int) -> None:
+        def run(when: str) -> tuple[dict[str, Tensor], list[float]]:
+            seen: list[float] = []
+
+            def halve(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                seen.append(float(parameter.grad.norm()))
+                parameter.grad.mul_(0.5)
+
+            torch.manual_seed(0)
+            model = Stack()
+            hooked = [parameter for fqn, parameter in model.named_parameters() if fqn.startswith("blocks.1")]
+
+            def register() -> None:
+                for parameter in hooked:
+                    parameter.register_post_accumulate_grad_hook(halve)
+
+            if when == "before shard":
+                register()
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+            if when == "after shard":
+                register()
+            for number in range(3):
+                loss = model(*tokens(rank, number))
+                if when == "before the backward" and not number:
+                    register()
+                loss.backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            return whole(model), seen
+
+        expected, found = run("before shard"), run(when)
+        assert expected[1] == found[1]
+        assert len(found[1]) == 3 * len([fqn for fqn in expected[0] if fqn.startswith("blocks.1")])
+        for fqn, value in expected[0].items():
+            assert torch.equal(value, found[0][fqn])
+
+    on_ranks(body, 2)
 
 
 # ------------------------------------------------------------------ copies
@@ -364,7 +543,7 @@ def test_copies_hold_true_values(stage: int, way: str, tmp_path: Path) -> None:
             known = expected.get(fqn, expected["embedding.weight"])  # the tied head goes by one name
             assert type(value) in (Tensor, nn.Parameter) and torch.equal(value, known), fqn
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_a_copied_model_trains_on_its_own() -> None:
@@ -376,7 +555,7 @@ def test_a_copied_model_trains_on_its_own() -> None:
         assert all(p.grad is not None for p in other.parameters())
         step(model, sharded, rank, 1)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("what", ["model", "parameter"])
@@ -386,7 +565,7 @@ def test_pickling_what_is_sharded_names_the_remedy(what: str, tmp_path: Path) ->
         with pytest.raises(UsageError, match=r"unsharded.*export"):
             torch.save(model if what == "model" else model.head.weight, tmp_path / str(rank))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_arrays_made_inside_unsharded_are_allowed() -> None:
@@ -408,4 +587,60 @@ def test_arrays_made_inside_unsharded_are_allowed() -> None:
         expected, found = run(False), run(True)
         assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
+    """At stage 3 the one gave back the parameters that the other read: the process died. One after the other they may."""
+
+    def body(rank: int) -> None:
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        batches = [tokens(0, number) for number in range(3)]
+        expected = [model(*batch).item() for batch in batches]
+        found: list[Any] = []
+
+        def evaluate(number: int, times: int) -> None:
+            try:
+                with torch.no_grad():
+                    found.extend(model(*batches[number]).item() == expected[number] for _ in range(times))
+            except UsageError as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=evaluate, args=(number, 100)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = [one for one in found if one is not True]
+        assert all("one thread at a time" in str(one) for one in refused)
+        assert bool(refused) <= (stage == 3)
+        found.clear()
+        evaluate(0, 1)
+        last = threading.Thread(target=evaluate, args=(1, 1))
+        last.start()
+        last.join()
+        assert found == [True, True]
+
+    on_ranks(body, 1)
+
+
+def test_a_forward_that_broke_off_in_a_thread_that_ended_is_forgotten() -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+
+        def break_off() -> None:
+            with pytest.raises(IndexError):
+                model(torch.full((1, 3), 1 << 20))
+
+        thread = threading.Thread(target=break_off)
+        thread.start()
+        thread.join()
+        assert model(*tokens(0, 0)).isfinite()
+
+    on_ranks(body, 1)

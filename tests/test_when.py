@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import tokens
+from ranks import RankError, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroshard
 from zeroshard import Policy, Units, UsageError
-from zeroshard.testing import RankError, run_ranks
+from zeroshard.testing import run_ranks
 
 WIDTH, DEPTH = 16, 8
 BLOCK = WIDTH * WIDTH
@@ -94,7 +95,7 @@ def run(
 def on_two_ranks(**options: object) -> dict[str, object]:
     """Rank 0's `run`, after both agreed."""
     policy = options.pop("policy", Policy.stage(3))
-    one, other = run_ranks(lambda rank: run(rank, policy, **options), 2)
+    one, other = on_ranks(lambda rank: run(rank, policy, **options), 2)
     assert same_parameters(one, other)
     return one
 
@@ -248,11 +249,21 @@ def test_a_leaf_that_does_not_exist_is_an_error() -> None:
     model = Deep()
     for units, message in [
         (Units(leaf_classes=("Mixtral",)), "class Mixtral"),
-        (Units(leaf_names=("blocks",)), "container"),
+        (Units(leaf_names=("blocks",)), r"blocks is a container.*leaf_names=\(\"blocks\.\*\",\)"),
         (Units(leaf_suffixes=("mlp",)), "suffix mlp"),
     ]:
         with pytest.raises(UsageError, match=message):
             zeroshard.shard(model, torch.optim.AdamW(model.parameters()), units=units)
+
+
+def test_one_leaf_is_named_in_a_tuple() -> None:
+    with pytest.raises(UsageError, match=r"leaf_classes=\('Mixture',\)"):
+        Units(leaf_classes="Mixture")  # type: ignore[arg-type]
+
+
+def test_the_model_itself_may_be_the_leaf() -> None:
+    expected = on_two_ranks(policy=Policy.stage(0), make=Sparse)
+    assert same_parameters(on_two_ranks(units=Units(leaf_classes=("Sparse",)), make=Sparse), expected)
 
 
 def test_the_keys_of_a_config_say_so() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
@@ -18,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zeroshard
 from zeroshard import Lion, UsageError, ZeroRedundancyOptimizer
 from zeroshard.step.elementwise import looks_at_whole_parameters
-from zeroshard.testing import run_ranks
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
@@ -98,6 +98,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("bucket_view", [False, True], ids=["own storages", "bucket view"])
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -123,7 +124,7 @@ def test_parity_with_torch(ranks: int, optimizer: str, closure: bool, bucket_vie
                 assert equal(mine, plain[1].state_dict())
                 assert equal(mine["state"], theirs[1].state_dict()["state"])
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adafactor"])
@@ -163,7 +164,7 @@ def test_a_checkpoint_goes_from_plain_to_ours_to_torchs_and_back(optimizer: str)
             model_state, state = copy.deepcopy(model.state_dict()), saved[0]  # type: ignore[assignment]
             start += 5
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 3)])
@@ -190,8 +191,8 @@ def test_a_whole_state_loads_on_any_number_of_ranks(before: int, after: int, tmp
         if rank == 0:
             assert equal(optimizer.state_dict(), states[1])
 
-    run_ranks(save, before)
-    run_ranks(load, after)
+    on_ranks(save, before)
+    on_ranks(load, after)
 
 
 def test_shards_are_taken_back_and_strangers_are_refused() -> None:
@@ -227,7 +228,7 @@ def test_shards_are_taken_back_and_strangers_are_refused() -> None:
         with pytest.raises(UsageError, match="0 to 1"):
             optimizer.consolidate_state_dict(2)  # type: ignore[attr-defined]
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_shards_are_even_and_repr_says_so() -> None:
@@ -242,7 +243,7 @@ def test_shards_are_even_and_repr_says_so() -> None:
         optimizer.step()
         return sum(v.nbytes for s in optimizer.optim.state.values() for v in s.values()), repr(optimizer)
 
-    held, texts = zip(*run_ranks(body, 4), strict=True)
+    held, texts = zip(*on_ranks(body, 4), strict=True)
     assert max(held) <= 1.01 * min(held)
     assert "elementwise, even shards: 50," in texts[0]
     assert "elements on rank 0 of 4" in texts[0]
@@ -273,7 +274,7 @@ def test_the_choice_follows_the_optimizer_and_the_user() -> None:
         torch.testing.assert_close(parameters[0].detach(), torch.full((4, 4), 1 - 0.1 / 4))
         torch.testing.assert_close(parameters[1].detach(), torch.full((3, 3), 1 - 0.1 / 3))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_groups_added_frozen_and_freed_on_the_way() -> None:
@@ -306,7 +307,7 @@ def test_groups_added_frozen_and_freed_on_the_way() -> None:
             )  # fmt: skip
             assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_mixed_dtypes_extra_arguments_and_subgroups() -> None:
@@ -331,7 +332,7 @@ def test_mixed_dtypes_extra_arguments_and_subgroups() -> None:
         for parameter in parameters:
             assert torch.equal(parameter.detach(), torch.full_like(parameter, 0.5).detach())
 
-    run_ranks(body, 4)
+    on_ranks(body, 4)
 
 
 @pytest.mark.parametrize("hook", [zeroshard.hook_with_zero_step, zeroshard.hook_with_zero_step_interleaved])
@@ -364,7 +365,7 @@ def test_the_step_runs_inside_ddps_backward(ranks: int, static_graph: bool, hook
         with pytest.raises(UsageError, match="overlap_with_ddp=True"):
             hook(allreduce_hook, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
@@ -393,7 +394,7 @@ def test_uneven_inputs_under_join(ranks: int, bucket_view: bool, optimizer: str)
             dist.broadcast(truth, src=ranks - 1)
             assert torch.equal(a, truth)
 
-    run_ranks(body, ranks)
+    on_ranks(body, ranks)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +414,7 @@ def test_bad_parameters_raise_what_torchs_class_raises(params: Any, error: type[
             with pytest.raises(error):
                 cls(params, torch.optim.SGD, lr=0.1)
 
-    run_ranks(body, 1)
+    on_ranks(body, 1)
 
 
 def test_sparse_gradients_are_refused_by_a_sentence() -> None:
@@ -424,7 +425,7 @@ def test_sparse_gradients_are_refused_by_a_sentence() -> None:
         with pytest.raises(UsageError, match="sparse=False"):
             optimizer.step()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def test_large_matrices_travel_without_a_copy() -> None:
@@ -445,7 +446,7 @@ def test_large_matrices_travel_without_a_copy() -> None:
         train(rank, model, optimizer, range(2))
         assert same(model, plain_model)
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
@@ -469,4 +470,22 @@ def test_parameters_may_get_other_storages(optimizer: str, bucket_view: bool) ->
         with pytest.raises(UsageError, match="move and cast the model first"):
             optimizer.step()
 
-    run_ranks(body, 2)
+    on_ranks(body, 2)
+
+
+class WithoutClosure(torch.optim.SGD):
+    """Takes a closure, and does not call it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+def test_an_optimizer_that_does_not_call_its_closure_steps_with_the_gradients_that_are_there() -> None:
+    def body(rank: int) -> None:
+        parameter = torch.nn.Parameter(torch.ones(4))
+        optimizer = ZeroRedundancyOptimizer([parameter], WithoutClosure, lr=0.5)
+        parameter.grad = torch.ones(4)
+        optimizer.step(lambda: torch.zeros(()))
+        assert torch.equal(parameter.detach(), torch.full((4,), 0.5))
+
+    on_ranks(body, 2)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard import Policy, ZeroRedundancyOptimizer
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.integrations.trainer_parts import OuterModel
 from zeroshard.integrations.transformers import (
+    OuterModel,
     ZeroConsolidateCallback,
     ZeroSeq2SeqTrainer,
     ZeroTrainer,
@@ -235,6 +235,36 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
         resumed, _after = run(fit, 2, out, zero, more, weights)[0]
         last, again = ([one["loss"] for one in log.values() if "loss" in one] for log in (losses, resumed))
         assert torch.allclose(torch.tensor(last), torch.tensor(again), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["modules_to_save", "prompt", "prefix"])
+def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: str) -> None:
+    """PEFT runs and reads such modules itself while it saves, on the rank that writes."""
+    import peft
+
+    def adapted() -> Any:
+        base = llama()
+        torch.manual_seed(1)
+        configs = {
+            "modules_to_save": peft.LoraConfig(
+                task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]
+            ),
+            "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        }
+        return peft.get_peft_model(base, configs[kind])
+
+    def look(trainer: Any) -> dict[str, Tensor]:
+        trainer.save_model()
+        trainer.evaluate()
+        return weights(trainer)
+
+    losses, found = run(fit, 2, tmp_path, 3, {"model": adapted, **SAVES}, look)[0]
+    assert_close(losses, run(train, 2, tmp_path / "stock", "stock", {"model": adapted})[0])
+    for folder in (tmp_path, tmp_path / "checkpoint-4"):
+        loaded = peft.PeftModel.from_pretrained(llama(), folder)
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, found[name]), (folder, name)
 
 
 @pytest.mark.full
@@ -494,9 +524,41 @@ def test_evaluation_without_training(tmp_path: Path) -> None:
     assert after == pytest.approx(run(body, 2, "stock", False)[0][1], abs=1e-6)
 
 
+def test_every_rank_evaluates_with_rank_0s_running_statistics(tmp_path: Path) -> None:
+    """Rank 0's are those that are saved."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 8)
+            self.norm = nn.BatchNorm1d(8)
+            self.head = nn.Linear(8, 64)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.norm(self.embed(input_ids).flatten(0, 1)))
+            return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}
+
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        return Normed()
+
+    def look(trainer: Any) -> Any:
+        own = trainer.model.norm.running_mean.clone()
+        trainer.evaluate()
+        return own, trainer.model.norm.running_mean.clone()
+
+    for zero in (2, 3):
+        (own, mean), (other, same) = (found for _, found in run(fit, 2, tmp_path, zero, {"model": normed}, look))
+        assert not torch.equal(own, other)
+        assert torch.equal(mean, own)
+        assert torch.equal(same, own)
+
+
 @pytest.mark.full
-def test_batches_without_a_gradient_are_skipped(tmp_path: Path) -> None:
-    """A gradient that is not finite leaves the model, the optimizer and the rate as they are."""
+@pytest.mark.parametrize("checks", [True, False])
+def test_batches_without_a_gradient_are_skipped(checks: bool, tmp_path: Path) -> None:
+    """A gradient that is not finite leaves the model, the optimizer and the rate as they are; not where bf16 asks for no check."""
+    bf16 = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": 2}}
 
     class Poisons(ZeroTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -505,10 +567,13 @@ def test_batches_without_a_gradient_are_skipped(tmp_path: Path) -> None:
             return loss * float("nan") if poisoned and isinstance(loss, Tensor) else loss
 
     def body(rank: int, world: int, port: int) -> None:
-        args = arguments(tmp_path, rank, world, port)
-        trainer = Poisons(llama(), args, train_dataset=Tokens(), zero=2)
+        args = arguments(tmp_path, rank, world, port, bf16=not checks)
+        trainer = Poisons(llama(), args, train_dataset=Tokens(), zero=2 if checks else bf16)
         trainer.train()
-        assert all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+        is_finite = all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+        assert is_finite == checks
+        if not checks:
+            return
         rates = [one["learning_rate"] for one in history(trainer).values() if "learning_rate" in one]
         assert len(set(rates)) == len(rates) - 1
 
@@ -647,3 +712,54 @@ def test_trl(tmp_path: Path, kind: str, adapted: bool) -> None:
     stock = run(tune, 2, tmp_path, kind, adapted, "stock")[0]
     for zero in (2, 3):
         assert_close(run(tune, 2, tmp_path, kind, adapted, zero)[0], stock)
+
+
+def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
+    """TRL calls `generate` itself: under sharded parameters ranks go on until the last is done, else each as it likes."""
+
+    def body(rank: int, world: int, port: int) -> list[int]:
+        import copy
+
+        import datasets
+        import trl
+
+        class Ends(transformers.LogitsProcessor):  # type: ignore[misc]
+            def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
+                if tokens.shape[1] >= 6 + 4 * rank:
+                    scores[:, 2] = 1e4
+                return scores
+
+        class Llama(transformers.LlamaForCausalLM):  # type: ignore[misc]
+            def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+                return transformers.LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), Ends()])
+
+        as_torchrun(rank, world, port)
+        lengths: list[int] = []
+
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            lengths.extend(len(one) for one in completion_ids)
+            return [float(one[0]) for one in completion_ids]
+
+        args = trl.GRPOConfig(
+            str(tmp_path), use_cpu=True, per_device_train_batch_size=2, num_generations=2, max_steps=2, report_to=[], bf16=False,
+            disable_tqdm=True, save_strategy="no", max_completion_length=16, gradient_checkpointing=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = Llama(llama().config)
+        rows = datasets.Dataset.from_list([{"prompt": f"w{i} w{i + 1}"} for i in range(4, 12)])
+        made: Any = type("Zero", (ZeroTrainerMixin, trl.GRPOTrainer), {})
+        trainer = made(
+            model=model, args=args, train_dataset=rows, processing_class=words_tokenizer(), reward_funcs=reward, zero=3
+        )
+        trainer.train()
+        assert model._is_fsdp_managed_module
+        with zeroshard.unsharded(model):
+            if rank == 0:
+                model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+            assert not copy.deepcopy(model)._is_fsdp_managed_module
+        trainer.sharded.remove()
+        assert not model._is_fsdp_managed_module
+        return lengths
+
+    short, long = run(body, 2)
+    assert max(short) < max(long), "the ranks' completions end at different lengths"

@@ -3,142 +3,113 @@
 Names are imported at their first use: `import zeroshard` takes milliseconds, and its command line answers without torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.version import __version__ as __version__
 
+_MODULE_OF = {
+    "Borrowed": "access.unsharded",
+    "CheckpointError": "errors",
+    "CollectiveError": "errors",
+    "ConfigError": "errors",
+    "DistributedState": "formats.dcp",
+    "DynamicLossScaler": "optim.loss_scaler",
+    "Engine": "engine",
+    "Lion": "optim.lion",
+    "LossScaleError": "errors",
+    "MuonWithAdamW": "optim.muon",
+    "Offload": "policy",
+    "ParameterStates": "access.parameter_states",
+    "Place": "policy",
+    "Plan": "planning",
+    "Policy": "policy",
+    "PolicyError": "errors",
+    "Precision": "policy",
+    "Residency": "policy",
+    "Sharded": "sharded",
+    "StaticLossScaler": "optim.loss_scaler",
+    "StepReport": "engine",
+    "StorageError": "errors",
+    "TrainingProgress": "training_progress",
+    "Units": "policy",
+    "UsageError": "errors",
+    "Wire": "policy",
+    "ZeroRedundancyOptimizer": "zero_redundancy.optimizer",
+    "ZeroshardError": "errors",
+    "borrow": "access.unsharded",
+    "checkpointing": "recompute",
+    "cut": "construction.sharded_init",
+    "hook_with_zero_step": "zero_redundancy.ddp_hooks",
+    "hook_with_zero_step_interleaved": "zero_redundancy.ddp_hooks",
+    "initialize": "engine.initialize",
+    "load_pretrained": "formats.pretrained",
+    "materialise": "formats.pretrained",
+    "parameter_states": "access.parameter_states",
+    "plan": "planning",
+    "progress": "training_progress",
+    "shard": "sharding",
+    "sharded_init": "construction.sharded_init",
+    "unsharded": "access.unsharded",
+}
+"""The module of each public name. No module has the name of a function here: an import of the module would hide the function."""
+
 if TYPE_CHECKING:
-    from zeroshard.engine import Engine, StepReport
-    from zeroshard.errors import (
-        CheckpointError,
-        CollectiveError,
-        ConfigError,
-        LossScaleError,
-        PolicyError,
-        StorageError,
-        UsageError,
-        ZeroshardError,
-    )
-    from zeroshard.formats.dcp import DistributedState
-    from zeroshard.formats.pretrained import load_pretrained, materialise
-    from zeroshard.initialize import initialize
-    from zeroshard.optim.lion import Lion
-    from zeroshard.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
-    from zeroshard.optim.muon import MuonWithAdamW
-    from zeroshard.parameter_states import ParameterStates, parameter_states
-    from zeroshard.plan import Plan, plan
-    from zeroshard.policy import Offload, Place, Policy, Precision, Residency, Units, Wire
-    from zeroshard.progress import TrainingProgress, progress
-    from zeroshard.recompute import checkpointing
-    from zeroshard.shard import shard
-    from zeroshard.sharded import Sharded
-    from zeroshard.sharded_init import cut, sharded_init
-    from zeroshard.unsharded import Borrowed, borrow, unsharded
-    from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
-    from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
-
-__all__ = [
-    "Borrowed",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "DistributedState",
-    "DynamicLossScaler",
-    "Engine",
-    "Lion",
-    "LossScaleError",
-    "MuonWithAdamW",
-    "Offload",
-    "ParameterStates",
-    "Place",
-    "Plan",
-    "Policy",
-    "PolicyError",
-    "Precision",
-    "Residency",
-    "Sharded",
-    "StaticLossScaler",
-    "StepReport",
-    "StorageError",
-    "TrainingProgress",
-    "Units",
-    "UsageError",
-    "Wire",
-    "ZeroRedundancyOptimizer",
-    "ZeroshardError",
-    "borrow",
-    "checkpointing",
-    "cut",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
-    "initialize",
-    "load_pretrained",
-    "materialise",
-    "parameter_states",
-    "plan",
-    "progress",
-    "shard",
-    "sharded_init",
-    "unsharded",
-]
-
-_HOMES = {
-    "engine": ("Engine", "StepReport"),
-    "errors": ("CheckpointError", "CollectiveError", "ConfigError", "LossScaleError", "PolicyError", "StorageError", "UsageError",
-               "ZeroshardError"),
-    "formats.dcp": ("DistributedState",),
-    "formats.pretrained": ("load_pretrained", "materialise"),
-    "initialize": ("initialize",),
-    "optim.lion": ("Lion",),
-    "optim.loss_scaler": ("DynamicLossScaler", "StaticLossScaler"),
-    "optim.muon": ("MuonWithAdamW",),
-    "parameter_states": ("ParameterStates", "parameter_states"),
-    "plan": ("Plan", "plan"),
-    "policy": ("Offload", "Place", "Policy", "Precision", "Residency", "Units", "Wire"),
-    "progress": ("TrainingProgress", "progress"),
-    "recompute": ("checkpointing",),
-    "shard": ("shard",),
-    "sharded": ("Sharded",),
-    "sharded_init": ("cut", "sharded_init"),
-    "unsharded": ("Borrowed", "borrow", "unsharded"),
-    "zero_redundancy.ddp_hooks": ("hook_with_zero_step", "hook_with_zero_step_interleaved"),
-    "zero_redundancy.optimizer": ("ZeroRedundancyOptimizer",),
-}  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+    # Type checkers read neither the table nor `__getattr__`. tests/test_newcomer.py holds these lines and the table equal.
+    from zeroshard.access.parameter_states import ParameterStates as ParameterStates
+    from zeroshard.access.parameter_states import parameter_states as parameter_states
+    from zeroshard.access.unsharded import Borrowed as Borrowed
+    from zeroshard.access.unsharded import borrow as borrow
+    from zeroshard.access.unsharded import unsharded as unsharded
+    from zeroshard.construction.sharded_init import cut as cut
+    from zeroshard.construction.sharded_init import sharded_init as sharded_init
+    from zeroshard.engine import Engine as Engine
+    from zeroshard.engine import StepReport as StepReport
+    from zeroshard.engine.initialize import initialize as initialize
+    from zeroshard.errors import CheckpointError as CheckpointError
+    from zeroshard.errors import CollectiveError as CollectiveError
+    from zeroshard.errors import ConfigError as ConfigError
+    from zeroshard.errors import LossScaleError as LossScaleError
+    from zeroshard.errors import PolicyError as PolicyError
+    from zeroshard.errors import StorageError as StorageError
+    from zeroshard.errors import UsageError as UsageError
+    from zeroshard.errors import ZeroshardError as ZeroshardError
+    from zeroshard.formats.dcp import DistributedState as DistributedState
+    from zeroshard.formats.pretrained import load_pretrained as load_pretrained
+    from zeroshard.formats.pretrained import materialise as materialise
+    from zeroshard.optim.lion import Lion as Lion
+    from zeroshard.optim.loss_scaler import DynamicLossScaler as DynamicLossScaler
+    from zeroshard.optim.loss_scaler import StaticLossScaler as StaticLossScaler
+    from zeroshard.optim.muon import MuonWithAdamW as MuonWithAdamW
+    from zeroshard.planning import Plan as Plan
+    from zeroshard.planning import plan as plan
+    from zeroshard.policy import Offload as Offload
+    from zeroshard.policy import Place as Place
+    from zeroshard.policy import Policy as Policy
+    from zeroshard.policy import Precision as Precision
+    from zeroshard.policy import Residency as Residency
+    from zeroshard.policy import Units as Units
+    from zeroshard.policy import Wire as Wire
+    from zeroshard.recompute import checkpointing as checkpointing
+    from zeroshard.sharded import Sharded as Sharded
+    from zeroshard.sharding import shard as shard
+    from zeroshard.training_progress import TrainingProgress as TrainingProgress
+    from zeroshard.training_progress import progress as progress
+    from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step as hook_with_zero_step
+    from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step_interleaved as hook_with_zero_step_interleaved
+    from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+else:
+    __all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name where it lives, at its first use (PEP 562)."""
-    if name not in _HOME_OF:
+    """Import a public name from its module, at its first use (PEP 562)."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = f"{__name__}.{_HOME_OF[name]}"
-    # `recompute.checkpointing` is a module, which only an import of its own makes an attribute.
-    value = import_module(f"{home}.{name}") if name == "checkpointing" else getattr(import_module(home), name)
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """`shard`, `initialize`, `progress`, `unsharded` and others are functions in modules of the same name.
-
-    Importing a submodule makes it an attribute of its package: without this, whoever imports `zeroshard.shard` first would turn
-    `zeroshard.shard(...)` into the call of a module.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By name, as any module: whoever sends functions of a script to other processes sends its globals along."""
-        return import_module, (self.__name__,)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and _HOME_OF.get(name) == name):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,4 +1,4 @@
-"""Owns which 16-bit dtypes a CPU has no instructions for: torch multiplies element by element there. Called by shard and others."""
+"""Owns the list of 16-bit dtypes for which a CPU has no instructions: torch multiplies element by element there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 _QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-"""What torch itself asks before it hands a product to oneDNN."""
+"""The question that torch itself asks before it hands a product to oneDNN."""
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
@@ -24,7 +24,7 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
 def warn_if_emulated(
     model: nn.Module, group: dist.ProcessGroup | None = None, autocast_dtype: torch.dtype | None = None
 ) -> None:
-    """From the first rank of a group, of each dtype that the model computes in: autocast's, or its parameters'."""
+    """Warn, on the first rank of a group, of each emulated dtype that the model computes in: autocast's, or its parameters'."""
     if dist.is_initialized() and dist.get_rank(group) > 0:
         return
     for dtype, device in dict.fromkeys((autocast_dtype or one.dtype, one.device) for one in model.parameters()):

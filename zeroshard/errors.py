@@ -2,26 +2,25 @@
 
 from zeroshard.uncaught import report_uncaught
 
-TROUBLESHOOTING = "docs/troubleshooting.md"
-"""The page that has a heading for each class, and below it the messages. tests/test_docs.py looks."""
+PAGE = "troubleshooting.md"
+"""Has a heading for each class, and below it the messages: in the docs, and in the installed package for `zeroshard explain`."""
 
 
 class ZeroshardError(Exception):
-    """Base of all errors of this package. Uncaught under torchrun, it is a sentence, told once.
+    """Base of all errors of this package. Uncaught under torchrun, it is one sentence, printed once.
 
     Tracebacks end in a note that says where to read on; `str` of an error is its sentence alone.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.add_note(f"see {self.read_on()}")
+        self.add_note(f"`zeroshard explain {self.public_name()}` says more")
         report_uncaught(ZeroshardError)
 
     @classmethod
-    def read_on(cls) -> str:
-        """The place in the documentation: that of the public class."""
-        public = next(one for one in cls.__mro__ if one.__module__ == __name__)
-        return f"{TROUBLESHOOTING}#{public.__name__.lower()}"
+    def public_name(cls) -> str:
+        """The name of the public class that this one is, or extends."""
+        return next(one for one in cls.__mro__ if one.__module__ == __name__).__name__
 
 
 class ConfigError(ZeroshardError, ValueError):

@@ -1,4 +1,4 @@
-"""Owns how this process meets the ranks that a launcher started with it, and leaves them at exit. Called by initialize and shard.
+"""Owns the joining of the ranks that a launcher started with this process, and their parting at exit.
 
 The launchers, the nearest first: torchrun and its kin (RANK, WORLD_SIZE, MASTER_ADDR); Open MPI's mpirun, and that of MPICH and
 Intel MPI, which may run inside of a Slurm job, whose own variables are the batch script's then; Slurm's srun, which may speak PMI
@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -27,21 +27,16 @@ from zeroshard.errors import UsageError
 _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own."""
+_LAST_PORT = 65535
+_DIGITS = re.compile(r"[0-9]{1,18}")  # int() and isdigit() take more, and not the same
+_ADDRESS = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 _MARK = "ZEROSHARD_RUN_MARK"
-"""A file of `zeroshard run`'s, which tells its user where no process ever made it."""
+"""The name of a file of `zeroshard run`, which warns where no process made it."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher's environment says.
-
-    Attributes:
-        launcher: its name, for messages.
-        rank, world_size: of this process among all.
-        local_rank: of this process on its machine, where the launcher says it.
-        address: the machine of rank 0, where the environment says it.
-        port: where rank 0 listens.
-    """
+    """The settings in a launcher's environment; `address` and `port` are those of rank 0. None: the environment lacks it."""
 
     launcher: str
     rank: int
@@ -52,25 +47,29 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """What the environment says, or None where it names one rank at most.
+    """Read the launcher's environment; None where it names one rank at most.
 
     Raises:
-        UsageError: it names several ranks, and not which of them this one is.
+        UsageError: it names several ranks, and not which of them this one is; or a rank, and not how many there are.
     """
-    env = os.environ if environment is None else environment
+    env = environment
+    if env is None:
+        env = os.environ
     if "WORLD_SIZE" in env:
         return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
-    if _OPEN_MPI.size in env:
+    if {_OPEN_MPI.size, _OPEN_MPI.rank} & env.keys():
         return _read_mpi(env, _OPEN_MPI)
-    if _PMI.size in env and (_PMI.local_rank in env or "SLURM_PROCID" not in env):
+    if {_PMI.size, _PMI.rank} & env.keys() and (_PMI.local_rank in env or "SLURM_PROCID" not in env):
         return _read_mpi(env, _PMI)
     if "SLURM_PROCID" in env:
         return _read_slurm(env)
+    if "RANK" in env:  # a rank above 0 needs a number of ranks
+        return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
     return None
 
 
 class _Mpi(NamedTuple):
-    """The variables of an MPI."""
+    """The variables that an MPI sets."""
 
     name: str
     rank: str
@@ -86,22 +85,26 @@ _PMI = _Mpi("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def _read_mpi(env: Mapping[str, str], mpi: _Mpi) -> Launch | None:
-    is_one_machine = env.get(mpi.local_size) == env[mpi.size]
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if is_one_machine else None)
+    address = env.get("MASTER_ADDR")
+    if not address and mpi.size in env and env.get(mpi.local_size) == env[mpi.size]:  # one machine
+        address = "127.0.0.1"
     return _launch(env, mpi.name, mpi.rank, mpi.size, mpi.local_rank, address)
 
 
 def _read_slurm(env: Mapping[str, str]) -> Launch | None:
-    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    count = "SLURM_NTASKS"
+    if "SLURM_STEP_NUM_TASKS" in env:
+        count = "SLURM_STEP_NUM_TASKS"
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    address = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
-    launch = _launch(env, "Slurm", "SLURM_PROCID", count, "SLURM_LOCALID", address)
+    launch = _launch(env, "Slurm", "SLURM_PROCID", count, "SLURM_LOCALID", env.get("MASTER_ADDR"))
     is_batch_script = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env and "MASTER_ADDR" not in env
     if launch is not None and is_batch_script:
         raise UsageError(
             f"the Slurm job has {launch.world_size} tasks, and this process is its batch script, not one of them: start it with "
             "srun (`srun python train.py`), or with torchrun."
         )
+    if launch is not None and launch.address is None and nodes:
+        launch = replace(launch, address=first_host(nodes))
     return launch
 
 
@@ -109,23 +112,30 @@ def _launch(
     env: Mapping[str, str], launcher: str, rank: str, size: str, local: str, address: str | None
 ) -> Launch | None:
     world_size = _number(env, size, 1)
+    own = _number(env, rank, 0)
+    if own and size not in env:
+        raise UsageError(
+            f"{rank}={own} says that there are several ranks, and {size} is not set: start with torchrun, or unset {rank}."
+        )
+    if own >= world_size:
+        raise UsageError(
+            f"{rank}={own} does not lie below {size}={world_size}: the launcher's environment is not right."
+        )
     if world_size == 1:
         return None
     if rank not in env:
         raise UsageError(
             f"{size}={world_size} says that there are {world_size} ranks, and {rank} is not set: start with torchrun."
         )
-    own = _number(env, rank, 0)
-    if own >= world_size:
-        raise UsageError(
-            f"{rank}={own} does not lie below {size}={world_size}: the launcher's environment is not right."
-        )
-    return Launch(launcher, own, world_size, _number(env, local, 0) if local in env else None, address, _port(env))
+    local_rank = None
+    if local in env:
+        local_rank = _number(env, local, 0)
+    return Launch(launcher, own, world_size, local_rank, address or None, _port(env))
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:
     value = env.get(name, str(least))
-    if not value.isdigit() or int(value) < least:
+    if not _DIGITS.fullmatch(value) or int(value) < least:
         raise UsageError(
             f"the environment's {name}={value!r} is not an integer of at least {least}: start with torchrun, or unset it."
         )
@@ -134,37 +144,39 @@ def _number(env: Mapping[str, str], name: str, least: int) -> int:
 
 def _port(env: Mapping[str, str]) -> int:
     if "MASTER_PORT" in env:
-        return _number(env, "MASTER_PORT", 1)
+        port = _number(env, "MASTER_PORT", 1)
+        if port > _LAST_PORT:
+            raise UsageError(f"the environment's MASTER_PORT={port} is no port: set one from 1 to {_LAST_PORT}.")
+        return port
     job = env.get("SLURM_JOB_ID", "")
-    # Jobs that share a machine listen on ports of their own.
-    return 15000 + int(job) % 10000 if job.isdigit() else _DEFAULT_PORT
+    if not _DIGITS.fullmatch(job):
+        return _DEFAULT_PORT
+    return 15000 + int(job) % 10000  # jobs that share a machine listen on ports of their own
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of a Slurm node list: `gpu[003-005,9]-ib,login` is `gpu003-ib`."""
+    """Return the first machine of a Slurm node list: `gpu003-ib` of `gpu[003-005,9]-ib,login`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
-    assert first is not None
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+    host = ""
+    if first is not None and nodes[first.end() :][:1] in ("", ","):
+        host = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first.group())
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", host):
+        raise UsageError(f"Slurm's list of machines {nodes!r} names none: set MASTER_ADDR to the machine of rank 0.")
+    return host
 
 
 def local_rank() -> int:
-    """This process's number on its machine, as the launcher says; its rank where that is all that it says.
-
-    Raises:
-        UsageError: see `read_launch`.
-    """
+    """Return this process's number on its machine; its rank where the launcher gives only that. Raises as `read_launch`."""
     launch = read_launch()
     if launch is None:
         return _number(os.environ, "LOCAL_RANK", 0)
-    return launch.rank if launch.local_rank is None else launch.local_rank
+    if launch.local_rank is None:
+        return launch.rank
+    return launch.local_rank
 
 
 def local_device() -> torch.device:
-    """This rank's accelerator, which becomes the current one; the CPU where there is none.
-
-    Raises:
-        UsageError: see `read_launch`.
-    """
+    """Make this rank's accelerator the current one, and return it; the CPU where there is none. Raises as `read_launch`."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     # Where each process sees one device, that is device 0, whatever its local rank.
@@ -181,17 +193,16 @@ def init_distributed(
     """Join the ranks that a launcher started, where nobody has. A process that none started becomes a group of one rank.
 
     Args:
-        backend: of torch.distributed; default: the accelerator's own, gloo on a CPU.
-        timeout: of collectives; default: torch's.
+        backend, timeout: of torch.distributed; default: the accelerator's own (gloo on a CPU), and torch's.
         init_method, rank, world_size: where and as whom to join, instead of what the launcher's environment says.
-        required: False: the caller's word that it is done.
+        required: False: the caller has joined the ranks already.
 
     Raises:
         UsageError: the ranks cannot be joined.
     """
     device = local_device()
     if init_method is None and rank < 0:
-        join_ranks(device, True if required is None else required, backend, timeout)
+        join_ranks(device, required is not False, backend, timeout)
     elif not dist.is_initialized():
         backend = backend or dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
@@ -206,9 +217,8 @@ def join_ranks(
     Does nothing where torch.distributed is initialised, or the environment names one rank.
 
     Args:
-        device: where the model is, or will be: its kind says the backend.
-        required: True: also where the environment names one rank. False: the caller's word that it is done.
-        backend, timeout: instead of the device's, and of torch's.
+        device: where the model is, or will be: its type decides the default backend.
+        required: True: also where the environment names one rank. False: the caller has joined the ranks already.
 
     Raises:
         UsageError: the environment names several ranks, and they cannot be joined.
@@ -223,16 +233,26 @@ def join_ranks(
             f"{launch.launcher} started {launch.world_size} ranks, torch.distributed is not initialised, and dist_init_required is "
             "False: each rank would train alone. Leave it out, or call torch.distributed.init_process_group first."
         )
-    backend = backend or dist.get_default_backend_for_device("cpu" if device.type == "meta" else device)
-    rank, world_size = (0, 1) if launch is None else (launch.rank, launch.world_size)
+    if device.type == "meta":
+        device = torch.device("cpu")
+    backend = backend or dist.get_default_backend_for_device(device)
+    rank = 0
+    world_size = 1
+    place = "127.0.0.1"
+    where = "tcp://127.0.0.1:0"
+    if launch is not None:
+        rank = launch.rank
+        world_size = launch.world_size
+        place = f"{launch.address}:{launch.port}"
+        where = _meeting_point(launch)
+    elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        where = "env://"  # torchrun's agent has a store for a group of one, and torch would look for that anywhere
     trap = trap_of_restarts(os.environ)
     if trap is not None and rank == 0:
         logging.getLogger("zeroshard").warning(trap)
-    where = _alone(os.environ) if launch is None else _meeting_point(launch)
     try:
         dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        place = f"{launch.address}:{launch.port}" if launch else "127.0.0.1"
         raise UsageError(
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0]}"
         ) from error
@@ -240,9 +260,9 @@ def join_ranks(
 
 
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:
-    """What is to be said where torchrun may start the ranks anew, and its own store is theirs.
+    """Return a warning where torchrun may restart the ranks, and its own store is theirs.
 
-    They find in it where those before them listened, and wait for these (torch 2.13, over gloo).
+    They find the addresses of the ranks before them in it, and wait for these (torch 2.13, over gloo).
     """
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
@@ -265,11 +285,6 @@ def _leave_in(process: int) -> None:
         leave_ranks()
 
 
-def _alone(env: Mapping[str, str]) -> str:
-    """Where a group of one rank meets itself. torchrun's agent has a store for it, and torch would look for that anywhere."""
-    return "env://" if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys() else "tcp://127.0.0.1:0"
-
-
 def _meeting_point(launch: Launch) -> str:
     if launch.address is None:
         raise UsageError(
@@ -278,14 +293,19 @@ def _meeting_point(launch: Launch) -> str:
         )
     if launch.launcher == "torchrun":
         return "env://"  # torchrun holds the port itself, and says so in variables that torch reads
-    return f"tcp://{launch.address}:{launch.port}"
+    address = launch.address
+    if ":" in address and not address.startswith("["):  # IPv6
+        address = f"[{address}]"
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(f"MASTER_ADDR={launch.address!r} is no address: set it to the machine of rank 0.")
+    return f"tcp://{address}:{launch.port}"
 
 
 def leave_ranks() -> None:
-    """Take torch.distributed down, at the end of the process. At most for some seconds: another rank may be dead.
+    """Take torch.distributed down at the end of the process, for some seconds at most: another rank may be dead.
 
     A process that ends with its groups alive is aborted now and then, by a thread of the backend's that wants Python when it is
-    gone. Nothing here waits for other ranks; but the backend waits for collectives that were begun, without letting go of Python.
+    gone. The backend waits for collectives that were begun, without releasing Python.
     """
     if not dist.is_initialized():
         return

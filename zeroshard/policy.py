@@ -1,35 +1,26 @@
-"""Owns the memory decision: which model state is sharded and where it rests. Called by everyone, imports none of ours but errors.
+"""Owns the memory decision: which model state is sharded and where it rests.
 
-A ZeRO stage is nothing but a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5):
-
-    =========  ============  ==================================  =========
-    preset     parameters    gradients                           optimizer
-    =========  ============  ==================================  =========
-    stage 0    unsharded     unsharded                           unsharded
-    stage 1    unsharded     unsharded until the last microbatch  sharded
-    stage 2    unsharded     sharded                             sharded
-    stage 3    sharded       sharded                             sharded
-    =========  ============  ==================================  =========
-
+A ZeRO stage is nothing but a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5): see `Policy.stage`.
 The policy never changes a result, but where its `wire` says so by name: see docs/design.md, "Numbers".
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from zeroshard.errors import PolicyError
+from zeroshard.errors import PolicyError, UsageError
 
 PAGE_NBYTES = 4096
-"""What direct I/O wants addresses, offsets and lengths to be multiples of."""
+"""The divisor of addresses, offsets and lengths in direct I/O."""
 
 
 class Place(enum.StrEnum):
-    """Where a model state rests."""
+    """A place where a model state rests."""
 
     ACCELERATOR = "accelerator"
     CPU = "cpu"
@@ -38,7 +29,7 @@ class Place(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Residency:
-    """How one kind of model state rests between its uses.
+    """The place of one kind of model state between its uses, and whether it is sharded.
 
     Attributes:
         sharded: over all ranks, or each rank has the whole.
@@ -52,7 +43,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class Offload:
-    """How a model state travels between its place and where it is used. Applies where its place is cpu or disk.
+    """The settings for transfers of a model state between its place and its use. Applies where its place is cpu or disk.
 
     Attributes:
         path: disk: the folder for its file, which must be there. Nothing in it has a name, so nothing is left behind.
@@ -99,24 +90,20 @@ def largest_shard_numel(offload: Offload) -> int:
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What loses digits on its way between ranks. Left out, nothing does, and every stage gives the same bits.
+    """Communication that loses digits between ranks. By default none does, and every stage gives the same bits.
 
-    What rests is exact, and so are files, `unsharded` and the optimizer's arithmetic. Values travel in blocks of 256 with a scale
-    each, off by half a scale at most: the block's largest magnitude over 127 (int8) or 7 (int4).
+    Parameters, files, `unsharded` and the optimizer's arithmetic are exact. Values travel in blocks of 256 with one scale each, off
+    by half a scale at most: the block's largest magnitude over 127 (int8) or 7 (int4).
 
     Attributes:
-        weights: "int8": parameters that are sharded at rest are computed with as they arrive, rounded, the same on every rank.
-        gradients: "int8" or "int4": what goes across hosts (`Policy.within`) of the sums of gradients. Sums are made in fp32.
+        gradients: "int8" or "int4", for the sums of gradients that cross hosts (`Policy.within`). Sums are made in fp32.
     """
 
-    weights: Literal["int8"] | None = None
     gradients: Literal["int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
-        if self.weights not in (None, "int8"):
-            raise PolicyError(f'Wire(weights=...) is "int8" or None, not {self.weights!r}.')
         if self.gradients not in (None, "int8", "int4"):
             raise PolicyError(f'Wire(gradients=...) is "int8", "int4" or None, not {self.gradients!r}.')
 
@@ -126,8 +113,7 @@ class Wire:
         return self != EXACT
 
     def __str__(self) -> str:
-        told = {"weights": self.weights, "gradients across hosts": self.gradients}
-        return ", ".join(f"{what} {kind}" for what, kind in told.items() if kind) or "nothing"
+        return f"gradients across hosts {self.gradients}" if self.is_lossy else "nothing"
 
 
 EXACT = Wire()
@@ -153,6 +139,9 @@ class Policy:
         within: how many ranks are one host, in the order of ranks, or "host" for those that share a machine. Sums over ranks are
             then those over hosts of each host's: other bits than without, and the same for every policy of the same `within`.
         wire: what loses digits on its way between ranks. By default nothing does; else the bits are other ones.
+        rests_as_masters: where sharded parameters have master weights of another dtype, and both rest on the accelerator, the
+            master weights are all that rests: they are rounded on their way to each all-gather. 14 bytes a parameter instead of
+            16 in 16 bits, and the same bits. Not where each host has the whole (`per_host`).
     """
 
     parameters: Residency
@@ -166,6 +155,7 @@ class Policy:
     offload_optimizer: Offload = Offload()
     within: int | Literal["host"] | None = None
     wire: Wire = EXACT
+    rests_as_masters: bool = False
 
     def __post_init__(self) -> None:
         self._refuse_hosts()
@@ -195,16 +185,15 @@ class Policy:
                 "parameters are to rest on disk, and they are not sharded: every rank would write the whole of them. Shard them "
                 "(Policy.stage(3)), or let them rest in CPU memory between steps."
             )
-        for state in ("parameters", "optimizer"):
-            if getattr(self, state).place is Place.DISK and getattr(self, f"offload_{state}").path is None:
+        for state, offload, key in (
+            ("parameters", "offload_parameters", "offload_param"), ("optimizer", "offload_optimizer", "offload_optimizer"),
+            ("gradients", "offload_optimizer", "offload_optimizer"),
+        ):  # fmt: skip
+            if getattr(self, state).place is Place.DISK and getattr(self, offload).path is None:
                 raise PolicyError(
-                    f"{state} are to rest on disk, and no folder is named: offload_{state}=Offload(path=...) "
-                    f"(in a config, {'offload_param' if state == 'parameters' else 'offload_optimizer'}.nvme_path)."
+                    f"{state} are to rest on disk, and no folder is named: {offload}=Offload(path=...) "
+                    f"(in a config, {key}.nvme_path)."
                 )
-        if self.gradients.place is Place.DISK and self.offload_optimizer.path is None:
-            raise PolicyError(
-                "gradients are to rest on disk, and no folder is named: offload_optimizer=Offload(path=...)."
-            )
 
     def _refuse_hosts(self) -> None:
         if not (self.within in (None, "host") or (type(self.within) is int and self.within >= 1)):
@@ -220,12 +209,6 @@ class Policy:
             )
 
     def _refuse_wire(self) -> None:
-        if self.wire.weights is not None and not self.parameters.sharded:
-            raise PolicyError(
-                "the wire of weights is to be rounded (in a config, zero_optimization.zero_quantized_weights), and parameters "
-                "are not sharded at rest: what is gathered is what rests, and stays exact. Shard them (Policy.stage(3)), or "
-                "leave it out."
-            )
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
                 "the wire of gradients is to be rounded (in a config, zero_optimization.zero_quantized_gradients), which is for "
@@ -234,24 +217,26 @@ class Policy:
             )
 
     @property
+    def keeps_masters_only(self) -> bool:
+        """Whether nothing but master weights rests of trained parameters that have some, see `rests_as_masters`."""
+        places = (self.parameters.place, self.optimizer.place)
+        is_possible = self.parameters.sharded and not self.parameters.per_host
+        return self.rests_as_masters and is_possible and places == (Place.ACCELERATOR, Place.ACCELERATOR)
+
+    @property
     def uses_disk(self) -> bool:
         """Whether anything rests on disk, so that CPU memory is bounded by the buffers."""
         return Place.DISK in (self.parameters.place, self.gradients.place, self.optimizer.place)
 
     @classmethod
     def stage(
-        cls,
-        stage: int,
-        *,
-        reshard_after_forward: bool = True,
-        within: int | Literal["host"] | None = None,
+        cls, stage: int, *, reshard_after_forward: bool = True, within: int | Literal["host"] | None = None,
         wire: Wire = EXACT,
-    ) -> Policy:
-        """The preset of a ZeRO stage, 0 to 3.
+    ) -> Policy:  # fmt: skip
+        """The preset of a ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
 
-        Args:
-            within: the ranks of a host, see `Policy`. Stage 3: parameters rest over these, gradients and optimizer states over all.
-            wire: what loses digits on its way, see `Wire`.
+        Gradients of stage 1 are unsharded until the last microbatch. `within`: stage 3 shards parameters over the ranks of a host,
+        gradients and optimizer states over all.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}.")
@@ -265,14 +250,10 @@ class Policy:
         )
 
     def offloaded(
-        self,
-        *,
-        optimizer: Place | None = None,
-        parameters: Place | None = None,
-        offload: Offload | None = None,
+        self, *, optimizer: Place | None = None, parameters: Place | None = None, offload: Offload | None = None,
         path: str | None = None,
-    ) -> Policy:
-        """This policy with states at rest elsewhere, as ZeRO-Offload and ZeRO-Infinity have them.
+    ) -> Policy:  # fmt: skip
+        """Return this policy with states at rest elsewhere, as in ZeRO-Offload and ZeRO-Infinity.
 
         Args:
             optimizer: the place of optimizer states and master weights, and of gradients where they are sharded.
@@ -281,10 +262,13 @@ class Policy:
             path: the folder for what rests on disk; instead of `offload.path`.
         """
         how = offload or Offload()
-        how = how if path is None else replace(how, path=path)
+        if path is not None:
+            how = replace(how, path=path)
         changed = self
         if optimizer is not None:
-            gradients = replace(self.gradients, place=optimizer) if self.gradients.sharded else self.gradients
+            gradients = self.gradients
+            if gradients.sharded:
+                gradients = replace(gradients, place=optimizer)
             moved = replace(self.optimizer, place=optimizer)
             changed = replace(changed, optimizer=moved, gradients=gradients, offload_optimizer=how)
         if parameters is not None:
@@ -295,13 +279,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """Which parameters are brought together at once, where the rule (each block of a list of blocks) is not what you want.
+    """The parameters that are unsharded together, where the rule (each block of a list of blocks) does not fit.
 
     Attributes:
         leaf_classes, leaf_names, leaf_suffixes: modules that are one unit with all that they contain: by class (its name, or
             with its module's), by fqn (with `*` for anything), by the end of the fqn. Declare so a module that runs
             some of its children on some ranks only, a mixture of experts: then all ranks bring all of it together.
-        min_numel: a block of fewer elements is no unit of its own; it belongs to what contains it.
+        min_numel: a block of fewer elements is no unit of its own; it belongs to what contains it. None is 0 for models of up
+            to 128 blocks, and 10,000 for others.
         persistent_numel: parameters of fewer elements are not sharded (their gradients and optimizer states are)...
         max_persistent_numel: ... as long as they are not more than this many elements in all.
     """
@@ -309,14 +294,20 @@ class Units:
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
-    min_numel: int = 0
+    min_numel: int | None = None
     persistent_numel: int = 0
     max_persistent_numel: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("leaf_classes", "leaf_names", "leaf_suffixes"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UsageError(f"{name} is the string {value!r}, and takes several: write {name}=({value!r},).")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training run. `None` means: as the dtype above it in this list.
+    """The dtypes of a training run. `None` means: as the dtype above it in this list, where nothing else is said.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.
@@ -325,7 +316,7 @@ class Precision:
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches; None is
             `master_dtype`, since sums over microbatches in 16 bits lose digits.
         master_dtype: dtype of the weights that the optimizer updates.
-        buffer_dtype: dtype of the model's floating-point buffers; None is the parameters'.
+        buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
         predivide_factor: gradients are divided by it before they travel, and the sum over ranks by world_size / it: a
             backend that sums in 16 bits then overflows later. (Sums over gloo are in fp32 in any case; NCCL divides as it adds.)
     """
@@ -337,24 +328,31 @@ class Precision:
     buffer_dtype: torch.dtype | None = None
     predivide_factor: float = 1.0
 
-    def resolve(self, own_dtype: torch.dtype, *, rounds_each_sum: bool = False) -> DTypes:
+    def over_microbatches(self, count: int) -> Precision:
+        """The dtypes for steps of `count` microbatches. With one there is nothing to sum: gradients keep the dtype of the wire."""
+        if count > 1 or self.param_dtype is None or self.accumulate_dtype is not None:
+            return self
+        return replace(self, accumulate_dtype=self.reduce_dtype or self.param_dtype)
+
+    def resolve(
+        self, own_dtype: torch.dtype, sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    ) -> DTypes:
         """The concrete dtypes for a parameter whose own dtype is `own_dtype`.
 
         Args:
-            rounds_each_sum: the backend does, see `reduce_dtype`.
+            sum_dtype: the dtype in which a transport sends gradients of a dtype, see `reduce_dtype`.
         """
         if not own_dtype.is_floating_point:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
         # A double-precision parameter keeps its digits: the master is never narrower than what the user built.
         master = torch.promote_types(self.master_dtype, param)
-        wire = torch.promote_types(param, torch.float32) if rounds_each_sum else param
-        return DTypes(param, self.reduce_dtype or wire, self.accumulate_dtype or master, master)
+        return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
 
 
 @dataclass(frozen=True)
 class DTypes:
-    """What `Precision` comes to for one dtype of parameter."""
+    """The dtypes that `Precision` comes to for one dtype of parameter."""
 
     param: torch.dtype
     reduce: torch.dtype

@@ -1,4 +1,4 @@
-"""Owns where the package named `deepspeed` lies, and what may stand in its way. Called by cli.run and as_deepspeed.
+"""Owns the place of the package named `deepspeed`, and the checks of what may stand in its way.
 
 A folder on `sys.path` is all that there is to it: `import deepspeed`, `find_spec`, `importlib.metadata` and child processes find
 the same thing, and it goes before a DeepSpeed that is installed.
@@ -27,16 +27,18 @@ def is_ours(file: str | None) -> bool:
 
 
 def python_path(environment: Mapping[str, str]) -> str:
-    """What PYTHONPATH must be for child processes to find the shim first."""
+    """Return the PYTHONPATH with which child processes find the shim first."""
     before = [part for part in environment.get(PYTHONPATH, "").split(os.pathsep) if part and part != str(shim_path())]
     return os.pathsep.join([str(shim_path()), *before])
 
 
 def real_deepspeed() -> Path | None:
-    """Where a DeepSpeed that is not ours is installed, or None."""
+    """Return the folder of an installed DeepSpeed that is not ours, or None."""
     others = [entry for entry in sys.path if not entry or Path(entry) != shim_path()]
     spec = PathFinder.find_spec("deepspeed", others)
-    return Path(spec.origin).parent if spec is not None and spec.origin and not is_ours(spec.origin) else None
+    if spec is None or not spec.origin or is_ours(spec.origin):
+        return None
+    return Path(spec.origin).parent
 
 
 def put_on_path() -> None:

@@ -1,4 +1,4 @@
-"""Owns how an error of ours ends a process under torchrun: the sentence first, once, and in torchrun's report. Called by errors.
+"""Owns the end of a process under torchrun by an error of ours: the sentence first, once, and in torchrun's report.
 
 torchrun gives each process a file for its last words, and prints what lies in it. The files of one machine's processes have a
 folder in common, where the first process to fail says so: the others, which mostly fail alike, then stay quiet.
@@ -26,7 +26,8 @@ class Hook:
     """A `sys.excepthook` for exceptions of one kind; all others go to the hook that was there before."""
 
     def __init__(self, kind: type[BaseException], before: Callable[..., Any]) -> None:
-        self.kind, self.before = kind, before
+        self.kind = kind
+        self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Tell an uncaught exception."""
@@ -38,7 +39,9 @@ class Hook:
         if told == sentence:
             _record(f"as rank {told_by}: {_short(sentence)}", later=True)
             return
-        if told is not None:
+        if told is not None and told.startswith(
+            f"{kind.__name__}:"
+        ):  # of the same kind, and what matters of it is in the first
             _record(_short(sentence), later=True)
             print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
             return
@@ -67,11 +70,13 @@ def _rank() -> str:
 
 def _short(sentence: str) -> str:
     line = " ".join(sentence.split())
-    return line if len(line) <= 200 else f"{line[:197]}..."
+    if len(line) > 200:
+        line = f"{line[:197]}..."
+    return line
 
 
 def _claim(sentence: str) -> tuple[str, str | None]:
-    """Be the first of this machine's processes to tell; else (who was, what it told)."""
+    """Be the first of this machine's processes to report; otherwise return (which was, its report)."""
     mine = json.dumps([_rank(), sentence])
     try:
         folder = Path(os.environ[_FILE]).parent.parent
@@ -90,7 +95,7 @@ def _claim(sentence: str) -> tuple[str, str | None]:
 
 
 def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Where in the user's own code, the cause in one line, and where there is more."""
+    """Return the line of the user's own code, the cause in one line, and the place of the rest."""
     lines = []
     frames = traceback.extract_tb(trace)
     mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]

@@ -1,4 +1,6 @@
-"""Write what DeepSpeed's own schedules and loss scaler give, as the oracle of tests/test_schedules.py and tests/test_fp16.py.
+"""Write what DeepSpeed gives: schedules, loss scalers, and optimizers that a config names.
+
+They are the oracle of tests/test_schedules.py, tests/test_fp16.py and tests/test_optimizers.py.
 
 DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8
 python tests/recorded/record.py
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,6 +95,91 @@ def scalers() -> None:
     np.savez_compressed(HERE / "scalers.npz", grid=json.dumps(SCALERS), **recorded)
 
 
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("Adam", {}),
+    ("Adam", {"adam_w_mode": False}),
+    ("Adam", {"torch_adam": True}),
+    ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+    ("AdamW", {}),
+    ("AdamW", {"adam_w_mode": False}),
+    ("AdamW", {"torch_adam": True}),
+    ("AdamW", {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1}),
+    ("Lion", {}),
+    ("Lion", {"lr": 1e-4, "weight_decay": 0.1}),
+    ("Adagrad", {}),
+    ("Muon", {}),
+    ("Muon", {"lr": 1e-2}),
+    ("Muon", {"muon_lr": 1e-2, "weight_decay": 0.1}),
+    ("Muon", {"lr": 1e-2, "adam_lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-8, "momentum": 0.9}),
+    ("Lamb", {}),
+    ("SGD", {}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("RMSprop", {}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("ASGD", {}),
+    ("Rprop", {}),
+    ("Adafactor", {}),
+    ("OneBitAdam", {}),
+    ("OneBitLamb", {}),
+    ("ZeroOneAdam", {}),
+]
+"""(type, params) of optimizer blocks."""
+
+
+def optimizers() -> None:
+    """What an engine makes of each block, on the accelerator and offloaded; its kernels are not built, they hold no defaults."""
+    from unittest import mock
+
+    import deepspeed
+    from deepspeed.ops import op_builder
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    builders = [
+        value for name, value in vars(op_builder).items() if name.endswith("Builder") and hasattr(value, "load")
+    ]
+    for builder in builders:
+        builder.load = lambda *_, **__: mock.MagicMock()
+    recorded = []
+    for name, params in OPTIMIZERS:
+        for offloaded in (False, True):
+            engine = mock.Mock(zenflow=False, has_moe_layers=False)
+            engine.optimizer_params.return_value = dict(params)
+            engine.optimizer_name.return_value = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+            engine.zero_use_cpu_optimizer.return_value = offloaded
+            engine.bf16_optimizer_states.return_value = False
+            engine.get_optimizer_configuration = DeepSpeedEngine.get_optimizer_configuration.__get__(engine)
+            engine._muon_param_groups = DeepSpeedEngine._muon_param_groups
+            matrix, vector = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,)))
+            matrix.use_muon, vector.use_muon = True, False
+            try:
+                made = DeepSpeedEngine._configure_basic_optimizer(engine, [matrix, vector])
+            except AttributeError as error:
+                assert f"no attribute '{name}'" in str(error)
+                recorded.append({"type": name, "params": params, "offloaded": offloaded, "class": None})
+                continue
+            groups = [
+                {
+                    key: value
+                    for key, value in group.items()
+                    if isinstance(value, int | float | list | tuple) and key != "params"
+                }
+                for group in made.param_groups
+            ]
+            recorded.append(
+                {
+                    "type": name, "params": params, "offloaded": offloaded, "class": type(made).__name__,
+                    "decays_apart": bool(getattr(made, "adam_w_mode", isinstance(made, torch.optim.AdamW))), "groups": groups,
+                }
+            )  # fmt: skip
+    lines = ",\n".join(json.dumps(record) for record in recorded)
+    (HERE / "optimizers.json").write_text(f'{{"deepspeed": "{deepspeed.__version__}", "made": [\n{lines}\n]}}\n')
+
+
 if __name__ == "__main__":
     schedules()
     scalers()
+    optimizers()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
-from zeroshard import Policy, Precision
+from zeroshard import Policy, Precision, Wire
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LAYERS = 32
@@ -98,7 +98,7 @@ def total(counts: dict[str, Any], kind: str) -> int:
 
 def watched_steps(rank: int, folder: str) -> dict[str, Any]:
     """Counts of five steps, clipped, of which a log reads every one; and the losses of all."""
-    module = importlib.import_module("zeroshard.progress")
+    module = importlib.import_module("zeroshard.training_progress")
     module.READ_SECONDS = 0.0  # type: ignore[attr-defined]  # in this rank's process alone
     model = _model(2)
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), Policy.stage(3))
@@ -118,3 +118,59 @@ def watched_steps(rank: int, folder: str) -> dict[str, Any]:
         counts = simgpu.counts()
     found: dict[str, Any] = {kind: dict(getattr(counts, kind)) for kind in ("synchronisations", "pageable_copies")}
     return found | {"losses": torch.stack(losses).float().cpu()}
+
+
+def unchecked_step(rank: int, door: str) -> dict[str, Any]:
+    """Counts of one clipped step in bf16 without overflow checks, and its norm."""
+    model = _model(2)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batches = [_tokens(rank, number) for number in range(WARMUP + 1)]
+    take: Callable[[Tensor], float | Tensor | None]
+    if door == "engine":
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True, "check_grad_overflow": False},
+            "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0,
+        }  # fmt: skip
+        engine, *_ = zeroshard.initialize(model=model, optimizer=adamw, config=config)
+
+        def take(data: Tensor) -> float | Tensor | None:
+            engine.backward(engine(data[:, :-1], data[:, 1:]))
+            return engine.step().norm
+
+    else:
+        importlib.import_module("accelerate").Accelerator(cpu=True)  # whose state its optimizers ask for
+        transformers = importlib.import_module("zeroshard.integrations.transformers")
+        sharded = zeroshard.shard(model, adamw, Policy.stage(2), precision=Precision(torch.bfloat16))
+        optimizer = transformers.OuterOptimizer(sharded, transformers.StaticLossScaler(), skips=False)
+
+        def take(data: Tensor) -> float | Tensor | None:
+            model(data[:, :-1], data[:, 1:]).backward()
+            norm: float | Tensor = optimizer.clip(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+    for data in batches[:-1]:
+        take(data)
+    simgpu.reset_counts()
+    norm = take(batches[-1])
+    counts = dict(simgpu.counts().synchronisations)
+    assert norm is not None
+    return {"synchronisations": counts, "norm": float(norm)}
+
+
+def lossy_launches(rank: int, bits: str) -> dict[str, int]:
+    """Launches of the arithmetic of codes in one step of stage 2, on as many hosts as ranks."""
+    model = _model(2)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    wire = Wire(gradients="int8" if bits == "int8" else "int4")
+    sharded = zeroshard.shard(model, adamw, Policy.stage(2, within=1, wire=wire), bucket_numel=1 << 14)
+    for number in range(2):
+        data = _tokens(rank, number)
+        simgpu.reset_counts()
+        model(data[:, :-1], data[:, 1:]).backward()
+        launches = simgpu.counts().launches
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    buckets = sum(len(unit.buckets) for unit in sharded.sharded_step._schedule.units)
+    return {"buckets": buckets, "amax": launches["aten::amax"], "round": launches["aten::round_"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -50,7 +51,10 @@ def build() -> Path:
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+    with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that test beside each other build once
+        if library.exists():
+            return library
         made = Path(unfinished) / library.name
         done = subprocess.run(_command(made), capture_output=True, text=True, check=False)
         if done.returncode:

@@ -34,9 +34,17 @@ QUICK_MODES = ("default late", "others late", "all late", "others slow")
 _native: Any = None
 
 
+_used: list[torch.device] = []
+
+
 def device() -> torch.device:
     """The one that there is."""
-    return torch.device("simgpu", 0)
+    return _used[-1] if _used else torch.device("simgpu", 0)
+
+
+def use(real: torch.device) -> None:
+    """Let the bodies run on a real device from now on."""
+    _used.append(real)
 
 
 def load() -> None:
@@ -103,7 +111,9 @@ class Counts:
 
 
 collectives: Counter[str] = Counter()
-"""Filled by simccl."""
+"""How many of each kind simccl launched since `reset_counts`."""
+launched: list[tuple[str, torch.dtype]] = []
+"""The kind and dtype of each, in the order of their launches."""
 
 
 def counts() -> Counts:
@@ -116,3 +126,4 @@ def reset_counts() -> None:
     """Begin anew."""
     native().reset_counts()
     collectives.clear()
+    launched.clear()

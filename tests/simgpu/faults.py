@@ -1,7 +1,8 @@
 """Owns the planted faults: each place of zeroshard's accelerator road that waits, or hands a wait on, is taken out in turn.
 
 The table is read from the source, so a new wait is in it by itself. What is removed is the call alone: what it is called on is
-still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`.
+still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A comment right above a wait excuses it:
+`# no test can miss this wait: why`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from types import CodeType
 from typing import Any
 
 ROAD = (
-    "storage.transfers", "storage.memory_slot", "storage.base", "storage.buffer_pool", "storage.disk", "storage.direct_file",
-    "collectives.native", "collectives.grouped", "parameters.parameter_bucket", "parameters.away", "gradients.gradient_bucket",
+    "storage.transfers", "storage.base", "storage.buffers", "storage.disk", "storage.direct_file",
+    "collectives.native", "collectives.grouped", "parameters.parameter_bucket", "gradients.gradient_bucket",
     "recompute.saved_inputs", "step.parking", "step.resident", "step.sub_groups", "schedule.unit",
-    "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state", "born",
+    "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state", "construction.born",
 )  # fmt: skip
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}
 """Calls that are statements of their own."""
@@ -28,19 +29,32 @@ FENCES = {"copy": 2, "release": 1, "write": 3}
 """Calls that are given what to wait for, as the argument of this number."""
 
 
+EXCUSE = "no test can miss this wait:"
+
+reached: set[str] = set()
+"""Where this process has been since `plant`, by name."""
+
+
 @dataclass(frozen=True)
 class Site:
-    """One place. `name` tells it from all others, and stays when lines move."""
+    """One place. `name` tells it from all others, and stays when lines move.
+
+    Attributes:
+        excuse: why no test can miss it, where the source says so.
+    """
 
     name: str
     module: str
     function: str
     line: int
     column: int
+    excuse: str | None
 
 
 def _is_wait(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _method(node.value) in WAITS
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call) or _method(node.value) not in WAITS:
+        return False
+    return not ast.unparse(node).startswith("self._pages.hold(")  # a count of bytes
 
 
 def _is_fence(node: ast.AST) -> bool:
@@ -68,7 +82,21 @@ def _functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def _tree(module: str) -> ast.Module:
-    return ast.parse(inspect.getsource(importlib.import_module(module)))
+    return ast.parse(_source(module))
+
+
+def _source(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))
+
+
+def _excuse(lines: list[str], line: int) -> str | None:
+    """What the comment right above a line says after `EXCUSE`."""
+    above = line - 1
+    while above and lines[above - 1].lstrip().startswith("#"):
+        above -= 1
+    comment = " ".join(one.strip().removeprefix("#").strip() for one in lines[above : line - 1])
+    _, found, excuse = comment.partition(EXCUSE)
+    return excuse.strip() if found else None
 
 
 @cache
@@ -77,6 +105,7 @@ def sites() -> dict[str, Site]:
     found: dict[str, Site] = {}
     for short in ROAD:
         module = f"zeroshard.{short}"
+        lines = _source(module).splitlines()
         for function, definition in _functions(_tree(module)):
             seen: Counter[str] = Counter()
             for node in ast.walk(definition):
@@ -85,48 +114,89 @@ def sites() -> dict[str, Site]:
                     seen[text] += 1
                     number = f" #{seen[text]}" if seen[text] > 1 else ""
                     name = f"{short} {function}: {text}{number}"
-                    found[name] = Site(name, module, function, node.lineno, node.col_offset)  # type: ignore[attr-defined]
+                    line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
+                    found[name] = Site(name, module, function, line, column, _excuse(lines, line))
     return found
 
 
-class _TakeOut(ast.NodeTransformer):
-    def __init__(self, site: Site) -> None:
-        self._site = site
+class _Change(ast.NodeTransformer):
+    """Takes a site out of its module, and lets each site of the module say that it was reached."""
 
-    def _is_it(self, node: Any) -> bool:
-        return (node.lineno, node.col_offset) == (self._site.line, self._site.column)
+    def __init__(self, here: list[Site], taken: Site) -> None:
+        self._here, self._taken = {(site.line, site.column): site for site in here}, taken
+        self.has_taken = False
+
+    def _site(self, node: Any) -> Site | None:
+        return self._here.get((node.lineno, node.col_offset))
+
+    def _is_taken(self, site: Site) -> bool:
+        self.has_taken |= site is self._taken
+        return site is self._taken
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        site = self._site(node) if _is_wait(node) else None
         self.generic_visit(node)
-        if self._is_it(node) and _is_wait(node):
+        if site is not None:
             assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
-            node.value = node.value.func.value
+            node.value = _noted(site, node.value.func.value if self._is_taken(site) else node.value)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        is_fence = _is_fence(node)
+        site = self._site(node) if is_fence or _is_note(node) else None
         self.generic_visit(node)
-        if self._is_it(node) and _is_fence(node):
+        if site is None:
+            return node
+        changed: ast.expr = node
+        if self._is_taken(site) and is_fence:
             node.args.pop()
-        if self._is_it(node) and _is_note(node):
-            return node.args[0]
-        return node
+        elif self._is_taken(site):
+            changed = node.args[0]
+        return _noted(site, changed)
+
+
+def _noted(site: Site, value: ast.expr) -> ast.expr:
+    """An expression of the same value, which also notes that the site was reached."""
+    name, here = ast.Name("_reached_by_tests", ast.Load()), ast.Constant(site.name)
+    return ast.copy_location(ast.Call(name, [here, value], []), value)
+
+
+def _reach(name: str, value: Any) -> Any:
+    reached.add(name)
+    return value
 
 
 def plant(name: str) -> None:
-    """Take one out, in this process."""
-    site = sites()[name]
-    module = importlib.import_module(site.module)
-    tree = _tree(site.module)
-    before = ast.dump(tree)
-    _TakeOut(site).visit(tree)
-    assert ast.dump(tree) != before, name
-    code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
+    """Take one out, in this process; and note from now on which of them all are reached."""
+    taken, has_taken = sites()[name], False
+    for short in ROAD:
+        module = importlib.import_module(f"zeroshard.{short}")
+        here = [site for site in sites().values() if site.module == module.__name__]
+        tree, change = _tree(module.__name__), _Change(here, taken)
+        change.visit(tree)
+        has_taken |= change.has_taken
+        code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
+        vars(module)["_reached_by_tests"] = _reach
+        codes = {one.co_qualname: one for one in _codes(code)}
+        for function in {site.function for site in here}:
+            _function(module, function).__code__ = codes[function]
+    assert has_taken, name
+
+
+def _function(module: Any, name: str) -> Any:
+    """The function of that qualified name, without what decorates it."""
     target: Any = module
-    for part in site.function.split("."):
+    for part in name.split("."):
         target = inspect.getattr_static(target, part)
     target = target.fget if isinstance(target, property) else target
     target = target.__func__ if isinstance(target, staticmethod | classmethod) else target
-    inspect.unwrap(target).__code__ = next(one for one in _codes(code) if one.co_qualname == site.function)
+    return inspect.unwrap(target)
+
+
+def sites_reached(rank: int, module: str, body: str) -> list[str]:
+    """Run a module's body, and return the names of the sites where it has been since `plant`."""
+    getattr(importlib.import_module(module), body)(rank)
+    return sorted(reached)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -6,11 +6,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from models import Untied
+from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
@@ -104,6 +106,27 @@ def several_backwards(rank: int) -> None:
 
     for stage in range(4):
         on_both(Policy.stage(stage), run)
+
+
+def sums_elsewhere(rank: int) -> None:
+    """Gradients rest in CPU memory, and no backward of a step is declared the last, or a norm is asked for before the last."""
+
+    def run(training: Training, declared: bool) -> None:
+        for _ in range(2):
+            for number in range(4):
+                with training.sharded.accumulate(declared and number < 3):
+                    loss = training.model(training.batch(4 * training.step_number + number))
+                    loss.backward()
+                training.losses.append(loss.detach())
+                if declared and number == 1:
+                    training.losses.append(torch.as_tensor(training.sharded.clip_grad_norm_(None)).float().cpu())
+            training.sharded.optimizer.step()
+            training.sharded.optimizer.zero_grad()
+            training.step_number += 1
+
+    for stage, declared in ((2, False), (3, True)):
+        with tempfile.TemporaryDirectory() as folder:
+            on_both(offloaded(stage, folder, Place.CPU), partial(run, declared=declared), make=Untied)
 
 
 def nested(rank: int) -> None:
@@ -251,10 +274,11 @@ def hidden_writes(rank: int) -> None:
             for parameter in training.model.parameters():
                 (parameter.data if hidden else parameter).mul_(factor)
 
-    for stage in (0, 1, 2):
+    in_cpu_memory = Policy.stage(2).offloaded(optimizer=Place.CPU)
+    for policy in (Policy.stage(0), Policy.stage(1), Policy.stage(2), in_cpu_memory):
         results = []
         for hidden in (False, True):
-            training = Training(simgpu.device(), Policy.stage(stage), BF16, microbatches=1)
+            training = Training(simgpu.device(), policy, BF16, microbatches=1)
             for _ in range(2):
                 write(training, 1.125, hidden=hidden)
                 training.backward()
@@ -267,7 +291,34 @@ def hidden_writes(rank: int) -> None:
             value = training.sharded.states.get(WIDE)
             assert value is not None
             results.append((*training.end(), value.cpu()))
-        assert same(results[1], results[0]), f"stage {stage}: other bits where nothing told of the write"
+        assert same(results[1], results[0]), f"{policy}: other bits where nothing told of the write"
+
+
+class _Skipping(Untied):
+    """Every second forward leaves out a block, whose parameters were prefetched for it."""
+
+    forwards = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        for number, block in enumerate(self.blocks):
+            if number != 1 or self.forwards % 2:
+                x = block(x)
+        return x
+
+
+def started_for_nothing(rank: int) -> None:
+    """Gradients that nobody steps with, and parameters that nobody uses, arrive and are forgotten."""
+
+    def run(training: Training) -> None:
+        for _ in range(2):
+            training.step(1)
+            training.backward()
+            training.sharded.optimizer.zero_grad()
+            torch.full((1 << 14,), torch.nan, device=training.device)
+
+    for stage in range(4):
+        on_both(Policy.stage(stage), run, make=_Skipping)
 
 
 def failing_disk(rank: int) -> None:
@@ -311,8 +362,8 @@ def _no_room() -> Iterator[None]:
 RARE: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
-        partitioned_activations, unclipped, several_backwards, nested, states_at_once, masters_set, hosts, late_files,
-        parking_on_late_files, forgotten_reads, hidden_writes, failing_disk,
+        partitioned_activations, unclipped, several_backwards, sums_elsewhere, nested, states_at_once, masters_set, hosts,
+        late_files, parking_on_late_files, forgotten_reads, hidden_writes, started_for_nothing, failing_disk,
     )
 }  # fmt: skip
 EVERY_BODY = BODIES | RARE

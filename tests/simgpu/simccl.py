@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simgpu.device import collectives, device, native
+from simgpu.device import collectives, device, launched, native
 
 NAME = "simccl"
 
@@ -99,6 +99,7 @@ class SimCCL(dist.ProcessGroup):
             self._coalesced.append((run, tensors))
             return _Done()
         collectives[name] += 1
+        launched.append((name, tensors[0].dtype))
         if key not in self._streams:
             self._streams[key] = torch.Stream(device())
         stream = self._streams[key]

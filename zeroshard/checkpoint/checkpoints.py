@@ -1,43 +1,50 @@
-"""Owns the checkpoints of one sharded model: save, load, and the save that is still being written. Called by shard and engine."""
+"""Owns the checkpoints of one sharded model: save, load, and the save that is still being written."""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+import sys
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.agreement import together
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.loading import Loader, Reader
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.node_local import Holdings, Hosts
-from zeroshard.checkpoint.random_state import random_state, set_random_state
-from zeroshard.checkpoint.saving import PendingSave, Where, write_checkpoint
-from zeroshard.checkpoint.snapshot import Snapshot, take_snapshot
+from zeroshard.checkpoint.saving import Destination, Part, take_snapshot, write_checkpoint
+from zeroshard.checkpoint.values import random_state, set_random_state
 from zeroshard.collectives.base import Collectives
-from zeroshard.collectives.choose import create_control
+from zeroshard.collectives.watch import make_current
 from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.observe.display import Display
 
-_ATTEMPTS = 3
+_ATTEMPTS = 50
+"""The most readings of a checkpoint that is replaced while it is read: a writer that saves without a pause ends somewhere."""
+_REPLACED = "{} is replaced again and again while it is read."
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found.
+    """A checkpoint that was loaded.
 
     Attributes:
         path: the checkpoint's folder.
         tag: its tag.
-        values: what was saved beside the model states, by key.
+        values: the values that were saved beside the model states, by key.
         world_size: how many ranks saved it.
-        nbytes: what this rank read.
+        nbytes: the bytes that this rank read.
     """
 
     path: Path
@@ -47,131 +54,167 @@ class Loaded:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What of a checkpoint is loaded, see `Checkpoints.load`."""
+def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
+    """The program ends. A save that failed, and that nobody heard of, is a failure of the program."""
+    there = checkpoints()
+    if there is not None and there.tell_failure():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
-    strict: bool
-    optimizer_states: bool
-    random: bool
+
+def _set_random_state(state: Any, path: Path) -> None:
+    try:
+        set_random_state(state)
+    except Exception as error:  # torch, numpy and Python each refuse in their own way
+        raise CheckpointError(
+            f"{path} is damaged: its random state is none ({error}). load(random=False) leaves it out."
+        ) from error
 
 
 class Checkpoints:
-    """See the module's docstring.
+    """The checkpoints of one sharded model.
 
     Attributes:
-        live: what is saved, and what a load goes to.
-        display: where it shows how far a long one has come.
+        live: the model.
+        display: shows the progress of a long save or load.
     """
 
     def __init__(self, live: LiveModel, display: Display) -> None:
-        self.live, self.display = live, display
+        self.live = live
+        self.display = display
         self._control: Collectives | None = None
         self._hosts: Hosts | None = None
-        self._pending: PendingSave | None = None
-        self._staging: dict[str, Tensor] = {}  # of asynchronous saves: this rank's part of all states, once more
-
-    def _hosts_of(self, node_local: bool) -> Hosts | None:
-        """Which ranks share a folder, where each host has it for itself; None where all see one. Every rank must call it."""
-        said = self.control.exchange_json(node_local, "whether each host has the folder for itself")
-        other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
-        if other is not None:
-            raise UsageError(
-                f"node_local is {said[0]} on rank 0 and {said[other]} on rank {other}: say the same on every rank."
-            )
-        if node_local and self._hosts is None:
-            self._hosts = Hosts.of(self.control)
-        return self._hosts if node_local else None
+        self._pending: Future[None] | None = None
+        self._staging: dict[str, Tensor] = {}  # a copy of this rank's part of all states, for asynchronous saves
+        atexit.register(_tell_failure_at_exit, weakref.ref(self))
 
     @property
     def control(self) -> Collectives:
         """Its own connections, made at first use: a save behind the training must not meet the training's messages."""
         if self._control is None:
-            self._control = create_control(self.live.collectives)
+            self._control = self.live.collectives.control()
         return self._control
 
-    # ------------------------------------------------------------------ save
+    @property
+    def _device(self) -> torch.device:
+        return self.live.units[0].flat.tensor.device
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Make an exception in the block, on any rank, a `CheckpointError` on all. Every rank must enter it."""
+        return together(self.control, what)
+
+    def _hosts_of(self, node_local: bool) -> Hosts | None:
+        """Find the ranks that share a folder, where each host has its own; None where all see one. Every rank must call it."""
+        answers = self.control.exchange_json(node_local, "whether each host has the folder for itself")
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
+                raise UsageError(
+                    f"node_local is {answers[0]} on rank 0 and {answer} on rank {rank}: say the same on every rank."
+                )
+        if not node_local:
+            return None
+        if self.live.mesh is not None:
+            raise UsageError(
+                "node_local copies files between hosts of data-parallel ranks, and tensors of this model are divided over others: "
+                "save to a folder that all ranks see."
+            )
+        if self._hosts is None:
+            self._hosts = Hosts.of(self.control)
+        return self._hosts
 
     def save(
-        self, where: Where, values: Mapping[str, Any], *, exclude_frozen: bool = False, asynchronous: bool = False,
+        self, folder: str | os.PathLike[str], tag: str, values: Mapping[str, Any] | None = None, *, save_latest: bool = True,
+        exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None, within_step: bool = False,
         node_local: bool = False,
     ) -> None:  # fmt: skip
-        """Save everything that training needs, with `values` (JSON and tensors; rank 0's count). Every rank must call it.
+        """Save a checkpoint: model states, buffers, every rank's random state, `values`. Every rank must call it, after a step.
+
+        It loads at any world size and under any policy, and exists whole or not at all.
+
+        Args:
+            folder: that of all checkpoints.
+            tag: this one's name; one of the same name stays until this one is whole.
+            values: JSON and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; rank 0's are saved.
+            save_latest: `load` without a tag loads this one.
+            exclude_frozen: leave out parameters that are not trained.
+            asynchronous: copy to CPU memory and write behind the training. The next save, `checkpoints.wait()` and `remove`
+                wait for it, and raise its error. Where nothing of this comes, a program whose last save failed says so at its
+                end, and ends with status 1.
+            keep_last: remove all but so many of the newest.
+            within_step: also between a backward and its step: the gradients are not saved, and a load begins the step again.
+            node_local: the folder is each host's own (a local disk; memory, /dev/shm). Each rank's file is copied to the next
+                host, so that the loss of one host loses nothing.
 
         Raises:
-            CheckpointError: on every rank, if it was not saved; what was there before is as it was. Also where the last
-                asynchronous save failed.
+            CheckpointError: on every rank, where any could not write; names the file and the cause. Earlier checkpoints are
+                as they were. Also where the last asynchronous save failed.
         """
-        files.check_tag(where.tag)
-        if asynchronous and self.live.policy.uses_disk:
+        if self.live.schedule.awaits_step and not within_step:
+            raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
+        if self.live.schedule.is_stepping:
             raise UsageError(
-                "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
-                "disk, where there is room for them: save without asynchronous=True."
+                "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
+                "the signal's handler, or the thread, set a flag, and save after the step. If a step broke off, load a checkpoint."
             )
-        self.wait_together()
-        where = replace(where, hosts=self._hosts_of(node_local))
-        snapshot = self._agree_on_snapshot(values, exclude_frozen, asynchronous)
-        if not asynchronous:
-            with self.display.task(f'saving "{where.tag}"', snapshot.part.nbytes) as row:
-                write_checkpoint(snapshot, where, self.control, row.advance)
-            return
-        self._pending = PendingSave(partial(self._write_behind, snapshot, where))
+        self.live.schedule.refuse_unseen_changes()
+        with self.live.collectives.operation(f'save "{tag}"'):
+            files.check_tag(tag)
+            if asynchronous and self.live.policy.uses_disk:
+                raise UsageError(
+                    "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
+                    "disk, where there is room for them: save without asynchronous=True."
+                )
+            self.wait_together()
+            with self.together("the values that are saved"):
+                path = files.whole_path(folder)
+                own = {"random": random_state()}
+                outline, part = take_snapshot(self.live, values or {}, own, exclude_frozen=exclude_frozen)
+                if asynchronous:
+                    part = part.staged(self._staging, self._device)
+            to = Destination(path, tag, save_latest, keep_last, self._hosts_of(node_local))
+            if asynchronous:
+                thread = ThreadPoolExecutor(1, "zeroshard checkpoint")
+                self._pending = thread.submit(self._write_behind, outline, part, to)
+                thread.shutdown(wait=False)
+            else:
+                part.arrived()
+                with self.display.task(f'saving "{tag}"', part.nbytes) as row:
+                    write_checkpoint(outline, part, to, self.control, row.advance)
 
-    def _write_behind(self, snapshot: Snapshot, where: Where) -> None:
-        with self.control.operation(f'asynchronous save "{where.tag}"'):
-            write_checkpoint(snapshot, where, self.control)
-
-    def _agree_on_snapshot(self, values: Mapping[str, Any], exclude_frozen: bool, staged: bool) -> Snapshot:
-        """What one rank cannot save, none does. `staged` makes it a copy."""
-        snapshot, problem = None, None
-        try:
-            snapshot = take_snapshot(self.live, values, {"random": random_state()}, exclude_frozen=exclude_frozen)
-            if staged:
-                snapshot = replace(snapshot, part=snapshot.part.staged(self._staging))
-        except Exception as error:  # the others wait for this rank's word
-            problem = f"rank {self.live.rank}: {error}"
-        problems = [one for one in self.control.exchange_json(problem, "what is saved") if one is not None]
-        if problems or snapshot is None:
-            raise CheckpointError("\n  ".join(problems))
-        return snapshot
-
-    def together(self, work: Callable[[], object]) -> None:
-        """Do a part of something; what goes wrong on any rank is an error on all."""
-        problem = None
-        try:
-            work()
-        except OSError as error:
-            problem = f"{error.filename or 'a file'} cannot be written: {error.strerror or error}."
-        except Exception as error:  # the others wait for this rank's word
-            problem = str(error)
-        problem = self._first(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
+    def _write_behind(self, outline: dict[str, Any], part: Part, to: Destination) -> None:
+        make_current(self._device)
+        with self.control.operation(f'asynchronous save "{to.tag}"'):
+            part.arrived()
+            write_checkpoint(outline, part, to, self.control)
 
     def wait(self) -> None:
-        """Block until an asynchronous save is whole; raises what went wrong with it, once."""
-        pending, self._pending = self._pending, None
+        """Block until an asynchronous save is whole; raise its error, once."""
+        pending = self._pending
+        self._pending = None
         if pending is not None:
-            pending.wait()
+            pending.result()
 
     def wait_together(self) -> None:
-        """As `wait`; what went wrong is raised on every rank now, also where one was told before."""
-        problem = None
-        try:
+        """Wait as `wait` does; every rank raises the error now, even if it was raised before. Every rank must call it."""
+        with together(self.control, "the asynchronous save before", "the asynchronous save before failed: "):
             self.wait()
-        except CheckpointError as error:
-            problem = str(error)
-        problem = self._first(problem)
-        if problem is not None:
-            raise CheckpointError(f"the asynchronous save before failed: {problem}")
+
+    def tell_failure(self) -> bool:
+        """Say on stderr that the last asynchronous save failed, if nobody has heard of it. Returns whether it did."""
+        if self._pending is None or self._pending.cancelled() or self._pending.exception() is None:
+            return False
+        print(f"zeroshard: the last asynchronous save failed: {self._pending.exception()}", file=sys.stderr)
+        return True
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong with an asynchronous save that has ended."""
-        if self._pending is not None and self._pending.is_done:
+        """Raise the error of an asynchronous save that has ended."""
+        if self._pending is not None and self._pending.done():
             self.wait()
 
     def close(self) -> None:
-        """Wait, and give the connections back."""
+        """Wait for an asynchronous save, and close the connections."""
         try:
             self.wait()
         finally:
@@ -180,135 +223,129 @@ class Checkpoints:
                 self._control.close()
                 self._control = None
 
-    # ------------------------------------------------------------------ load
-
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
         random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
-        """Load a checkpoint, saved at whatever world size and policy. Every rank must call it.
+        """Load a checkpoint, saved at whatever world size and policy; each rank reads its part. Every rank must call it.
 
         Args:
             folder: that of all checkpoints.
-            tag: default: what `latest` names.
+            tag: default: the newest, by the file `latest`.
             strict: parameters that the checkpoint or the model lacks are errors.
-            optimizer_states: load the optimizer's states and hyperparameters.
-            random: restore random state, where the world size is the same.
-            fall_back: where a checkpoint is damaged, go on with the newest whole one.
-            node_local: the folder is each host's own; what a host lacks comes from the others first.
+            optimizer_states: load the optimizer's states and hyperparameters too.
+            random: restore every rank's random state, where the world size is the same.
+            fall_back: where a checkpoint is damaged, load the newest whole one instead.
+            node_local: the folder is each host's own, see `save`; files that a host lacks, or lost, come from the others first.
+
+        Returns:
+            Its path, tag, world size, and `values`.
 
         Raises:
-            CheckpointError: on every rank. Parameters may have been overwritten in part: load another, or start anew.
+            CheckpointError: on every rank; names the file and the cause. Parameters may have been overwritten in part: load
+                another checkpoint, or start again.
         """
-        self.wait_together()
-        if self.live.schedule.awaits_step:
-            raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
-        self.live.optimizer.refuse_parked("a load")
-        self.live.optimizer.abandon()
-        wanted = Wanted(strict, optimizer_states, random)
-        problems: list[str] = []
+        self.live.schedule.refuse_unseen_changes()
+        operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
+        with self.live.collectives.operation(operation):
+            self.wait_together()
+            if self.live.schedule.awaits_step:
+                raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
+            self.live.step.refuse_parked("a load")
+            self.live.step.abandon()
+            self.live.schedule.is_stepping = False
+            wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
+            return self._load_any(Path(folder), tag, fall_back, node_local, wanted)
+
+    def _load_any(
+        self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
+    ) -> Loaded:
+        """Load the first checkpoint that is whole, of those that may be loaded."""
         hosts = self._hosts_of(node_local)
-        holdings = None if hosts is None else Holdings(self.control, hosts, Path(folder))
-        candidates = (
-            self._candidates(Path(folder), tag, fall_back)
-            if holdings is None
-            else holdings.tags(tag, fall_back=fall_back)
-        )
+        holdings = None
+        if hosts is None:
+            candidates = self._candidates(folder, tag, fall_back)
+        else:
+            holdings = Holdings(self.control, hosts, folder)
+            candidates = holdings.tags(tag, fall_back=fall_back)
+        problems = []
         for candidate in candidates:
             if holdings is not None:
-                self.together(partial(holdings.bring, candidate))
-            found = self._try(Path(folder) / candidate, candidate, wanted)
-            if isinstance(found, str) and holdings is not None and holdings.leave_out_damaged(candidate):
-                self.together(partial(holdings.bring, candidate))
-                found = self._try(Path(folder) / candidate, candidate, wanted)
-            if isinstance(found, Loaded):
-                return found
-            problems.append(found)
+                holdings.bring(candidate)
+            try:
+                return self._load_one(folder / candidate, candidate, **wanted)
+            except CheckpointError as error:
+                problems.append(str(error))
+            if holdings is not None and holdings.leave_out_damaged(candidate):
+                holdings.bring(candidate)
+                try:
+                    return self._load_one(folder / candidate, candidate, **wanted)
+                except CheckpointError as error:
+                    problems[-1] = str(error)
         raise CheckpointError("\n".join(problems) or f"{folder} holds no whole checkpoint.")
 
     def _candidates(self, folder: Path, tag: str | None, fall_back: bool) -> list[str]:
-        """The tags to try, as rank 0 sees them."""
-        told: dict[str, Any] | None = None
+        """List the tags to try, as rank 0 sees them."""
+        tags: list[str] = []
+        problem = None
         if self.control.rank == 0:
             try:
-                wanted = [files.check_tag(tag if tag is not None else files.latest_tag(folder))]
-                told = {"tags": wanted}
-            except CheckpointError as error:
-                wanted = []
-                told = {"tags": [], "error": str(error)}
-            if fall_back:
-                with suppress(OSError):
-                    told = {"tags": wanted + [one for one in files.tags(folder) if one not in wanted]}
-        told = self.control.exchange_json(told, "the tags of checkpoints")[0]
-        if "error" in told:
-            raise CheckpointError(told["error"])
-        return list(told["tags"])
-
-    def _try(self, path: Path, tag: str, wanted: Wanted) -> Loaded | str:
-        """Load one, or say why not. A checkpoint that is replaced while it is read is read again."""
-        problem = ""
-        for _ in range(_ATTEMPTS):
-            manifest, problem = self._agree_on_manifest(path)
-            if manifest is None:
-                return problem
-            outcome = self._read(path, tag, manifest, wanted)
-            if isinstance(outcome, Loaded):
-                return outcome
-            problem = outcome
-            again, _ = self._agree_on_manifest(path)
-            if again is None or again.files == manifest.files:
-                break
-        return problem
-
-    def _agree_on_manifest(self, path: Path) -> tuple[Manifest | None, str]:
-        for _ in range(_ATTEMPTS):
-            manifest, problem = None, None
-            try:
-                manifest = files.read_manifest(path)
+                if tag is None:
+                    tag = files.latest_tag(folder)
+                tags = [files.check_tag(tag)]
             except CheckpointError as error:
                 problem = str(error)
-            said = {"error": problem, "files": [record.name for record in manifest.files] if manifest else []}
-            everyone = self.control.exchange_json(said, "the manifest that is read")
-            errors = [one["error"] for one in everyone if one["error"]]
-            if errors:
-                return None, errors[0]
+            if fall_back:
+                with suppress(OSError):
+                    tags += [one for one in files.tags(folder) if one not in tags]
+                    problem = None
+        tags, problem = self.control.exchange_json((tags, problem), "the tags of checkpoints")[0]
+        if problem is not None:
+            raise CheckpointError(problem)
+        return tags
+
+    def _load_one(self, path: Path, tag: str, **wanted: bool) -> Loaded:
+        """Load one checkpoint. If it is replaced while it is read, read it again."""
+        for _ in range(_ATTEMPTS):
+            manifest = self._agree_on_manifest(path)
+            try:
+                return self._read(path, tag, manifest, **wanted)
+            except CheckpointError:
+                if self._agree_on_manifest(path).files == manifest.files:
+                    raise
+        raise CheckpointError(_REPLACED.format(path))
+
+    def _agree_on_manifest(self, path: Path) -> Manifest:
+        for _ in range(_ATTEMPTS):
+            with self.together("the manifest that is read"):
+                manifest = files.read_manifest(path)
+            everyone = self.control.exchange_json([record.name for record in manifest.files], "the files that are read")
             if all(one == everyone[0] for one in everyone):
-                return manifest, ""
-        return None, f"{path} is replaced again and again while it is read."
+                return manifest
+        raise CheckpointError(_REPLACED.format(path))
 
-    def _read(self, path: Path, tag: str, manifest: Manifest, wanted: Wanted) -> Loaded | str:
+    def _read(
+        self, path: Path, tag: str, manifest: Manifest, *, strict: bool, optimizer_states: bool, random: bool
+    ) -> Loaded:
         reader = Reader(path, manifest)
-        loader = Loader(reader, self.live)
-        optimizer_states = wanted.optimizer_states and self.live.inner is not None
-        problem, values = None, dict[str, Any]()
-        try:
-            loader.prepare(strict=wanted.strict, optimizer_states=optimizer_states)
-        except Exception as error:  # the others wait for this rank's word
-            problem = str(error)
-        problem = self._first(problem)
-        if problem is not None:
-            return problem
-        try:
-            with self.display.task(f'loading "{tag}"', loader.nbytes) as row:
-                reader.advance = row.advance
-                loader.read()
-            values = reader.values(manifest.values["shared"])
-            same_world = manifest.world_size == self.live.collectives.world_size
-            own = manifest.values["ranks"][self.live.rank] if same_world else {}
-            state = reader.values(own.get("random")) if wanted.random else None
-        except Exception as error:
-            problem = str(error) if isinstance(error, ZeroshardError) else f"{path} is damaged: {error!r}"
-        problem = self._first(problem)
-        if problem is not None:
-            return problem
-        loader.apply(optimizer_states=optimizer_states)
-        if state is not None:
-            set_random_state(state)
+        loader = Loader(reader, self.live, optimizer_states=optimizer_states and self.live.inner is not None)
+        with self.together("what is to be read"):
+            loader.prepare(strict=strict)
+        state = None
+        with self.together("what was read"):
+            try:
+                with self.display.task(f'loading "{tag}"', loader.nbytes) as row:
+                    reader.advance = row.advance
+                    loader.read()
+                values = reader.values(manifest.values["shared"])
+                if random and manifest.world_size == self.live.collectives.world_size:
+                    state = reader.values(manifest.values["ranks"][self.live.rank].get("random"))
+            except ZeroshardError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        loader.apply()
+        with self.together("the random state"):
+            if state is not None:
+                _set_random_state(state, path)
         return Loaded(path, tag, values, manifest.world_size, reader.nbytes)
-
-    def _first(self, problem: str | None) -> str | None:
-        """What is wrong on any rank is wrong on all."""
-        everyone = self.control.exchange_json(
-            None if problem is None else f"rank {self.live.rank}: {problem}", "how it went"
-        )
-        return next((one for one in everyone if one is not None), None)

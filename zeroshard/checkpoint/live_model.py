@@ -1,37 +1,92 @@
-"""Owns the model that trains, as checkpoints and exports see it. Called by checkpoints, saving, loading and formats."""
+"""Owns the model that trains, as checkpoints and exports see it: its parts, and the files that describe it to other programs.
+
+Those files are config, generation config and adapters. Models of transformers and PEFT are recognised by their attributes; nothing
+of those libraries is imported for any other model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import importlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.manifest import is_folder_name
 from zeroshard.collectives.base import Collectives
+from zeroshard.errors import CheckpointError
+from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.names import name_of
+from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
-from zeroshard.step.model_states import ModelStates
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
+from zeroshard.step.model_states import Held, ModelStates
+from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.torch_private import is_saved, own_buffers
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+"""PEFT puts this before the names of the model that it wraps, in adapter files."""
 
 
 @dataclass(frozen=True)
 class LiveModel:
-    """One sharded model with its optimizer. The same object for the model's life; what it shows is present."""
+    """A sharded model with its optimizer. The same object for the model's life; its properties are always current."""
 
     model: nn.Module
     schedule: Schedule
-    optimizer: ShardedOptimizer
-    collectives: Collectives
-    policy: Policy
+    step: ShardedStep
+    context: Context
     adapter_names: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    """What PEFT said of its adapters, see description."""
+    """Names that PEFT chose for its adapters, see `_adapter_names`."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """Of all ranks that hold a part of it."""
+        return self.context.everyone
+
+    @property
+    def policy(self) -> Policy:
+        return self.context.policy
 
     @property
     def rank(self) -> int:
         return self.collectives.rank
+
+    @property
+    def mesh(self) -> dict[str, int] | None:
+        """The numbers of ranks that shard it, and that divide its tensors; None where no tensors are divided."""
+        context = self.context
+        if context.others.world_size == 1:
+            return None
+        return {"data_parallel": context.collectives.world_size, "tensor_parallel": context.others.world_size}
+
+    def entries(self) -> list[tuple[Unit, NamedParameter]]:
+        """List all parameters, with their units, in the order of units as they are where no tensors are divided."""
+        everything = [(unit, entry) for unit in self.units for entry in unit.named]
+        if not any(unit.group.kind for unit in self.units):
+            return everything
+        number = {id(parameter): number for number, parameter in enumerate(self.model.parameters())}
+        families: dict[tuple[nn.Module, str, torch.dtype], list[tuple[Unit, NamedParameter]]] = {}
+        for unit, entry in everything:
+            families.setdefault((unit.modules[0], unit.group.label, entry.parameter.dtype), []).append((unit, entry))
+        for family in families.values():
+            family.sort(key=lambda pair: number[id(pair[1].parameter)])
+        return [pair for family in families.values() for pair in family]
+
+    def writes(self, held: Held) -> bool:
+        """Return whether this rank writes a span to files: several ranks may hold it, and one does."""
+        is_first = self.context.others.rank == 0 or not held.named.placement.is_whole
+        return is_first and held.owner == self.context.collectives.rank
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -39,28 +94,182 @@ class LiveModel:
 
     @property
     def states(self) -> ModelStates:
-        """The model states by name, made anew."""
-        return ModelStates(self.schedule.units, self.optimizer, self.collectives)
+        """The model states by name, made again at each use."""
+        return ModelStates(self.schedule.units, self.step, self.context.collectives)
 
     @property
     def inner(self) -> torch.optim.Optimizer | None:
         """The user's optimizer, where its param groups are known by names."""
-        return self.optimizer.inner if self.optimizer.groups_are_known else None
+        return self.step.inner if self.step.groups_are_known else None
 
     @property
     def group_names(self) -> list[list[str]]:
         """The first names of each param group's parameters."""
         fqn_of: Mapping[int, str] = {id(entry.parameter): entry.fqn for unit in self.units for entry in unit.named}
-        return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in self.optimizer.groups]
+        return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in self.step.groups]
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a state dict holds, by name."""
-        return dict(_persistent_buffers(self.model))
+        return {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(self.model)}
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """List the buffers that a state dict holds, under all their names."""
+    found = []
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield name_of(f"{prefix}.{name}" if prefix else name), buffer.detach()
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and is_saved(module, name):
+                found.append((f"{prefix}.{name}".lstrip("."), buffer))
+    return found
+
+
+# ---------------------------------------------------------------------- files that describe it
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model's description of itself: JSON, in the manifest under the key `description`.
+
+    Attributes:
+        files: contents of JSON files that lie beside the weights, by name.
+        adapters: of a PEFT model, by the folder ("" or one that ends in "/"): the names in the adapter's file, to fqns.
+        problem: why the model cannot be exported, or None.
+    """
+
+    files: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, dict[str, str]] | None = None
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, found: Any) -> Description:
+        """Make one of what a manifest has. An export writes to the names in it, so each is looked at: the author may be a stranger.
+
+        Raises:
+            CheckpointError: it is no description, or a name leads elsewhere.
+        """
+        try:
+            description = cls(**found)
+            folders = {name.rpartition("/") for name in description.files}
+            of_adapters = [(folder, names) for folder, names in (description.adapters or {}).items()]
+            strings = [text for _, names in of_adapters for pair in names.items() for text in pair]
+            is_right = (
+                all(name in (CONFIG, GENERATION, ADAPTER_CONFIG) for _, _, name in folders)
+                and all(_is_subfolder(folder + slash) for folder, slash, _ in folders)
+                and all(_is_subfolder(folder) for folder, _ in of_adapters)
+                and all(isinstance(text, str) for text in strings)
+                and isinstance(description.problem, str | None)
+            )
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(f"the manifest's description of the model is damaged: {error}.") from None
+        if not is_right:
+            raise CheckpointError(
+                "the manifest's description of the model names files that no export writes, or outside of its folder: the "
+                "checkpoint is damaged, or made to do harm."
+            )
+        return description
+
+
+def _is_subfolder(name: str) -> bool:
+    """Whether it is "", or the plain name of a folder with a slash at its end."""
+    return name == "" or (name.endswith("/") and is_folder_name(name.removesuffix("/")))
+
+
+def describe(live: LiveModel) -> Description:
+    """Describe the model as it is now. A failure is a problem for an export, not for a save.
+
+    Every rank must call it: PEFT asks modules for state dicts, which unshards parameters.
+    """
+    adapters = getattr(live.model, "peft_config", None)
+    try:
+        if isinstance(adapters, Mapping) and adapters:
+            return _describe_adapters(live, adapters)
+        return Description(_configs(live.model))
+    except Exception as error:  # a library's own, about the user's config
+        return Description(problem=f"the model's config cannot be written: {type(error).__name__}: {error}")
+
+
+def _configs(model: nn.Module) -> dict[str, Any]:
+    """Return the configs as transformers' `save_pretrained` writes them; the dtype is the export's."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return {}
+    content = json.loads(config.to_json_string())
+    content["architectures"] = [type(model).__name__]
+    content["dtype" if hasattr(config, "dtype") else "torch_dtype"] = None
+    files = {CONFIG: content}
+    generation: Any = getattr(model, "generation_config", None)
+    can_generate = getattr(model, "can_generate", None)
+    if callable(getattr(generation, "to_json_string", None)) and (not callable(can_generate) or can_generate()):
+        files[GENERATION] = json.loads(generation.to_json_string())
+    return files
+
+
+# ---------------------------------------------------------------------- PEFT
+
+
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters of a PEFT model that belong to an adapter or are trained; of another model, none."""
+    adapters = [f".{name}." for name in getattr(model, "peft_config", ())]
+    found: dict[nn.Parameter, None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if adapters and (parameter.requires_grad or any(adapter in f".{name}." for adapter in adapters)):
+            found[parameter] = None
+    return list(found)
+
+
+def _describe_adapters(live: LiveModel, adapters: Mapping[str, Any]) -> Description:
+    files: dict[str, Any] = {}
+    names: dict[str, dict[str, str]] = {}
+    for adapter, config in adapters.items():
+        folder = "" if adapter == "default" else f"{adapter}/"
+        files[folder + ADAPTER_CONFIG] = _adapter_config(live.model, config)
+        names[folder] = _adapter_names(live, adapter, config)
+    kept = {fqn for one in names.values() for fqn in one.values()}
+    lost = [entry.fqn for unit in live.units if unit.trainable for entry in unit.named if entry.fqn not in kept]
+    if lost:
+        return Description(
+            problem=f"{lost[0]} is trained and in no PEFT adapter ({len(lost)} such parameters): files of adapters would lose it. "
+            "List its module in modules_to_save, or freeze it."
+        )
+    return Description(files, names)
+
+
+def _adapter_config(model: nn.Module, config: Any) -> Any:
+    """Return an adapter's config as PEFT writes it."""
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(wrapped, "name_or_path", None) or None
+    kind = None
+    if config.task_type is None:
+        kind = {"base_model_class": type(wrapped).__name__, "parent_library": type(wrapped).__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=kind)
+        return json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+
+
+def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]:
+    """Map the names in an adapter's file to fqns.
+
+    PEFT chooses and renames. It gets a state dict of tensors without content, which show where each name came from.
+    """
+    first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
+    first |= {name: name for name in live.buffers}
+    key = (adapter, *first)
+    # PEFT may ask the Hub whether the vocabulary has grown: ask once, however that ends.
+    if key not in live.adapter_names:
+        live.adapter_names[key] = {}
+        stand_ins = {name: torch.empty(0, device="meta") for name in first}
+        source = {id(tensor): first[name] for name, tensor in stand_ins.items()}
+        peft = importlib.import_module("peft")
+        chosen = peft.get_peft_model_state_dict(live.model, state_dict=stand_ins, adapter_name=adapter)
+        prefix = "" if hasattr(live.model, "get_base_model") else _PEFT_PREFIX
+        if all(id(tensor) in source for tensor in chosen.values()):
+            live.adapter_names[key] = {prefix + name: source[id(tensor)] for name, tensor in chosen.items()}
+    if not live.adapter_names[key]:
+        raise ValueError(
+            f"the adapter {adapter!r} ({config.peft_type}) holds what is no parameter as it is, or nothing"
+        )
+    return live.adapter_names[key]

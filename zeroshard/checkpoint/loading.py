@@ -1,10 +1,8 @@
-"""Owns the loading of a checkpoint: each rank reads the ranges that it needs, whatever the world size they were saved at.
-
-Called by checkpoints, by export and by the command line.
-"""
+"""Owns the loading of a checkpoint: each rank reads the ranges that it needs, whatever the world size they were saved at."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,32 +15,59 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.chunks import Task, read_tasks
 from zeroshard.checkpoint.live_model import LiveModel
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, StateRecord, dtype_of
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RangeRecord, StateRecord, dtype_of
+from zeroshard.checkpoint.safetensors_file import ReadRequest, read_verified
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.layout.layout import Span
 from zeroshard.observe.display import Advance, ignore
-from zeroshard.step.model_states import PARAMETERS, Held, counting_on_device
+from zeroshard.step.model_states import PARAMETERS, Held, Trained
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""How this run computes is its own affair."""
+"""Options that only say how a run computes; a checkpoint's do not count."""
 
 
 @dataclass(frozen=True)
-class Located:
-    """A task and the file that it is for."""
+class StoredTensor:
+    """A parameter or buffer of a checkpoint.
 
-    file: int
-    task: Task
+    Attributes:
+        names: all its names; more than one where it is tied.
+        state: where its elements are.
+        trained: false only for frozen parameters.
+        scalar: the value itself, where that is in the manifest.
+    """
+
+    names: list[str]
+    shape: tuple[int, ...]
+    state: StateRecord
+    trained: bool = True
+    is_buffer: bool = False
+    scalar: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.state.dtype)
+
+    @property
+    def span(self) -> Span:
+        """All elements of the parameter."""
+        return Span(self.names[0], 0, math.prod(self.shape))
 
 
 class Reader:
-    """Reads from one checkpoint. `nbytes` counts what was read, whole chunks; `advance` hears of what was wanted of them."""
+    """A checkpoint, open for reading.
+
+    Attributes:
+        nbytes: the bytes that were read, in whole chunks.
+        advance: hears of the bytes that were wanted of them.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest, self.nbytes = folder, manifest, 0
+        self.folder = folder
+        self.manifest = manifest
+        self.nbytes = 0
         self.advance: Advance = ignore
         self._by_name = {name: record for record in manifest.parameters.values() for name in record.names}
 
@@ -50,150 +75,185 @@ class Reader:
         """The record of the parameter that has one of these names."""
         return next((self._by_name[name] for name in names if name in self._by_name), None)
 
-    def read(self, located: Sequence[Located]) -> None:
-        """Carry out tasks, file by file, in the order of bytes."""
-        by_file: dict[int, list[Task]] = defaultdict(list)
-        for one in located:
-            by_file[one.file].append(one.task)
-        for number, tasks in sorted(by_file.items()):
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Carry out requests, file by file, in the order of bytes."""
+        by_file: dict[int, list[ReadRequest]] = defaultdict(list)
+        for request in requests:
+            by_file[request.file].append(request)
+        for number in sorted(by_file):
             record = self.manifest.files[number]
-            path = self.folder / record.name
-            self.nbytes += read_tasks(path, record.nbytes, record.checksums, tasks, self.advance)
+            self.nbytes += read_verified(self.folder, record, by_file[number], self.advance)
+
+    def model(self) -> Iterator[StoredTensor]:
+        """List every parameter, and then every buffer."""
+        manifest = self.manifest
+        for parameter in manifest.parameters.values():
+            state = parameter.states.get(PARAMETERS)
+            if state is None:  # it has no elements
+                state = StateRecord(dtype="float32", ranges=[])
+            yield StoredTensor(parameter.names, tuple(parameter.shape), state, parameter.trained)
+        for name, packed in manifest.buffers().items():
+            if "$scalar" in packed:
+                dtype, value = packed["$scalar"]
+                state = StateRecord(dtype=dtype, ranges=[])
+                yield StoredTensor([name], (), state, is_buffer=True, scalar=value)
+                continue
+            tensor = manifest.tensors[packed["$tensor"]]
+            span = RangeRecord(start=0, stop=math.prod(tensor.shape), file=tensor.file, offset=tensor.offset)
+            state = StateRecord(dtype=tensor.dtype, ranges=[span])
+            yield StoredTensor([name], tuple(tensor.shape), state, is_buffer=True)
+
+    def tensors(self, spans: Sequence[tuple[StoredTensor, Span]]) -> list[Tensor]:
+        """Read spans of parameters and buffers at once: 1-D, in the dtypes that were saved."""
+        found = []
+        requests = []
+        for stored, span in spans:
+            if stored.scalar is not None:
+                found.append(torch.tensor([stored.scalar], dtype=stored.dtype))
+                continue
+            found.append(torch.empty(span.numel, dtype=stored.dtype))
+            requests += requests_for(stored.state, span, found[-1])
+        self.read(requests)
+        return found
 
     def values(self, packed: Any) -> Any:
         """Unpack values, with the tensors that they name."""
-        wanted: dict[str, Tensor] = {}
+        requests = []
 
         def make(name: str) -> Tensor:
             record = self.manifest.tensors[name]
-            wanted[name] = torch.empty(record.shape, dtype=dtype_of(record.dtype))
-            return wanted[name]
-
-        unpack(packed, make)
-        tasks = []
-        for name, tensor in wanted.items():
-            record = self.manifest.tensors[name]
+            tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype))
             if tensor.numel():
-                tasks.append(Located(record.file, Task(record.offset, tensor.dtype, tensor.view(-1))))
-        self.read(tasks)
-        return unpack(packed, wanted.__getitem__)
+                requests.append(ReadRequest(record.file, record.offset, tensor.dtype, tensor.view(-1)))
+            return tensor
+
+        values = unpack(packed, make)
+        self.read(requests)  # into these tensors
+        return values
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Reader:
-    """A checkpoint by its own folder, or by the folder of all (then the tag, or what `latest` names).
-
-    Raises:
-        CheckpointError: there is none, or its manifest is damaged.
-    """
+    """Open a checkpoint by its own folder, or by the folder of all (then the tag, or the one that `latest` names)."""
     path = Path(folder)
-    if tag is not None or not (path / files.MANIFEST).is_file():
-        path = path / (tag if tag is not None else files.latest_tag(path))
+    if tag is not None:
+        path = path / tag
+    elif not (path / files.MANIFEST).is_file():
+        path = path / files.latest_tag(path)
     return Reader(path, files.read_manifest(path))
 
 
-def tasks_for(state: StateRecord, start: int, out: Tensor, what: str) -> Iterator[Located]:
-    """Where elements [start, start + out.numel()) of one model state lie. `out` is 1-D.
-
-    Raises:
-        CheckpointError: the ranges of the manifest do not cover them.
-    """
-    dtype, stop, covered = dtype_of(state.dtype), start + out.numel(), start
+def covering(state: StateRecord, span: Span) -> list[tuple[RangeRecord, Span]]:
+    """Find the ranges that hold a span of one model state, and what each holds of it. All of it must be there."""
+    held: list[tuple[RangeRecord, Span]] = []
     for part in state.ranges:
-        low, high = max(part.start, start), min(part.stop, stop)
-        if low >= high:
-            continue
-        if low != covered:
+        if part.start < span.stop and span.start < part.stop:
+            for start, stop, _ in part.runs.between(span.start, span.stop):
+                held.append((part, Span(span.name, start, stop)))
+    held.sort(key=lambda one: one[1].start)  # runs of several ranges lie between each other
+    found = []
+    covered = span.start
+    for part, common in held:
+        if common.start != covered:
             break
-        offset = part.offset + (low - part.start) * dtype.itemsize
-        yield Located(part.file, Task(offset, dtype, out[low - start : high - start]))
-        covered = high
-    if covered != stop:
-        raise CheckpointError(f"the checkpoint holds no elements {covered} to {stop} of {what}.")
+        found.append((part, common))
+        covered = common.stop
+    if covered != span.stop:
+        raise CheckpointError(f"the checkpoint holds no elements {covered} to {span.stop} of {span.name}.")
+    return found
+
+
+def requests_for(state: StateRecord, span: Span, out: Tensor) -> list[ReadRequest]:
+    """Request a span of one model state. `out` is 1-D and has its size."""
+    dtype = dtype_of(state.dtype)
+    requests = []
+    for part, common in covering(state, span):
+        _, _, before = next(part.runs.between(common.start, common.stop))
+        offset = part.offset + before * dtype.itemsize
+        requests.append(ReadRequest(part.file, offset, dtype, out[common.within(span.start)]))
+    return requests
+
+
+def requests_for_held(state: StateRecord, held: Held, out: Tensor) -> list[ReadRequest]:
+    """Request what this rank holds, as `requests_for`: of a DTensor, its part of the whole that was saved."""
+    requests = []
+    for start, stop, before in held.named.placement.pieces(held.span.start, held.span.stop):
+        requests += requests_for(state, Span(held.named.fqn, start, stop), out[before : before + stop - start])
+    return requests
 
 
 class Loader:
-    """Brings one checkpoint into the units of a model. `prepare` first, then `read`, then `apply`."""
+    """The load of one checkpoint into the units of a model: `prepare` first, then `read`, then `apply`.
 
-    def __init__(self, reader: Reader, live: LiveModel) -> None:
-        self.reader, self._live, self._optimizer = reader, live, live.optimizer.inner
-        self._tasks: list[Located] = []
-        self._state: list[tuple[Held, dict[str, Any]]] = []
-        self._elsewhere: list[tuple[Held, ParameterRecord]] = []
-        self._takes_states = False
+    Attributes:
+        optimizer_states: load the optimizer's states and hyperparameters too.
+        nbytes: of the model states that `read` brings; known once it is prepared.
+    """
+
+    def __init__(self, reader: Reader, live: LiveModel, *, optimizer_states: bool) -> None:
+        self.reader = reader
+        self.optimizer_states = optimizer_states
+        self.nbytes = 0
+        self._live = live
+        self._optimizer = live.step.inner
+        self._parts: list[tuple[Held, ParameterRecord]] = []
+        self._state: list[tuple[Held, dict[str, Any]]] = []  # what the optimizer will keep, of each trained part
         self._options: dict[int, dict[str, Any]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, Tensor] = {}
 
-    def prepare(self, *, strict: bool, optimizer_states: bool) -> None:
-        """Find out what to read; nothing is changed yet.
-
-        Raises:
-            CheckpointError: the checkpoint is of another model or optimizer; names the difference.
-        """
-        self._takes_states = optimizer_states
-        entries = [entry for unit in self._live.units for entry in unit.named]
-        self._refuse_another_model(entries, strict)
-        if optimizer_states:
+    def prepare(self, *, strict: bool) -> None:
+        """Find what to read, and refuse a checkpoint of another model or optimizer. Nothing is changed yet."""
+        self._refuse_another_model(strict)
+        if self.optimizer_states:
             self._refuse_another_optimizer()
             self._options = self._find_options()
-        self._refuse_other_buffers(strict)
         for held in self._live.states.held():
             record = self.reader.parameter(held.named.fqns)
             if record is None or PARAMETERS not in record.states:
                 continue
-            if held.shard.is_here:
-                self._tasks += self._tasks_of(held, record)
-            else:
-                self._elsewhere.append((held, record))
-                for name, saved in record.states.items():
-                    list(
-                        tasks_for(
-                            saved, held.start, torch.empty(held.numel, device="meta"), f"{name} of {held.named.fqn}"
-                        )
+            self._parts.append((held, record))
+            for _, saved in self._wanted(held, record):
+                for start, stop, _ in held.named.placement.pieces(held.span.start, held.span.stop):
+                    covering(saved, Span(held.named.fqn, start, stop))
+                self.nbytes += held.span.numel * dtype_of(saved.dtype).itemsize
+
+    def _wanted(self, held: Held, record: ParameterRecord) -> Iterator[tuple[str, StateRecord]]:
+        for state, saved in record.states.items():
+            if state == PARAMETERS or (self.optimizer_states and held.view is not None):
+                yield state, saved
+
+    def _refuse_another_model(self, strict: bool) -> None:
+        """Compare names and shapes of parameters and buffers."""
+        own: dict[str, tuple[str, torch.Size]] = {}  # by any name: the first name, and the shape
+        for unit in self._live.units:
+            for entry in unit.named:
+                own.update(dict.fromkeys(entry.fqns, (entry.fqn, torch.Size(entry.placement.shape))))
+        for name, buffer in self._live.buffers.items():
+            own[name] = (f"the buffer {name}", buffer.shape)
+        missing = dict.fromkeys(first for first, _ in own.values())
+        unexpected = []
+        for name in self.reader.manifest.excluded:
+            if name in own:
+                missing.pop(own[name][0], None)
+        for stored in self.reader.model():
+            found = [own[name] for name in stored.names if name in own]
+            if not found:
+                unexpected.append(stored.names[0])
+            for first, shape in found:
+                missing.pop(first, None)
+                if stored.shape != shape:
+                    raise CheckpointError(
+                        f"{self.reader.folder}: {first} was saved with shape {stored.shape}, and the model's has {tuple(shape)}."
                     )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the model states that `read` brings."""
-        here = sum(one.task.stop - one.task.offset for one in self._tasks)
-        return here + sum(
-            held.numel * dtype_of(saved.dtype).itemsize
-            for held, record in self._elsewhere
-            for saved in record.states.values()
-        )
-
-    def _tasks_of(self, held: Held, record: ParameterRecord) -> list[Located]:
-        """What to read for one part of a parameter, which is in memory."""
-        tasks = list(tasks_for(record.states[PARAMETERS], held.start, held.value, held.named.fqn))
-        if self._takes_states and held.view is not None:
-            state: dict[str, Any] = {}
-            self._state.append((held, state))
-            tasks += self._new_state(held, record, state)
-        return tasks
-
-    def _refuse_another_model(self, entries: Sequence[NamedParameter], strict: bool) -> None:
-        manifest, known = self.reader.manifest, {name for entry in entries for name in entry.fqns}
-        missing = [
-            entry.fqn
-            for entry in entries
-            if self.reader.parameter(entry.fqns) is None and not set(entry.fqns) & set(manifest.excluded)
-        ]
-        unexpected = [fqn for fqn, record in manifest.parameters.items() if not set(record.names) & known]
-        for entry in entries:
-            record = self.reader.parameter(entry.fqns)
-            if record is not None and tuple(record.shape) != tuple(entry.shape):
-                raise CheckpointError(
-                    f"{self.reader.folder}: {entry.fqn} was saved with shape {tuple(record.shape)}, and the model's has "
-                    f"{tuple(entry.shape)}."
-                )
         if strict and (missing or unexpected):
             raise CheckpointError(
-                f"{self.reader.folder} is of another model: it lacks {_some(missing)}, and the model lacks {_some(unexpected)}. "
-                "load_module_strict=False loads what both have."
+                f"{self.reader.folder} is of another model: it lacks {some_of(list(missing))}, and the model lacks "
+                f"{some_of(unexpected)}. load_module_strict=False loads what both have."
             )
 
     def _refuse_another_optimizer(self) -> None:
-        manifest, name = self.reader.manifest, type(self._optimizer).__qualname__
+        manifest = self.reader.manifest
+        name = type(self._optimizer).__qualname__
         if manifest.optimizer is None and not manifest.param_groups:
             raise CheckpointError(
                 f"{self.reader.folder} was saved without an optimizer, for evaluation: it holds no states for this run's {name}. "
@@ -206,99 +266,83 @@ class Loader:
             )
 
     def _find_options(self) -> dict[int, dict[str, Any]]:
-        """The saved hyperparameters of each of this run's param groups, by its number. They go by the parameters' names.
+        """Find the saved hyperparameters of each of this run's param groups, by its number; parameters' names decide.
 
-        Raises:
-            CheckpointError: one of this run's groups was several that differ, or one that was saved is several here.
+        No group here may have been several that differ, and none of the saved may be several here that differ.
         """
-        saved = [(set(g["names"]), self.reader.values(g["options"])) for g in self.reader.manifest.param_groups]
-        names, found = self._live.group_names, dict[int, dict[str, Any]]()
+        saved = []
+        for group in self.reader.manifest.param_groups:
+            saved.append((set(group["names"]), _options(self.reader.values(group["options"]))))
+        names = self._live.group_names
+        found: dict[int, dict[str, Any]] = {}
         for number, own in enumerate(names):
-            sources = [_options(options) for known, options in saved if known & set(own)]
-            if any(not _equal(source, sources[0]) for source in sources):
+            sources = [options for known, options in saved if known & set(own)]
+            if _first_that_differs(sources) is not None:
                 raise CheckpointError(
-                    f"the parameters of param group {number} ({_some(own)}) were saved in groups with different "
+                    f"the parameters of param group {number} ({some_of(own)}) were saved in groups with different "
                     "hyperparameters: use the groups that were saved, or load_optimizer_states=False."
                 )
             if sources:
                 found[number] = sources[0]
         for known, _ in saved:
             mine = [number for number, own in enumerate(names) if known & set(own)]
-            groups = [_options(self._optimizer.param_groups[number]) for number in mine]
-            different = next((i for i, group in enumerate(groups) if not _equal(group, groups[0])), None)
-            if different is not None:
+            other = _first_that_differs([_options(self._optimizer.param_groups[number]) for number in mine])
+            if other is not None:
                 raise CheckpointError(
-                    f"{self.reader.folder}: what are param groups {mine[0]} ({_some(names[mine[0]])}) and {mine[different]} "
-                    f"({_some(names[mine[different]])}) here, with hyperparameters of their own, was saved as one group: use "
+                    f"{self.reader.folder}: what are param groups {mine[0]} ({some_of(names[mine[0]])}) and {mine[other]} "
+                    f"({some_of(names[mine[other]])}) here, with hyperparameters of their own, was saved as one group: use "
                     "the groups that were saved, or load_optimizer_states=False."
                 )
         return found
 
-    def _refuse_other_buffers(self, strict: bool) -> None:
-        ranks = self.reader.manifest.values.get("ranks", [])
-        packed = ranks[0].get("buffers") if ranks else None
-        if packed is None:
-            return
-        saved = {
-            name: tuple(self.reader.manifest.tensors[one["$tensor"]].shape) if "$tensor" in one else ()
-            for name, one in packed.items()
-        }
-        own = {name: tuple(buffer.shape) for name, buffer in self._live.buffers.items()}
-        for name in saved.keys() & own.keys():
-            if saved[name] != own[name]:
-                raise CheckpointError(
-                    f"{self.reader.folder}: the buffer {name} was saved with shape {saved[name]}, and the model's has {own[name]}."
-                )
-        if strict and saved.keys() != own.keys():
-            raise CheckpointError(
-                f"{self.reader.folder} is of another model: it lacks the buffers {_some(sorted(own.keys() - saved.keys()))}, "
-                f"and the model lacks {_some(sorted(saved.keys() - own.keys()))}. load_module_strict=False loads what both have."
-            )
-
-    def _new_state(self, held: Held, record: ParameterRecord, state: dict[str, Any]) -> Iterator[Located]:
-        assert held.view is not None
-        self._values[held.named.fqn] = record.values
-        for name, saved in record.states.items():
-            if name != PARAMETERS:
-                there, dtype = held.state.get(name), dtype_of(saved.dtype)
-                if not isinstance(there, Tensor) or there.shape != held.view.value.shape or there.dtype != dtype:
-                    there = torch.empty(held.view.value.shape, dtype=dtype, device=held.value.device)
-                state[name] = there
-                yield from tasks_for(saved, held.start, there.view(-1), f"{name} of {held.named.fqn}")
-
     def read(self) -> None:
-        """Read this rank's part, and verify it. What is there is overwritten as it comes."""
-        self.reader.read(self._tasks)
-        for shard, group in groupby(self._elsewhere, key=lambda part: part[0].shard):
+        """Read this rank's part, and verify it. Values in memory are overwritten as they come."""
+        requests = []
+        for held, record in self._parts:
+            if held.shard.is_here:
+                requests += self._requests_of(held, record)
+        self.reader.read(requests)
+        elsewhere = [part for part in self._parts if not part[0].shard.is_here]
+        for shard, group in groupby(elsewhere, key=lambda part: part[0].shard):
             parts = list(group)
-            # What is overwritten as a whole need not be readable.
-            covered = self._takes_states and shard.is_all_of([held for held, _ in parts])
-            with shard.opened(write=True, read=not covered):
-                tasks = []
+            # A shard that is overwritten as a whole need not be readable.
+            is_whole = isinstance(shard, Trained) and len(parts) == len(shard.resident.views)
+            with shard.opened(write=True, read=not (self.optimizer_states and is_whole)):
+                requests = []
                 for held, record in parts:
-                    tasks += self._tasks_of(held, record)
-                    if self._takes_states and held.view is not None:
+                    requests += self._requests_of(held, record)
+                    if self.optimizer_states and held.view is not None:
                         self._optimizer.state[held.view.value] = self._state[-1][1]
-                self.reader.read(tasks)
+                self.reader.read(requests)
         self._values = self.reader.values(self._values)
-        ranks = self.reader.manifest.values.get("ranks", [])
-        common = ranks[0].get("buffers", {}) if ranks else {}
-        own = ranks[self._live.rank].get("buffers", {}) if self._live.rank < len(ranks) else {}
-        self._buffers = self.reader.values({**common, **own})
+        manifest = self.reader.manifest
+        self._buffers = self.reader.values({**manifest.buffers(), **manifest.buffers(self._live.rank)})
 
-    def apply(self, *, optimizer_states: bool) -> None:
-        """Everything was read on every rank: optimizer, buffers, and parameters take it. Every rank must call it."""
-        if optimizer_states:
-            on_device = counting_on_device(self._optimizer)
-            for held, state in self._state:
-                assert held.view is not None
-                device = held.value.device if id(held.view.value) in on_device else torch.device("cpu")
-                beside = {name: _fresh(value, device) for name, value in self._values.get(held.named.fqn, {}).items()}
-                self._optimizer.state[held.view.value] = {**beside, **state}
-                if not state and not beside:
-                    del self._optimizer.state[held.view.value]
-            for number, options in self._options.items():
-                self._optimizer.param_groups[number].update(options)
+    def _requests_of(self, held: Held, record: ParameterRecord) -> list[ReadRequest]:
+        """Request everything of one part, which is in memory; new states of the optimizer get memory."""
+        requests = []
+        state: dict[str, Any] = {}
+        for name, saved in self._wanted(held, record):
+            if name == PARAMETERS:
+                requests += requests_for_held(saved, held, held.value)
+                continue
+            assert held.view is not None
+            like = held.view.value
+            there = held.state.get(name)
+            dtype = dtype_of(saved.dtype)
+            if not isinstance(there, Tensor) or there.shape != like.shape or there.dtype != dtype:
+                there = torch.empty(like.shape, dtype=dtype, device=like.device)
+            state[name] = there
+            requests += requests_for_held(saved, held, there.view(-1))
+        if self.optimizer_states and held.view is not None:
+            self._state.append((held, state))
+            self._values[held.named.fqn] = record.values
+        return requests
+
+    def apply(self) -> None:
+        """Give what every rank has read to optimizer, buffers and parameters. Every rank must call it."""
+        if self.optimizer_states:
+            self._apply_states()
         buffers = self._live.buffers
         for name, value in self._buffers.items():
             if name in buffers:
@@ -306,18 +350,40 @@ class Loader:
         for unit in self._live.units:
             unit.take_masters()
 
+    def _apply_states(self) -> None:
+        on_device = self._live.step.counting_on_device()
+        for held, state in self._state:
+            assert held.view is not None
+            key = held.view.value
+            device = key.device if id(key) in on_device else torch.device("cpu")
+            kept = {}
+            for name, value in self._values.get(held.named.fqn, {}).items():
+                # Spans of one parameter must not share a tensor.
+                kept[name] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+            kept.update(state)
+            self._optimizer.state[key] = kept
+            if not kept:
+                del self._optimizer.state[key]
+        for number, options in self._options.items():
+            self._optimizer.param_groups[number].update(options)
+
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
 
 
-def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(bool(value == other[key]) for key, value in one.items())
+def _first_that_differs(groups: Sequence[Mapping[str, Any]]) -> int | None:
+    for number, group in enumerate(groups):
+        if group.keys() != groups[0].keys() or not all(bool(value == groups[0][key]) for key, value in group.items()):
+            return number
+    return None
 
 
-def _fresh(value: Any, device: torch.device) -> Any:
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value
-
-
-def _some(names: Sequence[str]) -> str:
-    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"
+def some_of(names: Sequence[str]) -> str:
+    """Write at most five of these names, and how many more there are."""
+    if not names:
+        return "nothing"
+    text = ", ".join(names[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text

@@ -1,4 +1,4 @@
-"""Owns the manifest: what a checkpoint holds and where, and the rule by which it exists. Called by saving, loading, export.
+"""Owns the manifest: what a checkpoint holds and where, and the rule by which it exists.
 
     folder/
         latest                              the tag of the newest
@@ -17,17 +17,37 @@ import hashlib
 import json
 import os
 import re
+import time
 from contextlib import suppress
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from zeroshard.errors import CheckpointError
+from zeroshard.layout.placement import Runs
 
-MANIFEST, LATEST, VERSION = "manifest.json", "latest", 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+VERSION = 1
+MESH_VERSION = 2
+"""Of checkpoints whose parameters were divided over ranks of another dimension too: with `mesh`, and ranges of several runs."""
+_LONGEST_NAME = 255
+"""Bytes that a file system takes for a name."""
 _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]+\.tmp)?)")
+
+
+Count = Annotated[int, Field(ge=0)]
+"""A number of bytes or elements, or a position among them."""
 
 
 class _Record(BaseModel):
@@ -38,50 +58,71 @@ class FileRecord(_Record):
     """A file beside the manifest."""
 
     name: str = Field(pattern=r"^rank_\d+\.[0-9a-f]+\.safetensors$")
-    nbytes: int
+    nbytes: Count
     checksums: list[int]
     """CRC-32 of each chunk of `chunk_nbytes`; the last may be shorter."""
 
 
-class RangeRecord(_Record):
-    """Elements [start, stop) of a flattened parameter; `offset` counts bytes from the start of the file."""
+class _Sparse(_Record):
+    """A record that leaves out what is None, and was not there in version 1."""
 
-    start: int
-    stop: int
-    file: int
-    offset: int
+    @model_serializer(mode="wrap")
+    def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        new = {"numel", "stride", "mesh"}
+        return {key: value for key, value in serialize(self).items() if value is not None or key not in new}
+
+
+class RangeRecord(_Sparse):
+    """Elements [start, stop) of a flattened parameter; `offset` counts bytes from the start of the file.
+
+    With `stride`: of these, `numel` elements from `start` on, and so many every `stride` elements after it.
+    """
+
+    start: Count
+    stop: Count
+    file: Count
+    offset: Count
+    numel: Annotated[int, Field(ge=1)] | None = None
+    stride: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def runs(self) -> Runs:
+        """The elements, as integers."""
+        if self.numel is None or self.stride is None:
+            return Runs(self.start, self.stop - self.start, max(self.stop - self.start, 1))
+        return Runs(self.start, self.numel, self.stride, (self.stop - self.start - self.numel) // self.stride + 1)
 
 
 class StateRecord(_Record):
-    """One model state of one parameter. Its ranges are disjoint, in order, and cover all elements."""
+    """The record of one model state of one parameter. Its ranges are disjoint, in order, and cover all elements."""
 
     dtype: str
     ranges: list[RangeRecord]
 
 
 class ParameterRecord(_Record):
-    """One parameter."""
+    """The record of one parameter."""
 
-    shape: list[int]
-    names: list[str]
+    shape: list[Count]
+    names: list[str] = Field(min_length=1)
     """All its names; more than one where it is tied."""
     trained: bool
     states: dict[str, StateRecord]
     """"parameters" (the master weights), and what the optimizer keeps along it."""
     values: dict[str, Any] = {}
-    """What else the optimizer keeps, packed: step counts."""
+    """The other values that the optimizer keeps, packed: step counts."""
 
 
 class TensorRecord(_Record):
     """A tensor that a packed value names."""
 
     dtype: str
-    shape: list[int]
-    file: int
-    offset: int
+    shape: list[Count]
+    file: Count
+    offset: Count
 
 
-class Manifest(_Record):
+class Manifest(_Sparse):
     """See the module's docstring."""
 
     format: str = "zeroshard checkpoint"
@@ -90,10 +131,12 @@ class Manifest(_Record):
     created: float
     """Seconds since 1970."""
     written_by: dict[str, str]
-    world_size: int
+    world_size: int = Field(ge=1)
+    mesh: dict[str, int] | None = None
+    """How many ranks sharded the model, and over how many its tensors were divided; None where they were not."""
     policy: dict[str, Any]
     optimizer: str | None
-    chunk_nbytes: int
+    chunk_nbytes: int = Field(ge=1)
     files: list[FileRecord]
     parameters: dict[str, ParameterRecord]
     excluded: list[str] = []
@@ -101,33 +144,47 @@ class Manifest(_Record):
     param_groups: list[dict[str, Any]] = Field(default_factory=list)
     """Packed hyperparameters of each param group, and the names of its parameters."""
     values: dict[str, Any] = {}
-    """Everything else, packed, see values.py."""
+    """All other values, packed, see values.py."""
     tensors: dict[str, TensorRecord] = {}
+
+    def buffers(self, rank: int = 0) -> dict[str, Any]:
+        """The packed buffers that one rank saved, by name: rank 0 all, another only those that differ."""
+        ranks = self.values.get("ranks", [])
+        packed: dict[str, Any] = ranks[rank].get("buffers", {}) if rank < len(ranks) else {}
+        return packed
 
 
 def write_manifest(folder: Path, manifest: Manifest, save: str) -> None:
-    """Let the checkpoint exist: in one step, in place of what had the tag before."""
+    """Let the checkpoint exist: in one step, it replaces an earlier one of this tag."""
     body = manifest.model_dump()
     text = json.dumps({**body, "checksum": _digest(body)}, separators=(",", ":"))
     replace_file(folder / MANIFEST, text.encode(), save)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `CheckpointError` where there is no whole manifest; says which file and why."""
+    """Read and verify a checkpoint's manifest. A `CheckpointError` says which file is missing or damaged, and why."""
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
         checksum = body.pop("checksum")
         if checksum != _digest(body):
             raise CheckpointError(f"{path} is damaged: its checksum is another.")
-        if body.get("version") != VERSION:
-            raise CheckpointError(f"{path} has version {body.get('version')}; this zeroshard reads version {VERSION}.")
-        return Manifest.model_validate(body)
+        if body.get("version") not in (VERSION, MESH_VERSION):
+            raise CheckpointError(
+                f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and {MESH_VERSION}."
+            )
+        manifest = Manifest.model_validate(body)
+        _refuse_ranges_outside(path, manifest)
+        _refuse_wrong_values(path, manifest)
+        return manifest
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from None
+        raise CheckpointError(_absent(folder)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, ValidationError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}.") from None
 
 
@@ -135,52 +192,187 @@ def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
+    """Raise where checksums do not cover a file, or a range lies in no file."""
+    for file in manifest.files:
+        chunks = -(-file.nbytes // manifest.chunk_nbytes)
+        if len(file.checksums) != chunks:
+            raise CheckpointError(
+                f"{path} is damaged: {file.name} has {len(file.checksums)} checksums for {chunks} chunks."
+            )
+    nbytes = [file.nbytes for file in manifest.files]
+
+    def refuse_outside(name: str, dtype: str, file: int, offset: int, numel: int) -> None:
+        itemsize = dtype_of(dtype).itemsize
+        if file >= len(nbytes) or offset + numel * itemsize > nbytes[file]:
+            raise CheckpointError(f"{path} is damaged: {name} has bytes that lie in none of its files.")
+        if offset % itemsize:
+            raise CheckpointError(f"{path} is damaged: {name} begins in the middle of an element.")
+
+    for name, parameter in manifest.parameters.items():
+        numel = prod(parameter.shape)
+        for record in parameter.states.values():
+            for one in record.ranges:
+                if not one.start <= one.stop <= numel or one.runs.stop != one.stop or one.runs.count < 1:
+                    raise CheckpointError(f"{path} is damaged: {name} has elements beyond its shape.")
+                refuse_outside(name, record.dtype, one.file, one.offset, one.runs.numel * one.runs.count)
+    for name, tensor in manifest.tensors.items():
+        refuse_outside(name, tensor.dtype, tensor.file, tensor.offset, prod(tensor.shape))
+
+
+def _refuse_wrong_values(path: Path, manifest: Manifest) -> None:
+    """Raise where the values that every reader looks at are of other types: those of all ranks, and each rank's buffers."""
+    ranks = manifest.values.get("ranks", [])
+    if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
+        raise CheckpointError(f"{path} is damaged: its values are of wrong types.")
+    for one in ranks:
+        if not isinstance(one, dict) or not isinstance(one.get("buffers", {}), dict):
+            raise CheckpointError(f"{path} is damaged: the values of a rank are of wrong types.")
+        for name, packed in one.get("buffers", {}).items():
+            if not _is_tensor(packed, manifest):
+                raise CheckpointError(f"{path} is damaged: the buffer {name} is no tensor of it.")
+
+
+def _is_tensor(packed: Any, manifest: Manifest) -> bool:
+    """Return whether a packed value is a tensor of a manifest, or a scalar in it, see values.py."""
+    match packed:
+        case {"$tensor": str(name)}:
+            return name in manifest.tensors
+        case {"$scalar": [str(dtype), bool() | int() | float()]}:
+            return isinstance(getattr(torch, dtype, None), torch.dtype)
+    return False
+
+
 def is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether the files are there, with their sizes. (Checksums are for the load.)"""
-    sizes = [(folder / record.name, record.nbytes) for record in manifest.files]
-    return all(path.is_file() and path.stat().st_size == nbytes for path, nbytes in sizes)
+    """Return whether the files are there, with their sizes. (A load verifies checksums.)"""
+    for record in manifest.files:
+        path = folder / record.name
+        if not path.is_file() or path.stat().st_size != record.nbytes:
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------- tags
 
 
+def is_folder_name(name: str) -> bool:
+    """Return whether it is the plain name of a folder, which leads nowhere else."""
+    encoded = name.encode(errors="ignore")
+    is_text = encoded.decode() == name  # no half of a surrogate pair, which no file system takes
+    return name not in ("", ".", "..") and not {*"/\\\0\n"} & {*name} and len(encoded) <= _LONGEST_NAME and is_text
+
+
 def check_tag(tag: str) -> str:
-    """A tag is the name of a folder."""
-    if not tag or tag in (".", "..") or "/" in tag or "\\" in tag or tag.startswith(".") or tag == LATEST:
-        raise CheckpointError(f"{tag!r} cannot be a tag: a tag is the plain name of a folder.")
+    """Return the tag, if it can be the name of a folder."""
+    if not isinstance(tag, str):
+        raise CheckpointError(f"{tag!r} cannot be a tag, which is text: give {str(tag)!r}.")
+    if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
+        shown = repr(tag if len(tag) <= _SHOWN else f"{tag[:_SHOWN]}...")
+        raise CheckpointError(
+            f"{shown} cannot be a tag: a tag is the plain name of a folder, without spaces at its ends."
+        )
     return tag
 
 
+_SHOWN = 100
+"""Characters of a tag that an error shows."""
+
+
+def whole_path(folder: str | os.PathLike[str]) -> Path:
+    """Return the absolute path that a folder means now.
+
+    Raises:
+        CheckpointError: the path is empty, or it is relative, and the working folder was removed.
+    """
+    if not os.fspath(folder):
+        raise CheckpointError("the name of the folder to save to is empty. Name a folder; '.' is the working folder.")
+    try:
+        return Path(folder).absolute()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{os.fspath(folder)} is relative, and this program's working folder was removed. Name the whole path."
+        ) from error
+
+
 def latest_tag(folder: Path) -> str:
-    """What `latest` names."""
+    """Read the tag that the file `latest` names."""
     try:
         return check_tag((folder / LATEST).read_text(encoding="utf-8").strip())
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} has no file {LATEST!r}: name a tag, or look whether this is the folder."
-        ) from None
+        raise CheckpointError(_without_latest(folder.absolute())) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.") from error
 
 
+def is_of_deepspeed(folder: Path) -> bool:
+    """Return whether DeepSpeed wrote a checkpoint into this very folder."""
+    return any(folder.glob("*_model_states.pt"))
+
+
+def _import_first(folder: Path) -> str:
+    return (
+        f"{folder} is no checkpoint of zeroshard's: DeepSpeed wrote it.\n"
+        f"`zeroshard import-deepspeed {folder} OUT` makes one of it; then load from OUT."
+    )
+
+
+def _absent(folder: Path) -> str:
+    """Say why there is no checkpoint in this folder."""
+    folder = folder.absolute()
+    if is_of_deepspeed(folder):
+        return _import_first(folder)
+    if not folder.is_dir():
+        return f"{folder} is no checkpoint: there is no such folder. Look for the tag in {folder.parent}."
+    return f"{folder} is no checkpoint: it has no {MANIFEST}."
+
+
+def _without_latest(folder: Path) -> str:
+    """Say why the newest checkpoint of this folder is not known."""
+    if is_of_deepspeed(folder):
+        return _import_first(folder)
+    if (folder / MANIFEST).is_file():
+        return (
+            f"{folder} is one checkpoint, and not the folder of all: name {folder.parent} and the tag {folder.name!r}."
+        )
+    if not folder.is_dir():
+        return f"{folder} has no file {LATEST!r}: there is no such folder."
+    return f"{folder} has no file {LATEST!r}: name a tag, or look whether this is the folder of checkpoints."
+
+
 def tags(folder: Path, *, whole: bool = True) -> list[str]:
-    """The tags whose checkpoints are whole, the newest first; or all, of which other hosts may have other files."""
+    """List the tags of whole checkpoints, the newest first; or of all, where other hosts may have the missing files."""
+    return [name for _, name in _by_time(folder, whole=whole)]
+
+
+def _by_time(folder: Path, *, whole: bool) -> list[tuple[float, str]]:
+    """List (when it was made, tag) of the checkpoints, the newest first."""
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        try:
-            manifest = read_manifest(path) if path.is_dir() else None
-        except CheckpointError:
-            continue
-        if manifest is not None and (not whole or is_whole(path, manifest)):
-            found.append((manifest.created, path.name))
-    return [name for _, name in sorted(found, reverse=True)]
+    for path in _folders(folder):
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            if not whole or is_whole(path, manifest):
+                found.append((manifest.created, path.name))
+    return sorted(found, reverse=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """List the folders in it. What a link leads to is another's, or is listed already."""
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def next_time(folder: Path) -> float:
+    """Return a time for a new checkpoint, in seconds since 1970, later than that of any other, whatever the clock says."""
+    newest = max((created for created, _ in _by_time(folder, whole=False)), default=0.0)
+    return max(time.time(), newest + 1e-3)
 
 
 # ---------------------------------------------------------------------- files
 
 
 def replace_file(path: Path, data: bytes, save: str) -> None:
-    """Write a file beside, flush it, and put it in the place of `path` in one step."""
+    """Write a file beside `path`, flush it, and let it replace `path` in one step."""
     temporary = path.with_name(f"{path.name}.{save}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -188,29 +380,25 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        flush_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name
+        finally:
+            os.close(folder)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-def flush_folder(path: Path) -> None:
-    """Names of files reach the disk with their folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def clean(folder: Path) -> None:
-    """Remove what saves that never ended left behind: files that no manifest names, and folders of nothing else."""
-    for path in list(folder.iterdir()) if folder.is_dir() else ():
+    """Remove the leftovers of saves that never ended: files that no manifest names, and folders of nothing else."""
+    for path in _folders(folder):
         with suppress(OSError):  # another program's, or unreadable: not ours to look after
-            if path.is_dir():
-                _clean_tag(path)
-            elif re.fullmatch(rf"{LATEST}\.[0-9a-f]+\.tmp", path.name):
+            _clean_tag(path)
+    for path in folder.glob(f"{LATEST}.*.tmp"):
+        if re.fullmatch(rf"{LATEST}\.[0-9a-f]+\.tmp", path.name):
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
@@ -241,10 +429,12 @@ def remove(folder: Path) -> None:
 
 
 def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> None:
-    """Remove whole checkpoints (or all) but the newest `count`, that called `kept`, and that which `latest` names."""
-    named = latest_tag(folder) if (folder / LATEST).is_file() else kept
+    """Remove whole checkpoints (or all), except the newest `count`, `kept`, and the one that `latest` names."""
+    stays = {kept}
+    if (folder / LATEST).is_file():
+        stays.add(latest_tag(folder))
     for tag in tags(folder, whole=whole)[max(count, 1) :]:
-        if tag not in (kept, named):
+        if tag not in stays:
             remove(folder / tag)
 
 

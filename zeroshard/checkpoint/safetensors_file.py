@@ -1,16 +1,22 @@
-"""Owns safetensors files, read and written range by range. Called by pretrained and by whatever saves or loads.
+"""Owns safetensors files: read by ranges; and, in checkpoints, written once with checksums that every read verifies.
 
-The safetensors library reads and writes whole tensors, or slices of their first dimension; a shard is a range of the flattened
-tensor, so this file speaks the format itself: 8 bytes with the header's length, the header as JSON
+The safetensors library reads and writes whole tensors, or slices of their first dimension. A shard is a range of the flattened
+tensor, so this file implements the format itself: 8 bytes with the header's length, the header as JSON
 (name -> dtype, shape, data_offsets; "__metadata__" -> strings), and the data, without gaps.
 https://github.com/huggingface/safetensors#format
+
+A verified range is read as the chunks that it lies in: each is verified as a whole, and its elements go to where they are wanted.
+So a read takes less than two chunks more than the range, and holds one chunk.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.errors import CheckpointError
-from zeroshard.storage.raw_memory import memory_of
+from zeroshard.observe.display import Advance, ignore
+from zeroshard.storage.buffers import memory_of
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -29,13 +37,17 @@ _DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
-_CHUNK_NUMEL = 1 << 22
+_CONVERTED_NUMEL = 1 << 22
 """Elements that are read at once where they have to be converted."""
+CHUNK_NBYTES = 4 << 20
+"""Bytes with one checksum (CRC-32)."""
+_STAGE_NBYTES = 16 << 20
+"""Bytes that are copied from an accelerator at once."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file; `offset` counts bytes from the start of the file."""
+    """The entry of one tensor in a file; `offset` counts bytes from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,7 +63,7 @@ class Entry:
 
 
 class SafetensorsReader:
-    """One file, open for reading. Close it, or use it as a context manager.
+    """A safetensors file, open for reading. Close it, or use it as a context manager.
 
     Attributes:
         entries: the tensors by name.
@@ -67,8 +79,13 @@ class SafetensorsReader:
             self._fd = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
+        except ValueError as error:
+            raise CheckpointError(f"{str(self.path)!r} is no name of a file: {error}.") from None
         try:
             self.entries, self.metadata = self._read_header()
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
         except BaseException:
             self.close()
             raise
@@ -81,7 +98,7 @@ class SafetensorsReader:
         try:
             header: Any = json.loads(os.pread(self._fd, length, 8))
             metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
-            entries = {name: self._entry(name, told, 8 + length) for name, told in header.items()}
+            entries = {name: self._entry(name, one, 8 + length) for name, one in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._broken(f"its header is damaged ({error})") from None
         covered = 8 + length
@@ -93,14 +110,14 @@ class SafetensorsReader:
             raise self._broken(f"it has {size} bytes, and its header speaks of {covered}")
         return entries, metadata
 
-    def _entry(self, name: str, told: Any, base: int) -> Entry:
-        start, stop = told["data_offsets"]
-        shape = tuple(told["shape"])
-        if told["dtype"] not in _DTYPES:
-            raise ValueError(f"the dtype {told['dtype']!r} of {name!r} is unknown")
+    def _entry(self, name: str, described: Any, base: int) -> Entry:
+        start, stop = described["data_offsets"]
+        shape = tuple(described["shape"])
+        if described["dtype"] not in _DTYPES:
+            raise ValueError(f"the dtype {described['dtype']!r} of {name!r} is unknown")
         if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
             raise ValueError(f"shape or offsets of {name!r} are no natural numbers")
-        entry = Entry(_DTYPES[told["dtype"]], shape, base + start)
+        entry = Entry(_DTYPES[described["dtype"]], shape, base + start)
         if stop - start != entry.nbytes:
             raise ValueError(f"{name!r} has {stop - start} bytes, and its shape asks for {entry.nbytes}")
         return entry
@@ -109,39 +126,24 @@ class SafetensorsReader:
         return CheckpointError(f"{self.path} is no whole safetensors file: {what}.")
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Read elements [start, start + out.numel()) of a flattened tensor.
-
-        Args:
-            out: contiguous, of any dtype, on any device. On the CPU and of the file's dtype it is read into directly.
-        """
+        """Read elements [start, start + out.numel()) of a flattened tensor. `out` is contiguous, of any dtype, on any device."""
         entry = self.entries[name]
         if start < 0 or start + out.numel() > entry.numel:
             raise self._broken(
                 f"{name!r} has {entry.numel} elements, and [{start}, {start + out.numel()}) was asked for"
             )
         flat = out.detach().view(-1)
-        if flat.dtype == entry.dtype and flat.device.type == "cpu":
+        if flat.dtype == entry.dtype and flat.device.type == "cpu":  # without a copy
             self._read(entry, start, flat)
             return
-        chunk = torch.empty(min(_CHUNK_NUMEL, flat.numel()), dtype=entry.dtype)
-        for low in range(0, flat.numel(), _CHUNK_NUMEL):
-            part = chunk[: min(_CHUNK_NUMEL, flat.numel() - low)]
+        chunk = torch.empty(min(_CONVERTED_NUMEL, flat.numel()), dtype=entry.dtype)
+        for low in range(0, flat.numel(), _CONVERTED_NUMEL):
+            part = chunk[: min(_CONVERTED_NUMEL, flat.numel() - low)]
             self._read(entry, start + low, part)
             flat[low : low + part.numel()].copy_(part)
 
     def _read(self, entry: Entry, start: int, flat: Tensor) -> None:
-        target = memory_of(flat)
-        offset, done = entry.offset + start * entry.dtype.itemsize, 0
-        while done < len(target):
-            try:
-                count = os.preadv(self._fd, [target[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.path} cannot be read at byte {offset + done}: {error.strerror}."
-                ) from None
-            if count == 0:
-                raise self._broken(f"it ends at byte {offset + done}")
-            done += count
+        _read_fully(self._fd, memory_of(flat), entry.offset + start * entry.dtype.itemsize, self.path)
 
     def close(self) -> None:
         """Give the file back."""
@@ -155,13 +157,194 @@ class SafetensorsReader:
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the data of a file that holds such tensors, one after another."""
-    told: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    """Make the bytes before the data of a file that holds such tensors, one after another."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = prod(shape) * dtype.itemsize
-        told[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + nbytes]}
         start += nbytes
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text
+
+
+# ---------------------------------------------------------------------- files of checkpoints, with checksums
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be written. It needs to be in memory only inside `opened()`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    opened: Callable[[], AbstractContextManager[Tensor]]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Source:
+        """Make one of a tensor that is in memory."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: nullcontext(tensor))
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Elements of one file that go to `out` (1-D, of any dtype, on any device).
+
+    Attributes:
+        file: the number of the file in its manifest.
+        offset: where the elements begin, in bytes from the start of the file.
+        dtype: their dtype in the file.
+    """
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+    out: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.out.numel() * self.dtype.itemsize
+
+    def take(self, chunk: Tensor, start: int) -> int:
+        """Copy the elements that lie in a chunk, which begins at byte `start`; return their bytes in the file."""
+        low = max(self.offset, start)
+        high = min(self.stop, start + chunk.numel())
+        size = self.dtype.itemsize
+        values = chunk[low - start : high - start].view(self.dtype)
+        self.out[(low - self.offset) // size : (high - self.offset) // size].copy_(values)
+        return high - low
+
+
+class _ChecksummedFile:
+    def __init__(self, path: Path, advance: Advance) -> None:
+        self._file = path.open("xb", buffering=1 << 20)
+        self._advance = advance
+        self._checksum = 0
+        self.nbytes = 0
+        self.checksums: list[int] = []
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        while view:
+            part = view[: CHUNK_NBYTES - self.nbytes % CHUNK_NBYTES]
+            self._file.write(part)
+            self._checksum = zlib.crc32(part, self._checksum)
+            self.nbytes += len(part)
+            if self.nbytes % CHUNK_NBYTES == 0:
+                self.checksums.append(self._checksum)
+                self._checksum = 0
+            view = view[len(part) :]
+            self._advance(len(part))
+
+    def close(self) -> None:
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+        if self.nbytes % CHUNK_NBYTES:
+            self.checksums.append(self._checksum)
+
+
+def write_file(
+    path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance = ignore
+) -> tuple[FileRecord, dict[str, int]]:
+    """Write a safetensors file and flush it to the disk, one source at a time. `advance` hears of bytes as they are written.
+
+    Return the file's record, and where each tensor begins in it, in bytes. After an error, no file is left.
+    """
+    # Wide dtypes first: then every element lies at a multiple of its size, and in one chunk.
+    names = sorted(sources, key=lambda name: -sources[name].dtype.itemsize)
+    offsets: dict[str, int] = {}
+    try:
+        file = _ChecksummedFile(path, advance)
+        try:
+            file.write(header({name: (sources[name].dtype, sources[name].shape) for name in names}, metadata))
+            for name in names:
+                offsets[name] = file.nbytes
+                with sources[name].opened() as tensor:
+                    for part in _on_cpu(tensor.detach().contiguous().view(-1)):
+                        file.write(memory_of(part))
+        finally:
+            file.close()
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return FileRecord(name=path.name, nbytes=file.nbytes, checksums=file.checksums), offsets
+
+
+def _on_cpu(flat: Tensor) -> Iterator[Tensor]:
+    if flat.device.type == "cpu":
+        yield flat
+        return
+    step = max(_STAGE_NBYTES // flat.dtype.itemsize, 1)
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step].cpu()
+
+
+def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance = ignore) -> int:
+    """Read elements of one file and verify every chunk that they lie in. Return the bytes that were read.
+
+    A file that is missing, of another size, unreadable, or altered is an error. `advance` hears of bytes that requests have got.
+    """
+    path = folder / record.name
+    by_chunk: dict[int, list[ReadRequest]] = defaultdict(list)
+    for request in requests:
+        for number in range(request.offset // CHUNK_NBYTES, -(-request.stop // CHUNK_NBYTES)):
+            by_chunk[number].append(request)
+    if not by_chunk:
+        return 0
+    buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
+    read = 0
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != record.nbytes:
+            raise CheckpointError(
+                f"{path} has {size} bytes, and its checkpoint says {record.nbytes}: it was cut or replaced."
+            )
+        for number in sorted(by_chunk):
+            start = number * CHUNK_NBYTES
+            chunk = buffer[: min(CHUNK_NBYTES, size - start)]
+            memory = memory_of(chunk)
+            _read_fully(descriptor, memory, start, path)
+            if zlib.crc32(memory) != record.checksums[number]:
+                raise CheckpointError(
+                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have another checksum."
+                )
+            read += len(memory)
+            for request in by_chunk[number]:
+                advance(request.take(chunk, start))
+    finally:
+        os.close(descriptor)
+    return read
+
+
+def is_intact(folder: Path, record: FileRecord) -> bool:
+    """Return whether all of a file is there, and as it was written."""
+    chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
+    requests = []
+    for start in range(0, record.nbytes, CHUNK_NBYTES):
+        out = chunk[: min(CHUNK_NBYTES, record.nbytes - start)]
+        requests.append(ReadRequest(0, start, torch.uint8, out))
+    try:
+        read_verified(folder, record, requests)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(memory):
+        try:
+            count = os.preadv(descriptor, [memory[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read at byte {offset + done}: {error.strerror}.") from error
+        if count == 0:
+            raise CheckpointError(f"{path} ends at byte {offset + done}: it was cut while it was read.")
+        done += count

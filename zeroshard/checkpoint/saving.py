@@ -1,45 +1,50 @@
-"""Owns the saving of a checkpoint: every rank writes its own shards, all agree, then it exists. Called by checkpoints.
+"""Owns the saving of a checkpoint: every rank writes its own shards, all agree, then it exists.
 
-Nothing is ever whole on a rank. An asynchronous save writes a copy in CPU memory, behind the training.
+No rank ever holds a whole. A save writes the very tensors that are at rest; an asynchronous one writes a copy in CPU memory, behind
+the training.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import math
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import __version__ as torch_version
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.chunks import CHUNK_NBYTES, Lying, write_file
-from zeroshard.checkpoint.manifest import FileRecord, Manifest, RangeRecord, StateRecord, TensorRecord
-from zeroshard.checkpoint.node_local import Hosts, Move, broadcast, carry, copies, refuse_shared
-from zeroshard.checkpoint.snapshot import Outline, Part, Snapshot
-from zeroshard.checkpoint.values import Packer
+from zeroshard.checkpoint.agreement import together
+from zeroshard.checkpoint.live_model import LiveModel, describe
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
+from zeroshard.checkpoint.node_local import Hosts, Move, broadcast, carry, refuse_shared
+from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, Source, write_file
+from zeroshard.checkpoint.values import Packer, storable
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
+from zeroshard.layout.layout import Span
+from zeroshard.layout.placement import Placement, Runs
 from zeroshard.observe.display import Advance, ignore
-from zeroshard.storage.raw_memory import memory_of
+from zeroshard.schedule.unit import UnitState
+from zeroshard.step.model_states import Held
+from zeroshard.storage.buffers import memory_of
+from zeroshard.storage.cpu import CpuStorage
+from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.version import __version__
 
-_UNSEEN = (
-    " Rank 0 made its folder, and this rank does not see it: name a folder that all ranks see, or save with node_local=True "
-    "(use_node_local_storage)."
-)
+_FAILED = "the save failed; the checkpoints that were there are as they were.\n  "
 
 
 @dataclass(frozen=True)
-class Where:
-    """The folder of all checkpoints, the tag of this one, and what is done when it is whole.
+class Destination:
+    """The place of a new checkpoint, and what happens once it is whole: see `Checkpoints.save`.
 
     Attributes:
         hosts: each has the folder for itself; None: all ranks see one folder.
@@ -51,230 +56,340 @@ class Where:
     keep_last: int | None = None
     hosts: Hosts | None = None
 
+    @property
+    def path(self) -> Path:
+        return self.folder / self.tag
+
     def leads(self, rank: int) -> bool:
-        """Whether this rank does what is done once for a folder."""
+        """Return whether this rank does the work that is done once for a folder."""
         return rank == 0 if self.hosts is None else self.hosts.leads(rank)
 
 
-def write_checkpoint(snapshot: Snapshot, where: Where, control: Collectives, advance: Advance = ignore) -> None:
+# ---------------------------------------------------------------------- what one rank saves
+
+
+@dataclass(frozen=True)
+class SavedSpan:
+    """A span of one model state, and its elements."""
+
+    span: Span
+    state: str
+    source: Source
+    placement: Placement | None = None
+    """The place of what this rank holds of the parameter, in which the span counts; None: all of it."""
+
+    @property
+    def runs(self) -> Iterator[Runs]:
+        """The elements of the whole parameter."""
+        if self.placement is None:
+            return iter([Runs(self.span.start, self.span.numel, max(self.span.numel, 1))])
+        return self.placement.runs(self.span.start, self.span.stop)
+
+    @property
+    def name(self) -> str:
+        """The name in the file."""
+        return f"{self.state}/{self.span.name}/{self.span.start}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a checkpoint that one rank writes.
+
+    Attributes:
+        spans: its part of the model states.
+        values: by fqn, everything else that the optimizer keeps of a parameter, packed.
+        own: values that differ from rank to rank (random state), packed.
+        tensors: those that packed values name, the manifest's too.
+        buffers: the model's, as a file can hold them.
+        arrived: blocks until what this rank reads of an accelerator at once is in CPU memory: numbers; of a copy, all of it.
+    """
+
+    spans: Sequence[SavedSpan]
+    values: dict[str, dict[str, Any]]
+    own: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    arrived: Callable[[], object] = lambda: None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model states."""
+        return sum(math.prod(one.source.shape) * one.source.dtype.itemsize for one in self.spans)
+
+    def staged(self, memory: dict[str, Tensor], device: torch.device) -> Part:
+        """Return a copy in CPU memory, which training does not touch. The caller keeps `memory`, by name, for the next save.
+
+        What lies on the accelerator `device` is copied into pinned memory, in the order of what it computes, and the host goes on.
+        """
+        pinned = CpuStorage(Copies(CPU), pin=True)
+
+        def copy(name: str, tensor: Tensor) -> Tensor:
+            there = memory.get(name)
+            is_late = tensor.device.type != "cpu"
+            if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
+                if is_late and tensor.numel():
+                    slot = pinned.slot(name, tensor.numel(), tensor.dtype)
+                    flat = slot.memory_in(pinned)
+                    assert flat is not None
+                    there = flat.view(tensor.shape)
+                else:
+                    there = torch.empty(tensor.shape, dtype=tensor.dtype)
+                memory[name] = there
+            return there.copy_(tensor.detach(), non_blocking=is_late)
+
+        spans = []
+        for one in self.spans:
+            with one.source.opened() as tensor:
+                spans.append(replace(one, source=Source.of(copy(one.name, tensor))))
+        tensors = {name: copy(f"beside/{name}", tensor) for name, tensor in self.tensors.items()}
+        buffers = {name: copy(f"buffers/{name}", tensor) for name, tensor in self.buffers.items()}
+        arrived = self.arrived
+        if device.type != "cpu":
+            event = torch.accelerator.current_stream(device).record_event()
+
+            def arrived() -> None:
+                event.synchronize()
+                self.arrived()
+
+        return replace(self, spans=spans, tensors=tensors, buffers=buffers, arrived=arrived)
+
+
+def take_snapshot(
+    live: LiveModel, shared: Mapping[str, Any], own: Mapping[str, Any], *, exclude_frozen: bool
+) -> tuple[dict[str, Any], Part]:
+    """Look at everything that this rank saves, without a copy. Return the outline of a manifest, and this rank's part.
+
+    Of `shared`, rank 0's values are saved; of `own`, each rank's.
+    """
+    description = asdict(describe(live))  # first: every rank has its part in it, whatever fails below
+    # A parameter that is resharded has no values to save as a user's own; not every class of parameter can say so itself.
+    resharded = {}
+    records = {}
+    excluded = []
+    for unit, entry in live.entries():
+        if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED:
+            resharded[id(entry.parameter)] = entry.fqn
+        if exclude_frozen and not unit.trainable:
+            excluded.append(entry.fqn)
+            continue
+        records[entry.fqn] = ParameterRecord(
+            shape=list(entry.placement.shape), names=list(entry.fqns), trained=unit.trainable, states={}
+        )
+    packer = Packer(f"rank_{live.rank:05d}/", resharded)
+    spans: list[SavedSpan] = []
+    values: dict[str, dict[str, Any]] = {}
+    for held in live.states.held():
+        fqn = held.named.fqn
+        if fqn not in records:
+            continue
+        if live.writes(held):
+            placement = held.named.placement
+            spans += [SavedSpan(held.span, state, _source(held, state), placement) for state in held.states]
+        if held.beside and fqn not in values:
+            values[fqn] = {name: packer.pack(value, f"{fqn}.{name}") for name, value in held.beside.items()}
+    groups = []
+    optimizer = None
+    if live.inner is not None:
+        optimizer = type(live.inner).__qualname__
+        for number, (group, names) in enumerate(zip(live.inner.param_groups, live.group_names, strict=False)):
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({"names": names, "options": packer.pack(options, f"param_groups[{number}]")})
+    packed = {}
+    if live.rank == 0:
+        packed = {key: packer.pack(value, key) for key, value in shared.items()}
+    outline = {
+        "mesh": live.mesh,
+        "policy": asdict(live.policy),
+        "optimizer": optimizer,
+        "parameters": records,
+        "excluded": sorted(excluded),
+        "param_groups": groups,
+        "values": {"shared": packed, "ranks": [], "description": description},
+    }
+    packed_own = {key: packer.pack(value, key) for key, value in own.items()}
+    buffers = {name: storable(buffer, f"the buffer {name}") for name, buffer in live.buffers.items()}
+    return outline, Part(spans, values, packed_own, packer.tensors, buffers, packer.start_numbers())
+
+
+def _source(held: Held, state: str) -> Source:
+    """Make a source of one state. The spans of a shard follow one another, so that each shard comes to memory once."""
+
+    @contextmanager
+    def opened() -> Iterator[Tensor]:
+        with held.shard.opened():
+            tensor = held.tensor(state)
+            assert tensor is not None
+            yield tensor
+
+    dtype = held.state[state].dtype if state in held.state else held.dtype
+    return Source(dtype, (held.span.numel,), opened)
+
+
+# ---------------------------------------------------------------------- one save
+
+
+def write_checkpoint(
+    outline: dict[str, Any], part: Part, to: Destination, control: Collectives, advance: Advance = ignore
+) -> None:
     """Write this rank's part, agree with the others, and let the checkpoint exist. Every rank must call it.
 
-    Args:
-        advance: hears of bytes as they are written.
-
-    Raises:
-        CheckpointError: on every rank, if any rank could not write: says which and why. What was there before is as it was.
+    If any rank cannot write, all raise a `CheckpointError` that says which and why, and earlier checkpoints are as they were.
     """
-    folder = where.folder / where.tag
-    own_crcs = {name: zlib.crc32(memory_of(_cpu(buffer))) for name, buffer in snapshot.part.buffers.items()}
-    hello = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": own_crcs}, "the begin of a save")
-    save = hello[0]["save"]
-    path, leads = folder / _file_name(control.rank, save), where.leads(control.rank)
-    prepared = _attempt(lambda: _prepare(where, folder), control.rank) if leads else None
-    _raise_errors(control.exchange_json(prepared, "the folder of a checkpoint"))
-    # Buffers are the same on all ranks but where each keeps statistics of its own.
-    different = [name for name in own_crcs if control.rank == 0 or own_crcs[name] != hello[0]["buffers"].get(name)]
+    crcs = {}
+    for name, buffer in part.buffers.items():
+        crcs[name] = zlib.crc32(memory_of(buffer.detach().cpu().contiguous().view(-1)))
+    first = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": crcs}, "the begin of a save")[0]
+    save = first["save"]
+    leads = to.leads(control.rank)
+    with together(control, "the folder of a checkpoint", _FAILED):
+        if leads:
+            files.clean(to.folder)
+            to.path.mkdir(parents=True, exist_ok=True)
+    # Buffers are the same on all ranks, except where each keeps statistics of its own.
+    buffers = [name for name in crcs if control.rank == 0 or crcs[name] != first["buffers"].get(name)]
+    written = [to.path / file_name(control.rank, save)]
     try:
-        report = write_part(snapshot.part, path, where.tag, control.rank, different, advance)
-    except Exception as error:  # the others wait for this rank's word
-        unseen = where.hosts is None and not folder.is_dir()
-        report = {"error": f"rank {control.rank}: {error}{_UNSEEN if unseen else ''}"}
-    reports = control.exchange_json(report, "the end of a save")
-    errors, written = _errors(reports), [path]
-    if where.hosts is not None and not errors:
-        moves = copies(
-            where.hosts, [_file_name(rank, save) for rank in range(len(reports))], [one["nbytes"] for one in reports]
-        )
-        written += [folder / move.name for move in moves if move.target == control.rank]
-        errors = _copy(control, folder, moves)
-    if errors:
-        for one in written:
+        report = None
+        with together(control, "the end of a save", _FAILED):
+            if to.hosts is None and not to.path.is_dir():
+                raise CheckpointError(
+                    f"{to.path} is not there. Rank 0 made it, and this rank does not see it: name a folder that all ranks see, or "
+                    "save with node_local=True (use_node_local_storage)."
+                )
+            report = write_part(part, written[0], to.tag, control.rank, buffers, advance)
+        reports = control.exchange_json(report, "what each rank saved")
+        if to.hosts is not None:
+            moves = []
+            for rank, one in enumerate(reports):
+                if to.hosts.keeper(rank) not in to.hosts.ranks[to.hosts.host(rank)]:
+                    moves.append(Move(rank, to.hosts.keeper(rank), one["file"]["name"], one["file"]["nbytes"]))
+            written += [to.path / move.name for move in moves if move.target == control.rank]
+            with together(control, "the folders of hosts", _FAILED):
+                refuse_shared(control, to.path, moves)
+            with together(control, "copies on the next host", _FAILED):
+                carry(control, to.path, moves)
+    except CheckpointError:
+        for path in written:
             with suppress(OSError):
-                one.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         control.exchange_json(None, "the end of a save that failed")
         if leads:
             with suppress(OSError):
-                files.remove_if_empty(folder)
-        _raise(errors)
-    manifest = _merge(snapshot.outline, where.tag, save, reports) if control.rank == 0 else None
-    if where.hosts is not None:  # rank 0's values count, so its manifest does
-        text = broadcast(control, manifest.model_dump_json().encode() if manifest is not None else b"", 0)
-        manifest = Manifest.model_validate_json(text)
-    problem = _attempt(lambda: _finish(where, save, manifest), control.rank) if leads and manifest is not None else None
-    _raise_errors(control.exchange_json(problem, "the manifest of a checkpoint"))
-
-
-def _copy(control: Collectives, folder: Path, moves: Sequence[Move]) -> list[str]:
-    """To the next host; what went wrong, on any rank."""
-    problem = _attempt(lambda: refuse_shared(control, folder, moves), control.rank)
-    errors = _errors(control.exchange_json(problem, "the folders of hosts"))
-    if errors:
-        return errors
-    broken = carry(control, folder, moves)
-    problem = None if broken is None else {"error": f"rank {control.rank}: {broken}"}
-    return _errors(control.exchange_json(problem, "copies on the next host"))
+                files.remove_if_empty(to.path)
+        raise
+    manifest = None
+    if control.rank == 0:
+        manifest = complete(outline, to.tag, files.next_time(to.folder), reports)
+    if to.hosts is not None:  # rank 0's values count, so its manifest does
+        text = b"" if manifest is None else manifest.model_dump_json().encode()
+        manifest = Manifest.model_validate_json(broadcast(control, text, 0))
+    with together(control, "the manifest of a checkpoint", _FAILED):
+        if leads and manifest is not None:
+            _refuse_removed(manifest, to, control.rank)
+            finish(manifest, to, save)
 
 
 def write_part(
     part: Part, path: Path, tag: str, rank: int, buffers: Sequence[str], advance: Advance = ignore
 ) -> dict[str, Any]:
-    """Write one rank's file, with those of its buffers; returns what the manifest needs to know of it, as JSON."""
+    """Write one rank's file, with some of its buffers. Return, as JSON, the rank's part of the manifest."""
     packer = Packer(f"rank_{rank:05d}/buffers/")
-    own = {**part.own, "buffers": {n: packer.pack(part.buffers[n], f"buffers.{n}") for n in buffers}}
+    own = {**part.own, "buffers": {name: packer.pack(part.buffers[name], f"buffers.{name}") for name in buffers}}
+    packer.start_numbers()()
     beside = {**part.tensors, **packer.tensors}
-    tensors = {**{piece.name: piece for piece in part.pieces}, **{n: Lying(t) for n, t in beside.items()}}
-    written = write_file(path, tensors, {"format": "pt", "tag": tag, "rank": str(rank)}, advance)
-    return {
-        "nbytes": written.nbytes,
-        "checksums": written.checksums,
-        "pieces": [
-            [p.fqn, p.state, _name(p.dtype), p.start, p.start + p.shape[0], written.offsets[p.name]]
-            for p in part.pieces
-        ],
-        "values": part.values,
-        "own": own,
-        "tensors": {n: [_name(t.dtype), list(t.shape), written.offsets[n]] for n, t in beside.items()},
-    }
+    sources = {one.name: one.source for one in part.spans}
+    sources |= {name: Source.of(tensor) for name, tensor in beside.items()}
+    record, offsets = write_file(path, sources, {"format": "pt", "tag": tag, "rank": str(rank)}, advance)
+    spans = []
+    for one in part.spans:
+        dtype = _name(one.source.dtype)
+        offset = offsets[one.name]
+        for runs in one.runs:
+            place = [runs.start, runs.stop, offset]
+            if runs.count > 1 and runs.stride > runs.numel:
+                place += [runs.numel, runs.stride]
+            spans.append([one.span.name, one.state, dtype, *place])
+            offset += runs.numel * runs.count * one.source.dtype.itemsize
+    tensors = {name: [_name(tensor.dtype), list(tensor.shape), offsets[name]] for name, tensor in beside.items()}
+    return {"file": record.model_dump(), "spans": spans, "values": part.values, "own": own, "tensors": tensors}
 
 
-def _file_name(rank: int, save: str) -> str:
+def file_name(rank: int, save: str) -> str:
+    """Name the file of one rank in one save."""
     return f"rank_{rank:05d}.{save}.safetensors"
 
 
-def _prepare(where: Where, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made: {error.strerror}.") from error
-    files.clean(where.folder)
-    folder.mkdir(exist_ok=True)
-
-
-def _attempt(work: Callable[[], None], rank: int) -> dict[str, str] | None:
-    try:
-        work()
-    except Exception as error:  # the others wait for this rank's word
-        return {"error": f"rank {rank}: {error}"}
-    return None
-
-
-def _errors(reports: Sequence[dict[str, Any] | None]) -> list[str]:
-    return [one["error"] for one in reports if one is not None and "error" in one]
-
-
-def _raise_errors(reports: Sequence[dict[str, Any] | None]) -> None:
-    errors = _errors(reports)
-    if errors:
-        _raise(errors)
-
-
-def _raise(errors: Sequence[str]) -> NoReturn:
-    raise CheckpointError(
-        "the save failed; the checkpoints that were there are as they were.\n  " + "\n  ".join(errors)
-    )
-
-
-def finish_save(outline: Outline, where: Where, save: str, reports: list[dict[str, Any]]) -> None:
-    """Every part is written: the manifest, `latest`, and what is not kept any longer."""
-    _finish(where, save, _merge(outline, where.tag, save, reports))
-
-
-def _finish(where: Where, save: str, manifest: Manifest) -> None:
-    files.write_manifest(where.folder / where.tag, manifest, save)
-    if where.save_latest:
-        try:
-            files.replace_file(where.folder / files.LATEST, where.tag.encode(), save)
-        except CheckpointError as error:
-            raise CheckpointError(f"{where.tag} itself is whole, but {error}") from error
-    try:
-        files.clean(where.folder)
-        if where.keep_last is not None:
-            files.keep_newest(where.folder, where.keep_last, where.tag, whole=where.hosts is None)
-    except (OSError, CheckpointError) as error:
-        warnings.warn(f"{where.tag} was saved, but what is old could not be removed: {error}", stacklevel=2)
-
-
-def _merge(outline: Outline, tag: str, save: str, reports: list[dict[str, Any]]) -> Manifest:
-    ranges: dict[str, dict[str, tuple[str, list[RangeRecord]]]] = {}
+def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequence[dict[str, Any]]) -> Manifest:
+    """Make a manifest of rank 0's outline, and of each rank's report from `write_part`."""
+    states: dict[str, dict[str, StateRecord]] = {}
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, TensorRecord] = {}
     for number, report in enumerate(reports):
-        for fqn, state, dtype, start, stop, offset in report["pieces"]:
-            told = ranges.setdefault(fqn, {}).setdefault(state, (dtype, []))
-            told[1].append(RangeRecord(start=start, stop=stop, file=number, offset=offset))
-        for fqn, told_values in report["values"].items():
-            values.setdefault(fqn, told_values)
+        for fqn, state, dtype, start, stop, offset, *runs in report["spans"]:
+            record = states.setdefault(fqn, {}).setdefault(state, StateRecord(dtype=dtype, ranges=[]))
+            numel, stride = runs or (None, None)
+            record.ranges.append(
+                RangeRecord(start=start, stop=stop, file=number, offset=offset, numel=numel, stride=stride)
+            )
+        for fqn, packed in report["values"].items():
+            values.setdefault(fqn, packed)
         for name, (dtype, shape, offset) in report["tensors"].items():
             tensors[name] = TensorRecord(dtype=dtype, shape=shape, file=number, offset=offset)
-    parameters = {
-        fqn: record.model_copy(
-            update={
-                "states": {
-                    state: StateRecord(dtype=dtype, ranges=sorted(parts, key=lambda part: part.start))
-                    for state, (dtype, parts) in ranges.get(fqn, {}).items()
-                },
-                "values": values.get(fqn, {}),
-            }
-        )
-        for fqn, record in outline.parameters.items()
-    }
+    parameters = {}
+    for fqn, parameter in outline["parameters"].items():
+        for record in states.get(fqn, {}).values():
+            record.ranges.sort(key=lambda part: part.start)
+        update = {"states": states.get(fqn, {}), "values": values.get(fqn, {})}
+        parameters[fqn] = parameter.model_copy(update=update)
     return Manifest(
-        tag=tag,
-        created=time.time(),
-        written_by={"zeroshard": __version__, "torch": torch.__version__},
-        world_size=len(reports),
-        policy=asdict(outline.policy),
-        optimizer=outline.optimizer,
-        chunk_nbytes=CHUNK_NBYTES,
-        files=[
-            FileRecord(name=_file_name(i, save), nbytes=r["nbytes"], checksums=r["checksums"])
-            for i, r in enumerate(reports)
-        ],
-        parameters=parameters,
-        excluded=outline.excluded,
-        param_groups=outline.param_groups,
-        values={
-            "shared": outline.shared,
-            "ranks": [report["own"] for report in reports],
-            "description": outline.description,
-        },
-        tensors=tensors,
+        **{
+            **outline,
+            "version": files.VERSION if outline.get("mesh") is None else files.MESH_VERSION,
+            "tag": tag,
+            "created": created,
+            "written_by": {"zeroshard": __version__, "torch": torch_version},
+            "world_size": len(reports),
+            "chunk_nbytes": CHUNK_NBYTES,
+            "files": [report["file"] for report in reports],
+            "parameters": parameters,
+            "values": {**outline["values"], "ranks": [report["own"] for report in reports]},
+            "tensors": tensors,
+        }
     )
+
+
+def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
+    """Raise where a file is gone, or of another size: another program's clean-up may take it for a leftover.
+
+    Where each host has the folder for itself, it looks for the files of its own ranks.
+    """
+    written = manifest.files
+    if to.hosts is not None:
+        written = [manifest.files[one] for one in to.hosts.ranks[to.hosts.host(rank)]]
+    for record in written:
+        path = to.path / record.name
+        if not path.is_file() or path.stat().st_size != record.nbytes:
+            raise CheckpointError(
+                f"{path} is not as this job just wrote it: another program, or another job that saves to {to.folder}, removed "
+                "or changed it. Give each job a folder of its own."
+            )
+
+
+def finish(manifest: Manifest, to: Destination, save: str) -> None:
+    """Every file is written: write the manifest and `latest`, and remove checkpoints that are not kept."""
+    files.write_manifest(to.path, manifest, save)
+    if to.save_latest:
+        try:
+            files.replace_file(to.folder / files.LATEST, to.tag.encode(), save)
+        except CheckpointError as error:
+            raise CheckpointError(f"{to.tag} itself is whole, but {error}") from error
+    try:
+        files.clean(to.folder)
+        if to.keep_last is not None:
+            files.keep_newest(to.folder, to.keep_last, to.tag, whole=to.hosts is None)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(f"{to.tag} was saved, but what is old could not be removed: {error}", stacklevel=2)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1)
-
-
-# ---------------------------------------------------------------------- behind the training
-
-
-class PendingSave:
-    """A save that is being written in a thread of its own."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="zeroshard checkpoint", daemon=False)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # it belongs to whoever waits
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Block until it has ended; raises what went wrong, once."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error

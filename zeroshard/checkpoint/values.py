@@ -1,12 +1,13 @@
-"""Owns the way of small state (client state, schedulers, random state) into JSON plus tensors, and back. Called by saving.
+"""Owns small state (client state, schedulers, random state): packed into JSON plus tensors, and unpacked.
 
-A tensor becomes {"$tensor": name} and is kept beside; what JSON does not know (tuples, keys that are no strings, numbers of
-numpy, scalar tensors with their dtype) becomes an object with one key that begins with "$".
+A tensor becomes {"$tensor": name} and is stored beside the JSON. Everything that JSON lacks (tuples, keys that are not strings,
+numbers of numpy, scalar tensors with their dtype) becomes an object with one key that begins with "$".
 """
 
 from __future__ import annotations
 
 import base64
+import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,102 +23,119 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Packer:
-    """Packs values; `tensors` collects what goes beside, by name.
+    """A packer of values; `tensors` collects the tensors to store beside them, by name.
 
     Args:
         prefix: of the tensors' names.
-        away: `id`s of parameters whose values are not here, and their fqns: they are refused.
+        resharded: `id`s of parameters without values, which are refused, and their fqns.
     """
 
-    def __init__(self, prefix: str = "", away: Mapping[int, str] | None = None) -> None:
+    def __init__(self, prefix: str = "", resharded: Mapping[int, str] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._prefix, self._away = prefix, away or {}
+        self._late: list[tuple[list[Any], Tensor]] = []
+        """Numbers of an accelerator, and where in the JSON they belong."""
+        self._prefix = prefix
+        self._resharded = resharded or {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """JSON for a value. `path` names it in errors, and its tensors.
-
-        Raises:
-            CheckpointError: it holds something that is neither JSON nor a tensor; names where.
-        """
+        """Return JSON for a value. `path` names it, in errors and for its tensors. Anything but JSON and tensors is an error."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, list | tuple | deque):
-            items = [self.pack(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            items: Any = [self.pack(item, f"{path}[{i}]") for i, item in enumerate(value)]
             if isinstance(value, deque):
-                return {"$deque": [items, value.maxlen]}
-            return items if isinstance(value, list) else {"$tuple": items}
+                items = {"$deque": [items, value.maxlen]}
+            elif isinstance(value, tuple):
+                items = {"$tuple": items}
+            return items
         if isinstance(value, Mapping):
             return self._pack_mapping(value, path)
         if isinstance(value, Tensor):
             return self._pack_tensor(value, path)
-        packed = self._pack_stranger(value, path)
-        if packed is not None:
-            return packed
-        raise CheckpointError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, strings, lists, "
-            "dicts) and tensors alone. Save what it is made from."
-        )
+        return self._pack_object(value, path)
 
-    def _pack_stranger(self, value: Any, path: str) -> Any:
-        """What neither JSON nor torch has, and a state dict may hold."""
+    def start_numbers(self) -> Callable[[], None]:
+        """Start to copy an accelerator's numbers, as they are now. The function that this returns waits, and puts them in place."""
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Any], Tensor]]] = {}
+        for scalar, value in self._late:
+            alike.setdefault((value.device, value.dtype), []).append((scalar, value))
+        copies = []
+        for (device, dtype), late in alike.items():
+            host = torch.empty(len(late), dtype=dtype, pin_memory=True)
+            host.copy_(torch.stack([value for _, value in late]), non_blocking=True)
+            event = torch.accelerator.current_stream(device).record_event()
+            copies.append((event, host, [scalar for scalar, _ in late]))
+        self._late = []
+
+        def put() -> None:
+            for event, host, scalars in copies:
+                event.synchronize()
+                for scalar, number in zip(scalars, host.tolist(), strict=True):
+                    scalar[1] = number
+
+        return put
+
+    def _pack_object(self, value: Any, path: str) -> Any:
+        """Pack an object of another library, or refuse it."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             return {"$ndarray": self.pack(torch.from_numpy(value.copy()), path)}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             return {"$number": [str(value.dtype), value.item()]}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode()}
-        return {"$dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else None
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        raise CheckpointError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, strings, lists, "
+            "dicts) and tensors alone. Save what it is made from."
+        )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        if isinstance(value, Counter):
-            kind = "$counter"
-        elif type(value) in (dict, OrderedDict) and all(isinstance(k, str) and not k.startswith("$") for k in value):
+        is_plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        if is_plain and type(value) in (dict, OrderedDict):
             return {key: self.pack(item, f"{path}.{key}") for key, item in value.items()}
-        else:
-            kind = "$dict"
-        pairs = [
-            [self.pack(key, f"a key of {path}"), self.pack(item, f"{path}[{key!r}]")] for key, item in value.items()
-        ]
-        return {kind: pairs}
+        pairs = []
+        for key, item in value.items():
+            pairs.append([self.pack(key, f"a key of {path}"), self.pack(item, f"{path}[{key!r}]")])
+        if isinstance(value, Counter):
+            return {"$counter": pairs}
+        return {"$dict": pairs}
 
     def _pack_tensor(self, value: Tensor, path: str) -> Any:
-        if id(value) in self._away:
+        if id(value) in self._resharded:
             raise CheckpointError(
-                f"{path} is the parameter {self._away[id(value)]}, whose values are not here: it is in the checkpoint anyway. "
+                f"{path} is the parameter {self._resharded[id(value)]}, whose values are not here: it is in the checkpoint anyway. "
                 "For a copy of your own, clone it inside `with zeroshard.unsharded(module):`."
             )
         if value.ndim == 0 and not value.is_complex() and value.dtype.itemsize <= 8:
-            return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
+            scalar: list[Any] = [str(value.dtype).removeprefix("torch."), None]
+            if value.device.type == "cpu":
+                scalar[1] = value.item()
+            else:
+                self._late.append((scalar, value.detach()))
+            return {"$scalar": scalar}
         name = f"{self._prefix}{path}#{len(self.tensors)}"  # paths may coincide: a key may hold a dot
         self.tensors[name] = storable(value, path)
         return {"$tensor": name}
 
 
 def storable(tensor: Tensor, path: str) -> Tensor:
-    """The tensor as a file can hold it.
-
-    Raises:
-        CheckpointError: it is sparse, or of a dtype that safetensors does not know; names it.
-    """
+    """Return the tensor as a file can hold it. A sparse one, or one of a dtype that safetensors lacks, is an error."""
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that."
         )
-    if _end(tensor) > tensor.untyped_storage().nbytes():
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + steps + 1) * tensor.itemsize  # of its last element, in its storage
+    if tensor.numel() and end > tensor.untyped_storage().nbytes():
         raise CheckpointError(
             f"{path} is an alias of memory that was given back, such as `parameter.data` from inside a forward: clone it there."
         )
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _end(tensor: Tensor) -> int:
-    """Where its last element ends in its storage, in bytes."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((tensor.storage_offset() + steps + 1) * tensor.itemsize) if tensor.numel() else 0
-
-
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
-    """What was packed. `read` gives a tensor by its name."""
+    """Return the value that was packed. `read` returns a tensor by its name."""
     if isinstance(packed, list):
         return [unpack(item, read) for item in packed]
     if not isinstance(packed, dict):
@@ -125,15 +143,18 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
     if len(packed) != 1 or not next(iter(packed)).startswith("$"):
         return {key: unpack(item, read) for key, item in packed.items()}
     ((kind, content),) = packed.items()
-    if kind in ("$dict", "$counter"):
-        pairs = {unpack(key, read): unpack(item, read) for key, item in content}
-        return Counter(pairs) if kind == "$counter" else pairs
     return _MAKERS[kind](content, read)
 
 
+def _dict(content: Any, read: Callable[[str], Tensor]) -> dict[Any, Any]:
+    return {unpack(key, read): unpack(item, read) for key, item in content}
+
+
 _MAKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
-    "$tuple": lambda content, read: tuple(unpack(item, read) for item in content),
-    "$deque": lambda content, read: deque((unpack(item, read) for item in content[0]), content[1]),
+    "$dict": _dict,
+    "$counter": lambda content, read: Counter(_dict(content, read)),
+    "$tuple": lambda content, read: tuple(unpack(content, read)),
+    "$deque": lambda content, read: deque(unpack(content[0], read), content[1]),
     "$tensor": lambda content, read: read(content),
     "$scalar": lambda content, _: torch.tensor(content[1], dtype=getattr(torch, content[0])),
     "$ndarray": lambda content, read: unpack(content, read).numpy(),
@@ -141,3 +162,24 @@ _MAKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$bytes": lambda content, _: base64.b64decode(content),
     "$dtype": lambda content, _: getattr(torch, content),
 }
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every generator that a training uses: torch's on CPU and accelerator, numpy's, Python's."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.accelerator.is_available():
+        state["accelerator"] = torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Give every generator the state that `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if torch.accelerator.is_available() and "accelerator" in state:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state["accelerator"])

@@ -1,4 +1,4 @@
-"""Owns the commands that look at checkpoints and turn them into something else. Called by cli."""
+"""Owns the commands that show checkpoints and convert them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ def inspect(
     tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
-) -> None:
+) -> None:  # fmt: skip
     """Show what is in a checkpoint: parameters, sizes, ranks, step, and whether it is whole."""
     from zeroshard.checkpoint.loading import open_checkpoint
     from zeroshard.observe.display import Display
 
     reader = open_checkpoint(input_folder(checkpoint, "CHECKPOINT"), tag)
-    with Display().task("verifying", sum(one.nbytes for one in reader.manifest.files) if verify else None) as row:
+    nbytes = None
+    if verify:
+        nbytes = sum(one.nbytes for one in reader.manifest.files)
+    with Display().task("verifying", nbytes) as row:
         reader.advance = row.advance
-        told = describe(reader, verify=verify)
+        described = describe(reader, verify=verify)
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(described, indent=2))
     else:
-        _print(told)
-    if told["problems"]:
+        _print(described)
+    if described["problems"]:
         raise typer.Exit(1)
 
 
@@ -44,26 +47,17 @@ def consolidate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")],
     out: Annotated[Path, typer.Argument(help="The folder to write to, as transformers reads it.")],
     tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
-    dtype: Annotated[
-        str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Of the floating-point tensors: fp32, bf16 or fp16.")
-    ] = "fp32",
-    max_shard_size: Annotated[
-        int | None,
-        typer.Option(
-            "--max-shard-size",
-            "--max-shard-nbytes",
-            parser=nbytes_of,
-            metavar="BYTES",
-            help="A larger model is spread over files of this size, such as 5GB.",
-        ),
-    ] = None,
-) -> None:
+    dtype: Annotated[str, typer.Option(
+        parser=dtype_name, metavar="DTYPE", help="Of the floating-point tensors: fp32, bf16 or fp16.")] = "fp32",
+    max_shard_size: Annotated[int | None, typer.Option(
+        "--max-shard-size", "--max-shard-nbytes", parser=nbytes_of, metavar="BYTES",
+        help="A larger model is spread over files of this size, such as 5GB.")] = None,
+) -> None:  # fmt: skip
     """Write the model of a checkpoint in the Hugging Face layout, with bounded memory, on any machine."""
     import torch
 
     from zeroshard.checkpoint.loading import open_checkpoint
-    from zeroshard.formats.hugging_face import export
-    from zeroshard.formats.model_files import MAX_SHARD_NBYTES
+    from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, export
     from zeroshard.observe.display import Display
 
     output_folder(out, "OUT")
@@ -77,7 +71,7 @@ def import_from_deepspeed(
     folder: Annotated[Path, typer.Argument(help="The folder of DeepSpeed's checkpoints, or one of them.")],
     out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
     tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Turn a DeepSpeed checkpoint of ZeRO 1, 2 or 3 into one that loads at any world size and stage. None of its code is run."""
     from zeroshard.checkpoint import manifest as files
     from zeroshard.formats.deepspeed import import_deepspeed
@@ -90,7 +84,7 @@ def import_from_deepspeed(
 
 
 def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
-    """What `inspect` prints, as JSON."""
+    """Return what `inspect` prints, as JSON."""
     import torch
 
     from zeroshard.checkpoint.manifest import dtype_of
@@ -102,9 +96,9 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
         for name, state in record.states.items():
             states[name] = states.get(name, 0) + numel * dtype_of(state.dtype).itemsize
     shared = manifest.values.get("shared", {})
-    step = shared.get("engine", {}).get(
-        "global_steps", shared.get("step")
-    )  # an engine's, or by the name that loops give it
+    step = shared.get("step")  # a loop's
+    if isinstance(shared.get("engine"), dict):
+        step = shared["engine"].get("global_steps", step)
     return {
         "path": str(reader.folder),
         "tag": manifest.tag,
@@ -149,36 +143,49 @@ def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
     return []
 
 
+def _letter(residency: Any) -> str:
+    match residency:
+        case {"sharded": True}:
+            return "s"
+        case {"sharded": False}:
+            return "-"
+    return "?"
+
+
 def _print(told: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from zeroshard.step.model_states import PARAMETERS
 
     console = Console()
-    stage = "".join(
-        "s" if told["policy"][state]["sharded"] else "-" for state in (PARAMETERS, "gradients", "optimizer")
-    )
+    sharded = "".join(_letter(told["policy"].get(state)) for state in (PARAMETERS, "gradients", "optimizer"))
+    programs = ", ".join(f"{name} {version}" for name, version in told["written_by"].items())
     sizes = ", ".join(f"{name} {nbytes / MIB:.1f} MiB" for name, nbytes in told["state_nbytes"].items())
-    step = "" if told["global_steps"] is None else f"step {told['global_steps']}, "
+    step = ""
+    if told["global_steps"] is not None:
+        step = f"step {told['global_steps']}, "
     ranks = f"{told['world_size']} rank{'s' * (told['world_size'] != 1)}"
-    console.print(f"[bold]{told['path']}[/bold]", highlight=False)
+    console.print(told["path"], style="bold", highlight=False, markup=False)
     console.print(
         f"{told['numel']:,} elements in {len(told['parameters'])} parameters; {sizes}\n"
-        f"{step}{ranks}, sharded (parameters, gradients, optimizer): {stage}, "
-        f"{told['optimizer']}, zeroshard {told['written_by']['zeroshard']}, torch {told['written_by']['torch']}",
+        f"{step}{ranks}, sharded (parameters, gradients, optimizer): {sharded}, "
+        f"{told['optimizer']}, {programs}",
         highlight=False,
+        markup=False,
     )
     table = Table("parameter", "shape", "states", "also called")
     for name, record in told["parameters"].items():
         states = ", ".join(f"{state} {dtype}" for state, dtype in record["states"].items())
-        frozen = "" if record["trained"] else " (frozen)"
-        table.add_row(
-            name + frozen, "x".join(map(str, record["shape"])) or "scalar", states, ", ".join(record["names"][1:])
-        )
+        shape = "x".join(map(str, record["shape"])) or "scalar"
+        cells = (name + " (frozen)" * (not record["trained"]), shape, states, ", ".join(record["names"][1:]))
+        table.add_row(*map(escape, cells))
     console.print(table)
     for problem in told["problems"]:
         console.print(f"[red]not whole:[/red] {problem}")
     if not told["problems"]:
-        checked = "and its checksums are right" if told["verified"] else "with its size; checksums were not looked at"
+        checked = "with its size; checksums were not looked at"
+        if told["verified"]:
+            checked = "and its checksums are right"
         console.print(f"[green]whole[/green]: every file is there {checked}")

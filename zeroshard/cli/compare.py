@@ -1,4 +1,4 @@
-"""Owns `zeroshard compare`: a model trained under every ZeRO stage, what is the same and what each costs. Called by main."""
+"""Owns `zeroshard compare`: a model trained under every ZeRO stage, what is the same and what each costs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ STAGES = (0, 1, 2, 3)
 MIB = 2**20
 EXAMPLE = "zeroshard.cli.compare:example"
 _KINDS = (("parameters", "#4c78a8"), ("gradients", "#f58518"), ("optimizer", "#54a24b"), ("buffers", "#bab0ac"))
+"""The parts of memory, and their colours."""
+_LABELS = {"buffers": "communication buffers"}
 
 
 def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
@@ -43,12 +45,11 @@ def compare(
     ranks: Annotated[int, typer.Option(min=1, help="Processes, joined over gloo.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each stage.")] = 5,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
-    within: Annotated[
-        int | None, typer.Option(min=1, help="Take so many neighbours for the ranks of a host: two-level sharding.")
-    ] = None,
+    within: Annotated[int | None, typer.Option(
+        min=1, help="Take so many neighbours for the ranks of a host: two-level sharding.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the table to this file as text, with what was run.")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Train a model for a few steps under every ZeRO stage: same bits, and what each costs.
 
     The function that --model names returns (module, batch): the module's call returns the loss, and `batch(rank, step)`
@@ -57,17 +58,19 @@ def compare(
     from rich.console import Console
 
     from zeroshard.observe.display import Display
+    from zeroshard.testing.ranks import run_ranks
 
-    factory = load_factory(model)
-    problem = _problem(model, factory)
-    if problem is not None:
-        raise UsageError(problem)
     if plot is not None:
         picture_file(plot, "--plot")
     if table is not None:
         output_file(table, "--table")
     if within is not None and ranks % within:
         raise UsageError(f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks.")
+    factory = load_factory(model)
+    # In a process of its own: threads and devices do not outlive a fork.
+    problem = run_ranks(lambda _: _problem(model, factory), 1, timeout=3600, initialise=False)[0]
+    if problem is not None:
+        raise UsageError(problem)
     console = Console()
     with Display(animated=True).task(f"training under stages 0 to 3 on {ranks} ranks", in_bytes=False):
         results = _train(factory, ranks, steps, bf16, within)
@@ -85,31 +88,20 @@ def compare(
 
 
 def _problem(name: str, factory: Callable[[], Any]) -> str | None:
-    """What is wrong with the model itself, told once. Found in a process of its own: threads and devices do not outlive a fork."""
-    from zeroshard.testing.ranks import run_ranks
-
-    def find(_: int) -> str | None:
-        try:
-            _check_factory(name, factory)
-        except UsageError as error:
-            return str(error)
-        return None
-
-    return run_ranks(find, 1, timeout=3600, initialise=False)[0]  # type: ignore[no-any-return]
-
-
-def _check_factory(name: str, factory: Callable[[], Any]) -> None:
+    """Return what is wrong with the model itself, or None."""
     from torch import Tensor, nn
 
-    made = call_factory(name, factory)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise UsageError(
-            f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call of the module."
-        )
-    module, batch = made
-    loss = call_factory(f"{name}'s module on batch(0, 0)", lambda: module(*batch(0, 0)))
+    try:
+        made = call_factory(name, factory)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+            return f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call of the module."
+        module, batch = made
+        loss = call_factory(f"{name}'s module on batch(0, 0)", lambda: module(*batch(0, 0)))
+    except UsageError as error:
+        return str(error)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError(f"the module of {name} must return its loss, a tensor of one element.")
+        return f"the module of {name} must return its loss, a tensor of one element."
+    return None
 
 
 def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, within: int | None) -> list[dict[str, Any]]:
@@ -120,7 +112,9 @@ def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, withi
     from zeroshard.testing.parity import Workload, train
     from zeroshard.testing.ranks import run_ranks
 
-    precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if bf16 else None
+    precision = None
+    if bf16:
+        precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
 
     def every_stage(rank: int) -> list[dict[str, Any]]:
         torch.manual_seed(0)
@@ -164,7 +158,7 @@ def _table(results: list[dict[str, Any]], ranks: int, steps: int) -> Table:
 
 
 def _as_text(table: Table, model: str, bf16: bool) -> str:
-    """The table without colours, and under it what was run, so that a picture and a text of one run can be told from others."""
+    """The table without colours, and a line about the run under it, so that a picture and a text of one run can be matched."""
     import os
     from importlib.metadata import version
 
@@ -175,8 +169,10 @@ def _as_text(table: Table, model: str, bf16: bool) -> str:
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(table)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    which = "the example's GPT" if model == EXAMPLE else model
-    run = f"{which} in {'bfloat16' if bf16 else 'fp32'}, all ranks on one machine with {os.cpu_count()} cores"
+    if model == EXAMPLE:
+        model = "the example's GPT"
+    dtype = "bfloat16" if bf16 else "fp32"
+    run = f"{model} in {dtype}, all ranks on one machine with {os.cpu_count()} cores"
     return "\n".join([*lines, f"{run}; zeroshard {__version__}, torch {version('torch')}", ""])
 
 
@@ -198,8 +194,7 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
     bottom = [0.0] * len(STAGES)
     for kind, colour in _KINDS:
         heights = [result["memory"][kind] / MIB for result in results]
-        label = "communication buffers" if kind == "buffers" else kind
-        memory.bar(labels, heights, bottom=bottom, label=label, color=colour, width=0.6)
+        memory.bar(labels, heights, bottom=bottom, label=_LABELS.get(kind, kind), color=colour, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     formulas = [sum(result["formula"].values()) / MIB for result in results]
     memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="formula, model states", zorder=3)
@@ -214,9 +209,9 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("ZeRO stage")
         axes.title.set_fontsize(11)
-    same = all(result["same"] for result in results)
-    figure.suptitle(
-        "losses and parameters bit-equal under all stages" if same else "losses or parameters DIFFER", fontsize=11
-    )
+    title = "losses or parameters DIFFER"
+    if all(result["same"] for result in results):
+        title = "losses and parameters bit-equal under all stages"
+    figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Owns `zeroshard config`: what a DeepSpeed config comes to here, and the pages of docs/config. Called by main."""
+"""Owns `zeroshard config`: what a DeepSpeed config comes to here, and the pages of docs/config."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def check(
     file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON config.")],
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, for the batch sizes.")] = 1,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
-    model: Annotated[
-        str | None, typer.Option(help='module:function or file.py:function; tells "auto" its hidden size and dtype.')
-    ] = None,
+    model: Annotated[str | None, typer.Option(
+        help='module:function or file.py:function; tells "auto" its hidden size and dtype.')] = None,
     all_keys: Annotated[bool, typer.Option("--all", help="Also the keys that are at their defaults.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Print the resolved config, key by key: the value, where it came from, and what it does here.
 
     The optimizer and the scheduler are made, over a stand-in for the model, so what passes here passes in `initialize`.
     """
     from rich.console import Console
 
+    from zeroshard.config.document import config_table
     from zeroshard.config.load import load_config, refuse_without_batch_size
-    from zeroshard.config.table import config_table
 
-    module = build_module(model) if model is not None else None
+    module = None
+    if model is not None:
+        module = build_module(model)
     config = load_config(file, ranks, module, supplied(auto or []))
     refuse_without_batch_size(config)
     _make_optimizer(config)
@@ -46,7 +47,7 @@ def check(
 
 
 def supplied(items: list[str]) -> dict[str, Any]:
-    """What `--auto KEY=VALUE` says, of which there may be several; a value is JSON, or text.
+    """Read the values of `--auto KEY=VALUE`; each is JSON, or text.
 
     Raises:
         UsageError: one is no KEY=VALUE.
@@ -74,27 +75,36 @@ def _make_optimizer(config: Config) -> None:
     from zeroshard.optim.from_config import create_optimizer
     from zeroshard.optim.lr_schedules import create_scheduler
 
-    optimizer, scheduler = config.schema.optimizer, config.schema.scheduler
-    # A scheduler may give each param group values of its own: as many groups as there are values.
-    values = [value for value in (scheduler.params.values() if scheduler else ()) if isinstance(value, list | tuple)]
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(max(map(len, values), default=1) or 1)]
-    made = create_optimizer(optimizer, groups) if optimizer else torch.optim.SGD(groups, lr=1e-3)
+    scheduler = config.schema.scheduler
+    count = 1
     if scheduler is not None:
-        create_scheduler(scheduler, made)
+        # It may give each param group values of its own: as many groups as there are values.
+        values = [value for value in scheduler.params.values() if isinstance(value, list | tuple)]
+        count = max(map(len, values), default=1) or 1
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(count)]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1e-3)
+    if config.schema.optimizer is not None:
+        optimizer = create_optimizer(config.schema.optimizer, groups)
+    if scheduler is not None:
+        create_scheduler(scheduler, optimizer)
 
 
 def _in_force(config: Config) -> str:
-    """What decides most, whether the file says it or not."""
-    clipping = config.schema.gradient_clipping
-    norm = f"gradients are clipped to a norm of {clipping}" if clipping else "gradients are not clipped"
-    made = config.schema.optimizer
-    optimizer = f"the config's {made.type}" if made else "the one that `initialize` is given"
-    batch, wire = config.batch, config.policy.wire
-    rounded = f"rounded on the wire, to other bits than of exact wires: {wire};\n" if wire.is_lossy else ""
+    """The settings that decide most, whether the file has them or not."""
+    clipping = "gradients are not clipped"
+    if config.schema.gradient_clipping:
+        clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"
+    optimizer = "the one that `initialize` is given"
+    if config.schema.optimizer is not None:
+        optimizer = f"the config's {config.schema.optimizer.type}"
+    rounded = ""
+    if config.policy.wire.is_lossy:
+        rounded = f"rounded on the wire, to other bits than of exact wires: {config.policy.wire};\n"
+    batch = config.batch
     return (
-        f"In force: ZeRO stage {config.stage}; {norm}; optimizer: {optimizer};\n{rounded}"
+        f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n{rounded}"
         f"batch {batch.train} = {batch.micro} samples x {batch.accumulation} accumulated x "
-        f"{batch.world_size} rank{'' if batch.world_size == 1 else 's'}."
+        f"{batch.world_size} rank{'s' * (batch.world_size != 1)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Owns the command-line program: which commands there are, and how what goes wrong is told. Each family has a file of its own.
+"""Owns the command-line program: its commands, and how errors are printed.
 
 Commands import what they need when they run: `zeroshard --help` and completion must not wait for torch.
 """
@@ -17,8 +17,8 @@ from zeroshard.cli.checkpoints import consolidate, import_from_deepspeed, inspec
 from zeroshard.cli.compare import compare
 from zeroshard.cli.configs import config_app
 from zeroshard.cli.doctor import doctor
-from zeroshard.cli.estimate import estimate
-from zeroshard.cli.plan import plan
+from zeroshard.cli.explain import explain
+from zeroshard.cli.plan import estimate, plan
 from zeroshard.cli.report import report
 from zeroshard.cli.run import PASSED_ON, print_shim_path, run
 from zeroshard.errors import ZeroshardError
@@ -34,6 +34,7 @@ app.command()(inspect)
 app.command()(consolidate)
 app.command("import-deepspeed")(import_from_deepspeed)
 app.command()(doctor)
+app.command()(explain)
 app.command(context_settings=PASSED_ON)(run)
 app.command("shim-path")(print_shim_path)
 

@@ -1,4 +1,4 @@
-"""Owns how options are read: numbers, sizes, dtypes, factories of models, paths; a wrong one is a sentence. Called by commands."""
+"""Owns the reading of options: numbers, sizes, dtypes, factories of models, paths. A wrong one raises an error of one sentence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.observe.plots import require_matplotlib
 from zeroshard.uncaught import is_users
 
 if TYPE_CHECKING:
@@ -21,25 +22,18 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".svg", ".pdf")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+"""Powers of 1000, and with an i of 1024."""
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?|[+-]?[\d_]+\.)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parameters_of(text: str | float) -> float:
-    """Read a number of parameters: `7B`, `500M`, `7.5e9`, `1_000_000`.
-
-    Raises:
-        typer.BadParameter: it is none, or not positive.
-    """
+    """Read a number of parameters: `7B`, `500M`, `7.5e9`, `1_000_000`. Raises `typer.BadParameter`."""
     return _size(text, {**_DECIMAL, "b": 10**9, "bn": 10**9}, "a number of parameters, such as 7B, 500M or 7.5e9")
 
 
 def nbytes_of(text: str | float) -> int:
-    """Read a number of bytes: `80GB`, `512MiB`, `1e9`, `4k`. Without an i they are powers of 1000.
-
-    Raises:
-        typer.BadParameter: it is none, or not positive.
-    """
+    """Read a number of bytes: `80GB`, `512MiB`, `1e9`, `4k`. Raises `typer.BadParameter`."""
     units = {**_DECIMAL, **_BINARY}
     units |= {f"{unit}b": factor for unit, factor in units.items()}
     return int(_size(text, units, "a number of bytes, such as 80GB, 512MiB or 1e9"))
@@ -47,21 +41,16 @@ def nbytes_of(text: str | float) -> int:
 
 def _size(text: str | float, units: dict[str, int], what: str) -> float:
     match = _NUMBER.fullmatch(str(text).strip())
-    unit = match.group(2).lower() if match else ""
-    if match is None or unit not in units:
+    if match is None or match.group(2).lower() not in units:
         raise typer.BadParameter(f"{text!r} is not {what}.")
-    number = float(match.group(1).replace("_", "")) * units[unit]
+    number = float(match.group(1).replace("_", "")) * units[match.group(2).lower()]
     if not 1 <= number < float("inf"):
         raise typer.BadParameter(f"{text!r} is not {what}: it must be at least 1.")
     return number
 
 
 def dtype_name(text: str) -> str:
-    """Torch's name of a dtype: `bfloat16` for `bf16`.
-
-    Raises:
-        typer.BadParameter: it is no dtype that models train in.
-    """
+    """Return torch's name of a dtype: `bfloat16` for `bf16`. Raises `typer.BadParameter`."""
     from zeroshard.config.fields import DTYPE_NAMES
 
     name = DTYPE_NAMES.get(text.lower().removeprefix("torch."))
@@ -71,15 +60,14 @@ def dtype_name(text: str) -> str:
 
 
 def load_factory(name: str) -> Callable[[], Any]:
-    """The function that `module:function` or `path/to/file.py:function` names.
-
-    Raises:
-        UsageError: there is none, or its file cannot be imported.
-    """
+    """Return the function that `module:function` or `path/to/file.py:function` names; else raise `UsageError`."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UsageError(f"--model takes module:function or file.py:function, not {name!r}.")
-    module = _load_file(input_file(Path(place), "--model")) if place.endswith(".py") else _load_module(place)
+    if place.endswith(".py"):
+        module = _load_file(input_file(Path(place), "--model"))
+    else:
+        module = _load_module(place)
     if not callable(getattr(module, function, None)):
         raise UsageError(f"{place} has no function {function!r}.")
     return getattr(module, function)  # type: ignore[no-any-return]
@@ -107,11 +95,7 @@ def _load_module(name: str) -> Any:
 
 
 def call_factory(name: str, factory: Callable[[], Any]) -> Any:
-    """What code of the user's returns; what it raises is a sentence that names the line.
-
-    Raises:
-        UsageError: it raised.
-    """
+    """Call code of the user's. Its exceptions become a `UsageError` that names the line."""
     try:
         return factory()
     except ZeroshardError:
@@ -119,60 +103,47 @@ def call_factory(name: str, factory: Callable[[], Any]) -> Any:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         mine = [frame for frame in frames if is_users(frame.filename)]
-        where = f" ({mine[-1].filename}, line {mine[-1].lineno})" if mine else ""
+        where = ""
+        if mine:
+            where = f" ({mine[-1].filename}, line {mine[-1].lineno})"
         raise UsageError(f"{name} failed: {type(error).__name__}: {error}{where}") from error
 
 
 def build_module(name: str) -> nn.Module:
-    """The module that a factory makes, on the meta device: without memory.
-
-    Raises:
-        UsageError: it makes none.
-    """
+    """Build the module that a factory makes, on the meta device: without memory."""
     import torch
     from torch import nn
 
     factory = load_factory(name)
     with torch.device("meta"):
         made = call_factory(name, factory)
-    module = made[0] if isinstance(made, tuple) and made else made
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"{name} must return a torch.nn.Module, or (module, batch), not {type(module).__name__}.")
-    return module
+    if isinstance(made, tuple) and made:
+        made = made[0]
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{name} must return a torch.nn.Module, or (module, batch), not {type(made).__name__}.")
+    return made
 
 
 def input_file(path: Path, option: str) -> Path:
-    """A file that is there.
-
-    Raises:
-        UsageError: it is not, or is a folder.
-    """
+    """Return the path of a file that is there; else raise `UsageError`."""
+    if path.is_dir():
+        raise UsageError(f"{option}: {path} is a folder, not a file.")
     if not path.is_file():
-        raise UsageError(
-            f"{option}: {path} is a folder, not a file." if path.is_dir() else f"{option}: no file at {path}."
-        )
+        raise UsageError(f"{option}: no file at {path}.")
     return path
 
 
 def input_folder(path: Path, option: str) -> Path:
-    """A folder that is there.
-
-    Raises:
-        UsageError: it is not, or is a file.
-    """
+    """Return the path of a folder that is there; else raise `UsageError`."""
+    if not path.exists():
+        raise UsageError(f"{option}: no folder at {path}.")
     if not path.is_dir():
-        raise UsageError(
-            f"{option}: {path} is a file, not a folder." if path.exists() else f"{option}: no folder at {path}."
-        )
+        raise UsageError(f"{option}: {path} is a file, not a folder.")
     return path
 
 
 def output_file(path: Path, option: str) -> Path:
-    """A file that may be written to.
-
-    Raises:
-        UsageError: it is a folder, or lies below a file.
-    """
+    """Return the path of a file that may be written to; raise `UsageError` for a folder, or below a file."""
     if path.is_dir():
         raise UsageError(f"{option}: {path} is a folder: give it the name of a file.")
     output_folder(path.parent, option)
@@ -180,25 +151,18 @@ def output_file(path: Path, option: str) -> Path:
 
 
 def picture_file(path: Path, option: str) -> Path:
-    """A file that a plot may be drawn to.
-
-    Raises:
-        UsageError: as for `output_file`, or it is no name of a picture.
-    """
+    """Check a plot's file as `output_file` does. Raises `UsageError` too where it is no picture, or matplotlib is missing."""
     output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(
             f"{option}: {path} is no picture's name: it ends in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}."
         )
+    require_matplotlib(option)
     return path
 
 
 def output_folder(path: Path, option: str) -> Path:
-    """A folder that may be made and written to.
-
-    Raises:
-        UsageError: it, or what it lies in, is a file.
-    """
+    """Return the path of a folder that may be made and written to; raise `UsageError` where it or a parent is a file."""
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option}: {folder} is a file, not a folder.")

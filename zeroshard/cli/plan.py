@@ -1,4 +1,4 @@
-"""Owns `zeroshard plan`: whether a training fits, where its memory goes, and with which settings it is fastest. Called by main."""
+"""Owns `zeroshard plan` (whether a training fits, and with which settings it is fastest), and `zeroshard estimate` (by formula)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroshard.cli.configs import supplied
-from zeroshard.cli.options import call_factory, load_factory, nbytes_of, output_file, picture_file
+from zeroshard.cli.options import (
+    build_module,
+    call_factory,
+    dtype_name,
+    input_file,
+    load_factory,
+    nbytes_of,
+    output_file,
+    parameters_of,
+    picture_file,
+)
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from zeroshard.plan.dry_run import Job
-    from zeroshard.plan.judge import Change
-    from zeroshard.plan.result import Plan
-    from zeroshard.plan.transformers_models import Subject
+    from zeroshard.planning.dry_run import Job
+    from zeroshard.planning.planner import Plan
+    from zeroshard.planning.search import Change
+    from zeroshard.planning.transformers_models import Subject
 
 
 def memory_of(text: str | int) -> int:
-    """Read a number of bytes that says its unit: `80GB`, `40GiB`.
-
-    Raises:
-        typer.BadParameter: it is none, or has no unit: 80 would be 80 bytes.
-    """
+    """Read a number of bytes with its unit: `80GB`, `40GiB`. Raises `typer.BadParameter` without: 80 would be 80 bytes."""
     if str(text).strip().replace("_", "").replace(".", "", 1).isdigit():
         raise typer.BadParameter(f"{text!r} has no unit: say 80GB, or 40GiB.")
     return nbytes_of(text)
@@ -37,34 +43,29 @@ def memory_of(text: str | int) -> int:
 def plan(
     model: Annotated[str, typer.Argument(help="A transformers config.json, its folder, or module:function.")],
     gpus: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, one for each accelerator.")] = 8,
-    memory: Annotated[
-        int | None, typer.Option(parser=memory_of, metavar="BYTES", help="Of one accelerator: 80GB, 40GiB.")
-    ] = None,
+    memory: Annotated[int | None, typer.Option(
+        parser=memory_of, metavar="BYTES", help="Of one accelerator: 80GB, 40GiB.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of one forward on one rank.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
+    sequence_parallel: Annotated[int, typer.Option(
+        min=1, help="Ranks that hold one sequence together (zeroshard.sequence).")] = 1,
+    tile_tokens: Annotated[int, typer.Option(
+        min=0, help="Tokens of a tile of the loss and of each MLP; 0: whole.")] = 0,
     hosts: Annotated[int | None, typer.Option(min=1, help="Over which the ranks are spread.")] = None,
-    host_memory: Annotated[
-        int | None, typer.Option(parser=memory_of, metavar="BYTES", help="CPU memory of one host: 512GB.")
-    ] = None,
+    host_memory: Annotated[int | None, typer.Option(
+        parser=memory_of, metavar="BYTES", help="CPU memory of one host: 512GB.")] = None,
     machine: Annotated[str, typer.Option(help="h100, a100-80gb, ..., or a file of doctor --profile.")] = "h100",
     config: Annotated[Path | None, typer.Option(help="The DeepSpeed config to judge.")] = None,
-    auto: Annotated[
-        list[str] | None, typer.Option(help='KEY=VALUE for a key of it that is "auto"; may be repeated.')
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples of a step over all ranks, for the search; left out, --batch x --gpus."),
-    ] = None,
-    sharded_init: Annotated[
-        bool, typer.Option("--sharded-init", help="The model is built inside of zeroshard.sharded_init.")
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Do not look for what to change, nor for the largest batch.")
-    ] = False,
+    auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key of it that is "auto"; may be repeated.')] = None,
+    global_batch: Annotated[int | None, typer.Option(
+        min=1, help="Samples of a step over all ranks, for the search; left out, --batch x --gpus.")] = None,
+    sharded_init: Annotated[bool, typer.Option(
+        "--sharded-init", help="The model is built inside of zeroshard.sharded_init.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not look for what to change, nor for the largest batch.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     write: Annotated[Path | None, typer.Option(help='Write the config here, complete, with nothing "auto".')] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of one step to this file (PNG or SVG).")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Say, before anything is queued, what a training takes: memory by what it is for, bytes sent, the time of a step.
 
     The engine itself runs two steps on tensors without values: no weights, no accelerator, no network. With --config, that config
@@ -79,22 +80,24 @@ def plan(
         picture_file(plot, "--plot")
     with _uncollected():
         from zeroshard.config.auto import supply
-        from zeroshard.config.keys import KEYS
         from zeroshard.config.load import read
-        from zeroshard.plan.planner import job_of
-        from zeroshard.plan.result import limits
+        from zeroshard.planning.long_sequences import LongSequences
+        from zeroshard.planning.planner import job_of, limits
 
         subject = subject_of(model, sequence)
-    job = job_of(subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init)
+    sequences = LongSequences(sequence_parallel, tile_tokens)
+    job = job_of(subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init, sequences=sequences)
     bounds = limits(job.machine, memory, host_memory)
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)
     else:
-        found = _judge(job, bounds, supply(read(config), supplied(auto or []), KEYS), batch, quick=quick)
+        found = _judge(job, bounds, supply(read(config), supplied(auto or [])), batch, quick=quick)
     if plot is not None:
-        from zeroshard.plan.plot import draw
+        from zeroshard.planning.dry_run import dry_run
+        from zeroshard.planning.report import draw
 
-        draw(_drawn(found.plan), plot)
+        figures = dry_run(found.plan.job, found.plan.complete_config(), draws=True)
+        draw(replace(found.plan, figures=figures), plot)
     if write is not None:
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(json.dumps(found.plan.complete_config(), indent=2) + "\n", encoding="utf-8")
@@ -106,7 +109,7 @@ def plan(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Inside are imports, whose objects all stay: looking for garbage among them would take as long as the imports."""
+    """Pause the garbage collector for imports, whose objects all stay: a search among them takes as long as the imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -118,7 +121,7 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is told: a plan, and what else is known of it."""
+    """A plan, and what else was found."""
 
     plan: Plan
     chosen: str = ""
@@ -126,18 +129,18 @@ class _Answer:
     largest: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        told = self.plan.as_dict()
+        answer = self.plan.as_dict()
         if self.chosen:
-            told["chosen"] = self.chosen
+            answer["chosen"] = self.chosen
         if self.largest is not None:
-            told["largest_micro_batch"] = self.largest
-        told["changes"] = [{"what": one.what, "gain": one.gain, "slowdown": one.slowdown} for one in self.changes]
-        return told
+            answer["largest_micro_batch"] = self.largest
+        answer["changes"] = [{"what": one.what, "gain": one.gain, "slowdown": one.slowdown} for one in self.changes]
+        return answer
 
     def print(self) -> None:
         from rich.console import Console
 
-        from zeroshard.plan.report import changes_table, tables, verdict
+        from zeroshard.planning.report import changes_table, tables, verdict
 
         console = Console(highlight=False)
         if self.chosen:
@@ -147,15 +150,17 @@ class _Answer:
         if self.changes:
             console.print(changes_table(self.changes))
         if self.largest is not None:
-            known = f"the largest micro-batch that fits: {self.largest}" if self.largest else "not even one sample fits"
+            known = "not even one sample fits"
+            if self.largest:
+                known = f"the largest micro-batch that fits: {self.largest}"
             console.print(f"{known}.")
         console.print(verdict(self.plan))
 
 
 def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int, *, quick: bool) -> _Answer:
-    from zeroshard.plan.dry_run import dry_run, parted
-    from zeroshard.plan.judge import judge, largest_micro_batch
-    from zeroshard.plan.result import Plan
+    from zeroshard.planning.dry_run import dry_run, parted
+    from zeroshard.planning.planner import Plan
+    from zeroshard.planning.search import judge, largest_micro_batch
 
     with _progress("running two steps dry") as told:
         told(0, 1)
@@ -170,8 +175,7 @@ def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch
 
 
 def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, global_batch: int | None) -> _Answer:
-    from zeroshard.plan.judge import judge
-    from zeroshard.plan.search import BASE, Search
+    from zeroshard.planning.search import BASE, Search, judge
 
     per_rank, rest = divmod(global_batch or batch * job.ranks, job.ranks)
     if rest:
@@ -185,13 +189,6 @@ def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, g
     return _Answer(found.plan, str(found.choice), changes)
 
 
-def _drawn(plan: Plan) -> Plan:
-    """The same with its timeline."""
-    from zeroshard.plan.dry_run import dry_run
-
-    return replace(plan, figures=dry_run(plan.job, plan.complete_config(), draws=True))
-
-
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A line on stderr, gone when it is done."""
@@ -202,12 +199,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def subject_of(name: str, sequence: int) -> Subject:
-    """What MODEL names.
-
-    Raises:
-        UsageError: there is no such file, architecture or function.
-    """
-    from zeroshard.plan.transformers_models import Subject, from_config_file
+    """Return the model that MODEL names. Raises `UsageError` where there is no such file, architecture or function."""
+    from zeroshard.planning.transformers_models import Subject, from_config_file
 
     if ":" not in name or Path(name).exists():
         return from_config_file(Path(name), sequence)
@@ -216,7 +209,7 @@ def subject_of(name: str, sequence: int) -> Subject:
 
     def build() -> Any:
         made = factory()
-        if not isinstance(made, tuple):
+        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
             raise UsageError(
                 f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call."
             )
@@ -224,10 +217,61 @@ def subject_of(name: str, sequence: int) -> Subject:
         return made[0]
 
     def batch(_: int) -> Any:
-        if len(batches) != 1 or not callable(batches[0]):
-            raise UsageError(
-                f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call."
-            )
         return call_factory(f"{name}'s batch(0, 0)", lambda: batches[0](0, 0))
 
     return Subject(name, build, batch)
+
+
+def estimate(
+    parameters: Annotated[float | None, typer.Option(
+        parser=parameters_of, metavar="NUMBER", help="Trainable parameters: 7B, 500M, 7.5e9.")] = None,
+    model: Annotated[str | None, typer.Option(help="A .safetensors file, or module:function, or file.py:function.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 64,
+    dtype: Annotated[str, typer.Option(
+        parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32: of parameters and gradients.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="One of torch's or of zeroshard's, such as Adam, SGD or Lion.")] = "Adam",
+) -> None:  # fmt: skip
+    """Print the memory that model states take per rank under each stage (activations and buffers come on top)."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from zeroshard.observe.memory import formula
+    from zeroshard.optim.states import STATES_PER_PARAMETER
+    from zeroshard.policy import Policy, Precision
+
+    if (parameters is None) == (model is None):
+        raise UsageError("estimate takes either --parameters N or --model FILE.")
+    names = {name.lower(): name for name in STATES_PER_PARAMETER}
+    if optimizer.lower() not in names:
+        raise UsageError(f"--optimizer is one of {', '.join(STATES_PER_PARAMETER)}, not {optimizer!r}.")
+    if parameters is None:
+        parameters = _count(str(model))
+    kept: torch.dtype = getattr(torch, dtype)
+    resolved = Precision(kept, accumulate_dtype=kept).resolve(kept)
+    states = STATES_PER_PARAMETER[names[optimizer.lower()]]
+    table = Table(
+        title=f"{parameters / 1e9:.3g} B parameters, {dtype}, {names[optimizer.lower()]}, {ranks} ranks; GB per rank"
+    )
+    for column in ("", "parameters", "gradients", "optimizer", "sum", "less by"):
+        table.add_column(column, justify="right")
+    whole = sum(formula(Policy.stage(0), resolved, parameters, ranks, states).values())
+    for stage in range(4):
+        parts = formula(Policy.stage(stage), resolved, parameters, ranks, states)
+        total = sum(parts.values())
+        table.add_row(f"stage {stage}", *[f"{v / 1e9:.1f}" for v in (*parts.values(), total)], f"{whole / total:.1f} x")
+    Console().print(table)
+
+
+def _count(model: str) -> float:
+    """Count the parameters in a safetensors file's header, or of a module built without memory."""
+    from zeroshard.checkpoint.safetensors_file import SafetensorsReader
+
+    if model.endswith(".safetensors"):
+        with SafetensorsReader(str(input_file(Path(model), "--model"))) as file:
+            numel = sum(entry.numel for entry in file.entries.values())
+    else:
+        numel = sum(parameter.numel() for parameter in build_module(model).parameters() if parameter.requires_grad)
+    if not numel:
+        raise UsageError(f"{model} has no trainable parameters.")
+    return float(numel)

@@ -1,4 +1,4 @@
-"""Owns `zeroshard report`: what a run kept of its steps, as one page of plots. Called by main."""
+"""Owns `zeroshard report`: a run's log as one page of plots."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import typer
 
 from zeroshard.cli.options import output_file
 from zeroshard.errors import UsageError
+from zeroshard.observe.plots import require_matplotlib
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A folder with steps.jsonl or the CSV monitor's files; or such a file.")],
+    run: Annotated[Path, typer.Argument(help="A folder with steps.jsonl, or such a file.")],
     out: Annotated[Path | None, typer.Option(help="The page; default: report.html beside the log.")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Draw a run's log into one HTML file: loss, learning rate, norm, loss scale, speed, memory, time by part, bytes sent.
 
     The page holds its pictures, and needs neither network nor JavaScript. It may be made while the run goes on.
@@ -22,10 +23,10 @@ def report(
     from zeroshard.observe.report_page import page
     from zeroshard.observe.run_log import read_run
 
+    require_matplotlib("zeroshard report")
     read = read_run(run)
-    path = out or (run if run.is_dir() else run.parent) / "report.html"
-    output_file(path, "--out" if out else "RUN")
-    if path.suffix in (".jsonl", ".csv"):
+    path = output_file(out or read.path.with_name("report.html"), "--out")
+    if path.suffix == ".jsonl":
         raise UsageError(f"--out: {path} would be a log's name, and the page one of HTML: call it report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(read), encoding="utf-8")

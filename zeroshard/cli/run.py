@@ -1,4 +1,4 @@
-"""Owns `zeroshard run` and `zeroshard shim-path`: stock training scripts, started so that they find zeroshard. Called by main.
+"""Owns `zeroshard run` and `zeroshard shim-path`: stock training scripts, started so that they find zeroshard.
 
 `run` is torchrun with the shim on the path, and with its own last words: torchrun's report of a rank that failed is 40 lines.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -98,12 +99,16 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _processes(given: str | None, count: int) -> int:
-    """How many processes this machine gets, of whose accelerators there are `count`."""
+    """Return the number of processes on this machine, which has `count` accelerators."""
     if given is None:
         return max(count, 1)
-    if given in ("auto", "gpu", "cpu", "xpu"):
-        return _by_name(given, count)
-    if not given.isdigit() or int(given) < 1:
+    if given in ("gpu", "xpu") and not count:
+        raise UsageError(f"--nproc-per-node {given}: torch sees no accelerator here. Give a number of processes.")
+    if given in ("auto", "gpu", "xpu") and count:
+        return count
+    if given in ("auto", "cpu"):
+        return os.cpu_count() or 1
+    if not re.fullmatch("[0-9]{1,9}", given) or int(given) < 1:
         raise UsageError(f"--nproc-per-node takes a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
     if count and int(given) > count:
         raise UsageError(
@@ -112,18 +117,14 @@ def _processes(given: str | None, count: int) -> int:
     return int(given)
 
 
-def _by_name(name: str, count: int) -> int:
-    if name in ("gpu", "xpu") and not count:
-        raise UsageError(f"--nproc-per-node {name}: torch sees no accelerator here. Give a number of processes.")
-    return count if count and name != "cpu" else os.cpu_count() or 1
-
-
 def _check_script(options: argparse.Namespace) -> None:
     script = options.training_script
     if options.module or options.no_python or options.run_path:
         return
     if not Path(script).is_file():
-        what = "a folder" if Path(script).is_dir() else "no file"
+        what = "no file"
+        if Path(script).is_dir():
+            what = "a folder"
         raise UsageError(f"there is {what} at {script}: zeroshard run takes a script, or -m and a module.")
 
 
@@ -138,11 +139,7 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
 
 
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
-    """What would be found out only after minutes of imports, or never.
-
-    Raises:
-        UsageError: a config that is not there, or a setting with which trainers go on without zeroshard.
-    """
+    """Raise errors now that would show after minutes of imports, or never: a missing config, or DeepSpeed turned off."""
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
@@ -173,27 +170,27 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         if not word.startswith("--"):
             continue
         name, is_joined, value = word.partition("=")
-        following = arguments[number + 1] if number + 1 < len(arguments) else "--"
-        yield name, value if is_joined else None if following.startswith("--") else following
+        following = arguments[number + 1 : number + 2]
+        if is_joined:
+            yield name, value
+        elif following and not following[0].startswith("--"):
+            yield name, following[0]
+        else:
+            yield name, None
 
 
 # ---------------------------------------------------------------------- the ranks
 
 
 def _let_ranks_start_anew(options: argparse.Namespace) -> None:
-    """Not in the store of those that are gone: see `launch.trap_of_restarts`."""
+    """Give restarted ranks a store of their own: see `launch.trap_of_restarts`."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
         options.standalone = True
 
 
 def _launch(options: argparse.Namespace) -> None:
-    """Run the ranks until all have ended.
-
-    Raises:
-        UsageError: torchrun refuses its options, or the machines do not meet.
-        typer.Exit: a rank failed, or a signal came; what happened is told.
-    """
+    """Run the ranks until all have ended. Raises `UsageError` where they cannot start, and `typer.Exit` where one failed."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -216,17 +213,21 @@ def _launch(options: argparse.Namespace) -> None:
 
 
 def _tell_failure(error: ChildFailedError, processes: int) -> int:
-    """Say which rank failed first, and how. Returns the exit status."""
-    # torchrun ends the others with SIGTERM, and tells them all by the second in which they ended.
+    """Print which rank failed first, and how. Returns the exit status."""
+    # torchrun ends the others with SIGTERM, and knows only the second in which each ended.
     failures = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
     rank, failure = failures[0]
     others = sum(one.exitcode != -signal.SIGTERM for _, one in failures[1:])
-    after = f"; {others} more failed" if others else "; the others were stopped" if processes > 1 else ""
+    after = ""
+    if others:
+        after = f"; {others} more failed"
+    elif processes > 1:
+        after = "; the others were stopped"
     if failure.exitcode >= 0:
         _say(f"error: rank {rank} ended with exit status {failure.exitcode}{after}. What it said is above.")
         return failure.exitcode or 1
     name = signal.Signals(-failure.exitcode).name
-    hint = " (out of memory? the kernel ends processes so)" if name == "SIGKILL" else ""
+    hint = " (out of memory? the kernel ends processes so)" * (name == "SIGKILL")
     _say(f"error: rank {rank} was ended by {name}{hint}{after}.")
     return 128 - failure.exitcode
 

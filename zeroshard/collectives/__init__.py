@@ -1,4 +1,4 @@
-"""What ranks send to one another: the only user of torch.distributed at run time.
+"""The messages between ranks: the only user of torch.distributed at run time.
 
 `PointToPoint` is for gloo: each pair of ranks exchanges exactly the rows that the other one owns, straight from and into the
 bucket's storage, under a tag of its own, so two ranks that diverge never mistake one transfer for another. `Native` is for

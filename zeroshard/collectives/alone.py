@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Pending, PendingReduction, PendingRows
-from zeroshard.collectives.reduction import sum_into
+from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
 
 
 class Alone(Collectives):
-    """One rank: nothing to send."""
+    """The collectives of one rank, which sends nothing."""
 
     rank = 0
     world_size = 1
 
-    class _Nothing(PendingRows):
+    class _Nothing(Work):
         def wait(self) -> None:
             return
 
-    class _Mean(PendingReduction):
+    class _Mean(Reduction):
         def __init__(self, rows: Tensor, divisor: float) -> None:
-            self._rows, self._divisor = rows, divisor
+            self._rows = rows
+            self._divisor = divisor
 
         def finish(self, out: Tensor, *, accumulate: bool) -> None:
             sum_into(list(self._rows), self._divisor, out, accumulate)
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
         return self._Nothing()
 
-    def workspace_numel(self, rows: Tensor) -> int:
-        return 0
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+        return self._Mean(rows, self.divisor)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        return self._Mean(rows, self._divisor)
-
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         return self._Nothing()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -48,5 +50,5 @@ class Alone(Collectives):
         values = torch.zeros(1, dtype=torch.float64) if value is None else value.reshape(1)
         return values, [data]
 
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
         return self._Nothing()

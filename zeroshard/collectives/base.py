@@ -1,4 +1,8 @@
-"""Owns the interface: what the rest of the package asks of the other ranks. Called by bucket, optimizer and checkpoints."""
+"""The transport: the operations between ranks that the rest of the package asks for, whatever carries them.
+
+A transport implements five: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. All others have a default that is
+right for every transport, and a transport overrides one of them where it can do better. Nobody asks which transport it is.
+"""
 
 from __future__ import annotations
 
@@ -6,172 +10,85 @@ import json
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from zeroshard.errors import CollectiveError
 
+T = TypeVar("T")
 
-class Pending(ABC):
-    """A transfer in flight."""
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class Sent:
+    """Memory that was lent to an operation: other ranks may read it in place after the operation has ended on this rank."""
+
+    def wait_released(self) -> None:
+        """Block until what was sent may be written to again."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether what was sent may be written to again."""
+        return True
+
+
+class Work(Sent, ABC):
+    """An operation in flight."""
 
     @abstractmethod
     def wait(self) -> None:
         """Block until the data may be used on this stream. Raises `CollectiveError` when it cannot arrive."""
 
     def abandon(self) -> None:
-        """The data is not wanted any longer: block until nothing is written any more."""
+        """Block until nothing is written any more: the data is not wanted any longer."""
         with suppress(CollectiveError):
             self.wait()
 
 
-class PendingReduction(ABC):
+class Reduction(Sent, ABC):
     """A reduce-scatter in flight."""
 
     @abstractmethod
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         """Wait, then set `out` (shape [shard_numel]) to the mean over ranks of this rank's row, or add the mean."""
 
-    @property
-    def has_readers(self) -> bool:
-        """Once finished: other ranks still read the rows, which must stay as they are."""
-        return False
-
-    def wait_readers(self) -> None:
-        """Block until none does."""
-        return
-
-
-class PendingRows(Pending):
-    """Rows on their way from each rank to each."""
-
-    @property
-    def has_readers(self) -> bool:
-        """Once waited for: other ranks still read what went out, which must stay as it is."""
-        return False
-
-    def wait_readers(self) -> None:
-        """Block until none does."""
-        return
-
 
 class Collectives(ABC):
-    """What a bucket asks of the other ranks. `rows` is a [world_size, shard_numel] tensor, of which each rank owns one row."""
+    """A transport. `rows` is a [world_size, shard_numel] tensor, of which each rank owns one row."""
 
     rank: int
     world_size: int
-    sends = True
-    """Rows go to some ranks from where they are together, and must be complete when an all-gather starts."""
-    launches_together = False
-    """What starts inside of one `together` is one launch: to start a unit's buckets at once costs less than one after the other."""
-    rounds_each_sum = False
-    """A sum over ranks is rounded after each addition, to the dtype that travels; else it is made in fp32 at least."""
-    reads_in_place = False
-    """Other ranks read what is offered where it lies, if that is memory from `shareable`."""
-    travels = True
-    """What was started goes on behind the computation."""
-    arrives_by_itself = True
-    """An all-gather is complete without a further call of the others."""
-    rounds_parameters = False
-    """What `gather_to_compute` brings has lost digits."""
 
     def __init__(self, predivide_factor: float = 1.0) -> None:
         self.sent: Counter[str] = Counter()
-        """Bytes that this rank handed to others, by collective."""
+        """Bytes that this rank handed to others, by operation."""
         self.predivide_factor = predivide_factor
-        """What the rows of a reduce-scatter were divided by beforehand; the mean divides by the rest of the world size."""
+        """The divisor that the rows of a reduce-scatter have had already; the mean divides by the rest of the world size."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Wraps each wait for other ranks: "reduce", "gather" or "exchange". For clocks."""
 
-    def together(self) -> AbstractContextManager[None]:
-        """What starts inside (of one kind, mostly) may be launched as one when it ends; none of it may be waited for inside.
-
-        Every rank must enter it, also one that only sits out transfers.
-        """
-        return nullcontext()
-
-    @property
-    def shard(self) -> int:
-        """The number of the row that this rank owns."""
-        return self.rank
-
-    def owner(self, shard: int) -> int:
-        """The rank that owns a row."""
-        return shard
-
-    def by_shard(self, by_rank: Tensor) -> Tensor:
-        """Values [world_size] of ranks, in the order of the rows that these own."""
-        return by_rank
-
-    @property
-    def inside(self) -> Collectives:
-        """Those over the ranks of this host, whose rows lie together; these themselves where hosts make no difference."""
-        return self
-
-    @property
-    def across(self) -> Collectives | None:
-        """Those over the ranks that hold the same rows, one on each host; None where hosts make no difference."""
-        return None
-
-    def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory [numel] of zeros, from which other ranks may be able to read."""
-        return torch.zeros(numel, dtype=dtype)
-
-    def is_shareable(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory that `shareable` took from the operating system, and torch cannot give back."""
-        return False
-
-    def discard(self, memory: Tensor) -> None:
-        """Give back the pages of such memory, all of it. Its content is undefined until it is written to."""
-        raise NotImplementedError
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """Bytes of scratch of its own."""
-        return 0
+    # ------------------------------------------------------------------ the five operations
 
     @abstractmethod
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
         """Fill every row from its owner, in place; this rank's own row is the input.
 
         Args:
-            resting: [shard_numel], the same values in memory that stays as it is until `wait_readers`.
+            own: [shard_numel], this rank's values where they rest. They stay as they are until `wait_released(own)`.
+            prepare: gives `rows` their memory, and puts this rank's values into its row. It is called once: now, or in `wait`.
         """
-
-    def gather_to_compute(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
-        """As `all_gather`, of parameters that are computed with, and never become what rests.
-
-        Where the policy's wire says so every row arrives rounded, this rank's own too, and the same on every rank.
-        """
-        return self.all_gather(rows, bucket, label, resting)
-
-    def round_to_compute(self, rows: Tensor) -> None:
-        """Make of whole rows, in place and without other ranks, what `gather_to_compute` would have brought."""
-        return
-
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
-        """Bring each row of `rows`, uint8 [world_size, n], to its rank; `received` is then what each rank had for this one.
-
-        Part of a reduction, and counted as one. Each rank's own row stays where it is, and `received` has nothing for it. Both are
-        busy until it was waited for.
-        """
-        raise NotImplementedError
-
-    def wait_readers(self, memory: Tensor | None = None) -> None:
-        """What rests here (default: all of it) is about to change: block until no other rank reads it."""
-        return
 
     @abstractmethod
-    def workspace_numel(self, rows: Tensor) -> int:
-        """Elements of scratch that `reduce_scatter` needs for such rows."""
-
-    @abstractmethod
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        """Start to bring what every rank has in this rank's row together. `rows` and `workspace` are busy until `finish`."""
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+        """Start to sum every rank's part of this rank's row. `rows` and `workspace` are busy until `finish`."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -179,17 +96,124 @@ class Collectives(ABC):
 
     @abstractmethod
     def exchange(self, data: bytes, label: str) -> list[bytes]:
-        """Every rank's `data` (the same length on all), in rank order."""
+        """Return every rank's `data` (the same length on all), in rank order."""
+
+    @abstractmethod
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        """Bring rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others give what they like."""
+
+    # ------------------------------------------------------------------ when operations start and end
+
+    def together(self) -> AbstractContextManager[None]:
+        """Launch what starts inside (of one kind, mostly) as one when it ends; none of it may be waited for inside.
+
+        Every rank must enter it, also one that only sits out transfers.
+        """
+        return nullcontext()
+
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        """Cut operations that are ready at about the same time into launches: each starts when all of it is ready."""
+        return [(operation,) for operation in operations]
+
+    def finish(self, works: Iterable[Work]) -> None:
+        """End all-gathers that would not end without a further call of this rank, since nobody may wait for them soon."""
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        """Return how many elements of reductions may be under way while the next gradients are made.
+
+        Args:
+            units: elements of each unit, the largest first. The largest is mostly a root with its embeddings, and like no other.
+        """
+        return 2 * _of_most(units)
+
+    def wait_released(self, memory: Tensor | None = None) -> None:
+        """Block until no other rank reads what rests here (default: all of it), which is about to change."""
+
+    def close(self) -> None:
+        """Give back what the operating system lent: sockets, threads."""
+
+    # ------------------------------------------------------------------ memory
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return CPU memory [numel] of zeros to send from, from which other ranks may be able to read."""
+        return torch.zeros(numel, dtype=dtype)
+
+    def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory for parameters that rest, if other ranks read them best in memory of this transport."""
+        return None
+
+    def sends_in_place(self, tensor: Tensor) -> bool:
+        """Whether a reduction sends the tensor from where it lies, without a copy."""
+        return True
+
+    def is_lent_by_system(self, tensor: Tensor) -> bool:
+        """Whether it lies in memory that `buffer` took from the operating system, and torch cannot give back."""
+        return False
+
+    def discard(self, memory: Tensor) -> None:
+        """Give back the pages of such memory, all of it. Its content is undefined until it is written to."""
+        raise NotImplementedError
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        """Return the elements of scratch that `reduce_scatter` needs for such rows."""
+        return 0
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of scratch of its own."""
+        return 0
+
+    # ------------------------------------------------------------------ sums
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of `dtype` are sent: sums of them are made in fp32 at least."""
+        return dtype
+
+    @property
+    def divisor(self) -> float:
+        """The number by which the sum of rows is divided, for the mean."""
+        return self.world_size / self.predivide_factor
+
+    # ------------------------------------------------------------------ hosts
+
+    @property
+    def shard(self) -> int:
+        """The number of the row that this rank owns."""
+        return self.rank
+
+    def owner(self, shard: int) -> int:
+        """Return the rank that owns a row."""
+        return shard
+
+    def by_shard(self, by_rank: Tensor) -> Tensor:
+        """Return values [world_size] of ranks, in the order of the rows that these own."""
+        return by_rank
+
+    def data_rank(self, rank: int) -> int:
+        """Return the number of a rank among those that shard one model: its own, where all do."""
+        return rank
+
+    @property
+    def inside(self) -> Collectives:
+        """The collectives of this host's ranks, whose rows lie together; these themselves where hosts make no difference."""
+        return self
+
+    @property
+    def across(self) -> Collectives | None:
+        """The collectives of the ranks that hold the same rows, one on each host; None where hosts make no difference."""
+        return None
+
+    # ------------------------------------------------------------------ messages
 
     def exchange_json(self, value: Any, label: str) -> list[Any]:
-        """Every rank's `value`, as JSON has it, in rank order."""
+        """Return every rank's `value`, as JSON has it, in rank order."""
         data = json.dumps(value).encode()
         lengths = self.exchange(len(data).to_bytes(8, "little"), f"the length of {label}")
         longest = max(int.from_bytes(length, "little") for length in lengths)
         return [json.loads(message) for message in self.exchange(data.ljust(longest), label)]
 
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
-        """Every rank's `value` (fp64, shape []), as [world_size], and its `data`, as `exchange`; in rank order.
+        """Return every rank's `value` (fp64, shape []), as [world_size], and its `data`, as `exchange`; in rank order.
 
         Where messages do not pass through the device, the host does not wait for it either: the values are there when the device
         comes so far. With no `value`, on any rank, they are zeros.
@@ -204,7 +228,7 @@ class Collectives(ABC):
 
     @final
     def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:
-        """As `exchange`, of ranks that all go on in the same way.
+        """Exchange `data` between ranks that must all go on in the same way.
 
         Raises:
             CollectiveError: they do not.
@@ -218,20 +242,73 @@ class Collectives(ABC):
             )
         return [message[1:] for message in messages]
 
-    @abstractmethod
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
-        """Bring rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others give what they like."""
-
     def operation(self, name: str) -> AbstractContextManager[None]:
-        """Waits inside, of this thread, belong to `name`, such as `save "step_10"`: told when one is long, or fails.
+        """Name the waits of this thread inside, such as `save "step_10"`, in the report of a long or failed one.
 
         The outermost name counts.
         """
         return nullcontext()
 
-    @property
-    def _divisor(self) -> float:
-        return self.world_size / self.predivide_factor
+    # ------------------------------------------------------------------ transports that are made of others
 
-    def close(self) -> None:
-        """Give back what the operating system lent: sockets, threads."""
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
+        """Bring each row of `rows`, uint8 [world_size, n], to its rank; `received` is then what each rank had for this one.
+
+        Part of a reduction, and counted as one. Each rank's own row stays where it is, and `received` has nothing for it. Both are
+        busy until the work was waited for.
+        """
+        raise NotImplementedError
+
+    def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Count and measure for another transport that is made of this one."""
+        self.sent = sent
+        self.measure = measure
+
+    def tell_failure(self) -> None:
+        """Let ranks that wait for this one know that a wait of it failed."""
+
+    def control(self) -> Collectives:
+        """Return connections of their own for small messages of CPU memory, beside these. Every rank must call it.
+
+        Raises:
+            CollectiveError: not every rank came; names them.
+        """
+        return self
+
+
+def _of_most(units: Sequence[int]) -> int:
+    """Return the elements of the largest unit but one."""
+    return units[len(units) > 1] if units else 0
+
+
+CHUNK_NUMEL = 1 << 16
+"""Elements that a CPU sums and divides at once: small enough that the second pass finds them in the cache."""
+
+
+def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
+    """out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
+    if len(contributions) == 1 and divisor == 1.0:
+        if accumulate:
+            out.add_(contributions[0])
+        elif not _is_same(out, contributions[0]):
+            out.copy_(contributions[0])
+        return
+    dtype = torch.promote_types(contributions[0].dtype, torch.float32)
+    step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    for low in range(0, out.numel(), step):
+        high = min(low + step, out.numel())
+        parts = [contribution[low:high].to(dtype) for contribution in contributions]
+        target = out[low:high]
+        # What is summed in place must not be needed later, as a third contribution.
+        room = target if not accumulate and target.dtype == dtype and len(parts) == 2 else None
+        total = torch.add(parts[0], parts[1], out=room) if len(parts) > 1 else parts[0]
+        for part in parts[2:]:
+            total.add_(part)
+        if accumulate:
+            target.add_(torch.div(total, divisor))
+        else:
+            torch.div(total, divisor, out=target)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()

@@ -1,4 +1,4 @@
-"""Owns the choice of the class for a process group and a device. Called by shard, checkpoints and whoever sends."""
+"""Owns the choice of the class for a process group and a device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
-from zeroshard.collectives.meeting import ONE_RANK_A_HOST, TURNED_OFF
-from zeroshard.collectives.members import Members
+from zeroshard.collectives.meeting import TURNED_OFF
+from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
+from zeroshard.collectives.over_hosts import OverHosts
 from zeroshard.collectives.point_to_point import PointToPoint
-from zeroshard.collectives.quantized import BITS, QuantizedGradients, QuantizedWeights, unwrapped
+from zeroshard.collectives.quantized import BITS, QuantizedGradients
 from zeroshard.collectives.shared_memory import NotShared, SharedMemory
 from zeroshard.collectives.two_level import Crossing, OneHost, TwoLevel, Within, cut
 from zeroshard.collectives.watch import Watch, notice_seconds_from
@@ -34,7 +35,7 @@ def create_collectives(
     within: Within | None = None,
     wire: Wire = EXACT,
 ) -> Collectives:
-    """The collectives for `group` (None: all ranks, or this one alone when torch.distributed is not initialised).
+    """The collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
 
     Every rank of the group must call it.
 
@@ -60,7 +61,8 @@ def create_collectives(
         cut(1, within or 1)
         return Alone(predivide_factor)
     members = Members.of(parent, device)
-    watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds))
+    refuse_split(members)
+    watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds), device)
     try:
         with watch.operation(what) if what else nullcontext():
             levels = within, _crossing(wire)
@@ -69,7 +71,7 @@ def create_collectives(
         watch.close()
         raise
     collectives.owns_watch()
-    return collectives if wire.weights is None else QuantizedWeights(collectives, BITS[wire.weights])
+    return collectives
 
 
 def _crossing(wire: Wire) -> Crossing:
@@ -102,24 +104,17 @@ def _best(
         try:
             return SharedMemory(members, device, predivide_factor, watch)
         except NotShared as why_not:
-            if members.rank == 0 and str(why_not) not in (ONE_RANK_A_HOST, TURNED_OFF):
+            hosts = why_not.hosts
+            if not hosts and members.rank == 0 and str(why_not) != TURNED_OFF:
                 logging.getLogger("zeroshard").warning(
                     "the ranks of this host do not share memory, and talk over gloo, which is slower: %s", why_not
                 )
+        if _are_alike(hosts, len(members.ranks)):
+            return OverHosts(members, device, predivide_factor, watch, hosts, _best)
     return PointToPoint(members, device, predivide_factor, watch)
 
 
-def create_control(beside: Collectives) -> Collectives:
-    """Connections of their own for small messages of CPU memory, beside those of the training. Every rank must call it.
-
-    Raises:
-        CollectiveError: not every rank came; names them.
-    """
-    beside = unwrapped(beside)
-    if not isinstance(beside, Grouped):
-        return Alone()
-    # The connections that are there tell at once of a rank that is dead; new ones are only waited for.
-    beside.exchange(b"\0", "connections for small messages")
-    if isinstance(beside, SharedMemory):
-        return SharedMemory(beside.members, torch.device("cpu"), 1.0, beside.watch)
-    return PointToPoint(beside.members, torch.device("cpu"), 1.0, beside.watch)
+def _are_alike(hosts: list[list[int]], ranks: int) -> bool:
+    """Whether hosts are of one size, larger than one rank, and their members follow one another."""
+    size = len(hosts[0]) if hosts else 1
+    return size > 1 and hosts == [list(range(start, start + size)) for start in range(0, ranks, size)]

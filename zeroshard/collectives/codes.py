@@ -1,4 +1,4 @@
-"""Owns the codes of rounded rows: blocks of small integers with a scale each. Called by quantized.
+"""Owns the codes of rounded rows: blocks of small integers with a scale each.
 
 A block is 256 elements; the last of a row may be shorter. Its scale is the largest magnitude over the largest code, in fp32 (fp64
 for fp64), and an element is its code times the scale: off by half a scale at most. A block with an inf or a NaN in it arrives as
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.reduction import CHUNK_NUMEL
+from zeroshard.collectives.base import CHUNK_NUMEL
 
 BLOCK_NUMEL = 256
 
@@ -34,7 +34,7 @@ class Codes:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of scales, and of the arithmetic."""
+        """The dtype of scales and of the arithmetic."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -43,54 +43,58 @@ class Codes:
         return (1 << (self.bits - 1)) - 1
 
     def nbytes(self, numel: int) -> int:
-        """Of a row. Whole scales, so that rows can lie one after another."""
+        """The bytes of a row. Whole scales, so that rows can lie one after another."""
         unit = self.wide.itemsize
         codes = -(-numel * self.bits // 8)
         return _blocks(numel) * unit + -(-codes // unit) * unit
 
     def encode(self, row: Tensor, out: Tensor) -> None:
-        """Write a row [n] to `out`, uint8 [nbytes(n)]."""
-        scales, codes = self._parts(out, row.numel())
-        out[self._used(row.numel()) :].zero_()
+        """Write a row [n] to `out`, uint8 [nbytes(n)]; or several [..., n] to [..., nbytes(n)], in as many launches."""
+        numel = row.shape[-1]
+        scales, codes = self._parts(out, numel)
+        out[..., self._used(numel) :].zero_()
         for low, high in _chunks(row):
-            part = row[low:high].to(self.wide)
+            part = row[..., low:high].to(self.wide)
             first = low // BLOCK_NUMEL
             for start, blocks in _cut(part):
                 at = first + start // BLOCK_NUMEL
-                self._write(blocks, scales[at : at + len(blocks)], codes, low + start)
+                self._write(blocks, scales[..., at : at + blocks.shape[-2]], codes, low + start)
 
     def _write(self, blocks: Tensor, scales: Tensor, codes: Tensor, start: int) -> None:
         limits = torch.finfo(self.wide)
-        largest = blocks.abs().amax(1)
+        largest = blocks.abs().amax(-1)
         # Neither end may fall off: a scale of zero has no quotients, and the top code times the scale is no inf.
         scale = (largest / self.top).clamp_(limits.tiny, limits.max / self.top * (1 - 2 * limits.eps))
         scales.copy_(torch.where(largest.isfinite(), scale, float("nan")))
-        quotients = (blocks / scales[:, None]).round_().nan_to_num_(0.0).clamp_(-self.top, self.top)
-        small = quotients.to(torch.int8).view(-1)
+        quotients = (blocks / scales[..., None]).round_().nan_to_num_(0.0).clamp_(-self.top, self.top)
+        small = quotients.to(torch.int8).flatten(-2)
         if self.bits == 8:
-            codes[start : start + small.numel()].copy_(small.view(torch.uint8))
+            codes[..., start : start + small.shape[-1]].copy_(small.view(torch.uint8))
             return
         nibbles = small.view(torch.uint8) & 15
-        if nibbles.numel() % 2:
-            nibbles = torch.cat((nibbles, nibbles.new_zeros(1)))
-        pairs = nibbles.view(-1, 2)
-        codes[start // 2 : start // 2 + len(pairs)].copy_(pairs[:, 0] | pairs[:, 1] << 4)
+        if nibbles.shape[-1] % 2:
+            nibbles = torch.cat((nibbles, nibbles.new_zeros(*nibbles.shape[:-1], 1)), -1)
+        pairs = nibbles.unflatten(-1, (-1, 2))
+        codes[..., start // 2 : start // 2 + pairs.shape[-2]].copy_(pairs[..., 0] | pairs[..., 1] << 4)
 
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
-        """Elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block, `high` ends one, or the row."""
+        """Elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block, `high` ends one, or the row.
+
+        Of several rows [..., nbytes(numel)] alike, in as many launches.
+        """
         scales, codes = self._parts(coded, numel)
         high = numel if high is None else high
         if self.bits == 8:
-            values = codes[low:high].view(torch.int8).to(self.wide)
+            values = codes[..., low:high].view(torch.int8).to(self.wide)
         else:
-            pairs = codes[low // 2 : -(-high // 2)].view(torch.int8)
+            pairs = codes[..., low // 2 : -(-high // 2)].view(torch.int8)
             # Shifts of signed numbers keep the sign: up, and down again.
-            both = torch.stack(((pairs << 4) >> 4, pairs >> 4), 1)
-            values = both.view(-1)[: high - low].to(self.wide)
+            both = torch.stack(((pairs << 4) >> 4, pairs >> 4), -1)
+            values = both.flatten(-2)[..., : high - low].to(self.wide)
         first = low // BLOCK_NUMEL
         for start, blocks in _cut(values):
             at = first + start // BLOCK_NUMEL
-            blocks.mul_(scales[at : at + len(blocks), None])
+            blocks.mul_(scales[..., at : at + blocks.shape[-2], None])
         return values
 
     def decode_into(self, coded: Tensor, row: Tensor) -> None:
@@ -103,17 +107,17 @@ class Codes:
 
     def _parts(self, coded: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         cut_at = _blocks(numel) * self.wide.itemsize
-        return coded[:cut_at].view(self.wide), coded[cut_at : self._used(numel)]
+        return coded[..., :cut_at].view(self.wide), coded[..., cut_at : self._used(numel)]
 
 
 def chunk_numel(row: Tensor) -> int:
-    """Elements of a row that are worked on at once: whole blocks."""
-    return CHUNK_NUMEL if row.device.type == "cpu" else max(row.numel(), 1)
+    """Return the number of elements of a row that are worked on at once: whole blocks."""
+    return CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
 
 
 def _chunks(row: Tensor) -> Iterator[tuple[int, int]]:
     step = chunk_numel(row)
-    return ((low, min(low + step, row.numel())) for low in range(0, row.numel(), step))
+    return ((low, min(low + step, row.shape[-1])) for low in range(0, row.shape[-1], step))
 
 
 def _blocks(numel: int) -> int:
@@ -121,9 +125,9 @@ def _blocks(numel: int) -> int:
 
 
 def _cut(part: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Where they start, and views [blocks, block numel]: of the whole blocks, and of the rest as one."""
-    whole = part.numel() // BLOCK_NUMEL * BLOCK_NUMEL
+    """Yield starts, and views [..., blocks, block numel]: of the whole blocks, and of the rest as one."""
+    whole = part.shape[-1] // BLOCK_NUMEL * BLOCK_NUMEL
     if whole:
-        yield 0, part[:whole].view(-1, BLOCK_NUMEL)
-    if whole < part.numel():
-        yield whole, part[whole:].view(1, -1)
+        yield 0, part[..., :whole].unflatten(-1, (-1, BLOCK_NUMEL))
+    if whole < part.shape[-1]:
+        yield whole, part[..., whole:].unsqueeze(-2)

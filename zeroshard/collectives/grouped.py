@@ -1,4 +1,4 @@
-"""Owns what the multi-rank classes share: an engine (a process group of our own), works in flight, and guarded waits."""
+"""Owns the parts that multi-rank classes share: an engine (a process group of our own), works in flight, and guarded waits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroshard.collectives.base import Collectives, PendingRows
+from zeroshard.collectives.base import Collectives, Work
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.report import describe_failure
-from zeroshard.collectives.watch import Watch, spelled
+from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, ZeroshardError
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ _PROBE = timedelta(milliseconds=1)
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
-Work = tuple[dist.Work, int | None]
+Posted = tuple[dist.Work, int | None]
 """One work of the engine's, and the member at its other end where there is one."""
 
 
 class Grouped(Collectives):
-    """Several ranks.
+    """The collectives of several ranks.
 
     Args:
         members: who.
@@ -41,8 +41,11 @@ class Grouped(Collectives):
 
     def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
         super().__init__(predivide_factor)
-        self.members, self.watch, self._device = members, watch, device
-        self.rank, self.world_size = members.rank, len(members.ranks)
+        self.members = members
+        self.watch = watch
+        self._device = device
+        self.rank = members.rank
+        self.world_size = len(members.ranks)
         self._end_watch: Callable[[], object] = lambda: None
         self.warn_others: Callable[[], None] = lambda: None
         """Lets those know of a wait that failed who wait for this rank over other connections."""
@@ -59,7 +62,7 @@ class Grouped(Collectives):
 
     @contextmanager
     def guarded(self, label: str, peer: int | None = None) -> Iterator[None]:
-        """Inside this rank waits for others, or for one `peer`: watched, and what fails becomes a `CollectiveError`."""
+        """Watch a wait for other ranks, or for one `peer`; raise its failure as a `CollectiveError`."""
         self.watch.enter(label)
         try:
             yield
@@ -83,10 +86,10 @@ class Grouped(Collectives):
             return make()
 
     def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = (),
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = (),
         gone: Collection[int] = (),
     ) -> CollectiveError:  # fmt: skip
-        """What to raise for a wait that failed.
+        """Return the error to raise for a wait that failed.
 
         Args:
             peer: the member at the other end.
@@ -94,18 +97,17 @@ class Grouped(Collectives):
             gone: members whose processes have ended; nobody waits for their word.
         """
         self.warn_others()
-        ranks, operation = self.members.ranks, self.watch.operation_name
+        ranks = self.members.ranks
         closed = _closed_peers(works) | set(gone)
         if peer is not None and _says_closed(error) and not gone:
             closed.add(peer)
-        text = spelled(operation, label)
-        others = self.watch.ask(text, [ranks[one] for one in gone])
+        mine = self.watch.told_of(label)
+        others = self.watch.ask(mine, [ranks[one] for one in gone])
         return CollectiveError(
             describe_failure(
                 self.members.own,
                 self.watch.ranks,
-                text,
-                operation,
+                mine,
                 others,
                 {ranks[one] for one in closed},
                 self.members.timeout,
@@ -120,7 +122,7 @@ def _says_closed(error: BaseException) -> bool:
     return any(words in str(error) for words in _CLOSED)
 
 
-def _closed_peers(works: Sequence[Work]) -> set[int]:
+def _closed_peers(works: Sequence[Posted]) -> set[int]:
     """Members whose connections are closed.
 
     A wait that times out closes all connections of gloo's, so the others learn of the failure at once.
@@ -135,19 +137,22 @@ def _closed_peers(works: Sequence[Work]) -> set[int]:
     return closed
 
 
-class Transfer(PendingRows):
+class Transfer(Work):
     """The works of one operation, None until they `begin`. `land` is called when they are done."""
 
     def __init__(
-        self, collectives: Grouped, works: Sequence[Work] | None, kind: str, label: str,
+        self, collectives: Grouped, works: Sequence[Posted] | None, kind: str, label: str,
         land: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self._collectives, self._works, self._kind, self._label = collectives, works, kind, label
+        self._collectives = collectives
+        self._works = works
+        self._kind = kind
+        self._label = label
         self._land = land
         self._failed: CollectiveError | None = None
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """They were launched."""
+    def begin(self, works: Sequence[Posted]) -> None:
+        """Note that the operations were launched."""
         self._works = works
 
     def wait(self) -> None:
@@ -155,10 +160,12 @@ class Transfer(PendingRows):
             raise self._failed
         collectives = self._collectives
         assert self._works is not None, f"{self._label} was waited for before it was launched"
-        works, self._works = self._works, ()
+        works = self._works
+        self._works = ()
         with collectives.measure(self._kind):
             collectives.watch.enter(self._label)
-            done, peer = 0, None
+            done = 0
+            peer = None
             try:
                 for work, peer in works:  # noqa: B007  (the report names it)
                     work.wait()
@@ -168,6 +175,7 @@ class Transfer(PendingRows):
                 raise self._failed from error
             finally:
                 collectives.watch.leave()
-        land, self._land = self._land, None
+        land = self._land
+        self._land = None
         if land is not None:
             land()

@@ -1,4 +1,4 @@
-"""Owns what this rank lets the others of its host read, until all have: a tensor itself, or a copy. Called by shared_memory."""
+"""Owns the tensors that this rank lets the others of its host read, until all have: a tensor itself, or a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroshard.collectives.shared_file import SharedFile
 
 
 class Lent(NamedTuple):
-    """What some have not read yet.
+    """Memory that some peers have not read yet.
 
     Attributes:
         readers: who has not.
@@ -37,9 +37,9 @@ class Lending:
     def __init__(self, file: SharedFile) -> None:
         self._file = file
         self._lent: dict[int, Lent] = {}
-        """By tag."""
+        """The offers, by tag."""
         self._rooms: list[Tensor] = []
-        """For copies, as bytes; free."""
+        """Free buffers for copies, as bytes."""
 
     def lend(self, tensor: Tensor, tag: int, readers: Sequence[int], label: str) -> tuple[int, bool]:
         """Keep a contiguous tensor for these ranks.
@@ -47,7 +47,8 @@ class Lending:
         Returns:
             Where its first element lies in the file; whether in place: then it must stay as it is until all have read it.
         """
-        offset, room = self._file.offset_of(tensor) if tensor.numel() else 0, None
+        offset = self._file.offset_of(tensor) if tensor.numel() else 0
+        room = None
         if offset is None:
             room = self._room(tensor.nbytes)
             tensor = room[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
@@ -76,7 +77,7 @@ class Lending:
         return sum(room.numel() for room in [*used, *self._rooms])
 
     def was_read(self, tag: int, reader: int) -> None:
-        """A rank says so."""
+        """Note that a rank has read the offer."""
         lent = self._lent.get(tag)
         if lent is None:
             return
@@ -91,15 +92,15 @@ class Lending:
         return tag not in self._lent or reader not in self._lent[tag].readers
 
     def readers(self, tag: int) -> list[int]:
-        """Who has not."""
+        """The peers that have not read it."""
         return sorted(self._lent[tag].readers) if tag in self._lent else []
 
     def tensor(self, tag: int) -> Tensor:
-        """What is lent under a tag."""
+        """The memory that is lent under a tag."""
         return self._lent[tag].tensor
 
     def label(self, tag: int) -> str:
-        """What it is called."""
+        """The label of what is lent."""
         return self._lent[tag].label
 
     def in_place(self) -> list[int]:

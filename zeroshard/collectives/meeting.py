@@ -1,4 +1,4 @@
-"""Owns how ranks of one host find and connect each other, or agree on why they do not. Called by shared_memory.
+"""Owns the way in which ranks of one host find and connect each other, or agree on the reason that they do not.
 
 They find each other by addresses that the store tells; a word that only the store knows keeps strangers out. What one rank
 may not do, none does: every rank hears the same reason.
@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import LIMIT, Neighbours
@@ -26,24 +26,24 @@ from zeroshard.collectives.shared_file import SharedFile, Window
 VARIABLE = "ZEROSHARD_SHARED_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-ONE_RANK_A_HOST = "every rank is on a host of its own"
+SEVERAL_HOSTS = "the ranks are on several hosts"
 TURNED_OFF = f"{VARIABLE} turns it off"
 _HELLO_NBYTES = 256
-"""More than who calls has to say: of a stranger's words nothing longer is read."""
+"""The most bytes that are read of a caller: more than a rank sends, and no more of any other program."""
 _LOOK_SECONDS = 0.2
-"""Whoever is waited for may have given up; that often the store is asked."""
+"""The seconds between two looks into the store: the rank that is waited for may have given up."""
 
 
 class _Forsaken(OSError):
-    """Another rank gave up, and knows why."""
+    """Raised where another rank gave up; it has the reason."""
 
 
 class Met(NamedTuple):
-    """What ranks that share a host have of each other.
+    """The connections between ranks that share a host.
 
     Attributes:
         file: this rank's memory.
-        windows: the memory of the other ranks of this host, by rank.
+        windows: the memory of the other ranks, by rank.
         neighbours: the connections.
     """
 
@@ -52,15 +52,28 @@ class Met(NamedTuple):
     neighbours: Neighbours
 
 
-def meet(members: Members) -> Met | str:
-    """Connect with the members that are on this host. Every member must call it.
+class Apart(NamedTuple):
+    """Why ranks share no memory.
+
+    Attributes:
+        why: the same sentence on every rank.
+        hosts: the members of each host, where nothing but their number is in the way.
+    """
+
+    why: str
+    hosts: list[list[int]]
+
+
+def meet(members: Members) -> Met | Apart:
+    """Connect with the other members, all on this host. Every member must call it.
 
     Returns:
-        What there is; or why there is nothing, the same sentence on every rank.
+        The connections, or why there are none.
     """
     store = members.counted_store("neighbours")
     why_not = _refusal()
-    file, listener = None, None
+    file = None
+    listener = None
     told: dict[str, str] = {"host": host_id(), "secret": secrets.token_hex(16), "address": ""}
     if not why_not:
         try:
@@ -75,20 +88,19 @@ def meet(members: Members) -> Met | str:
         _give_up(file, listener)
         raise
     why_not = next((one["why_not"] for one in everyone if one["why_not"]), "")
-    hosts = [one["host"] for one in everyone]
-    if not why_not and len(set(hosts)) == len(hosts):
-        why_not = ONE_RANK_A_HOST
-    near = [peer for peer, host in enumerate(hosts) if host == hosts[members.rank] and peer != members.rank]
-    if why_not:
+    hosts = _grouped([one["host"] for one in everyone])
+    near = [peer for peer in range(len(everyone)) if peer != members.rank]
+    if why_not or len(hosts) > 1:
         _give_up(file, listener)
-        return why_not
+        return Apart(why_not, []) if why_not else Apart(SEVERAL_HOSTS, hosts)
     assert file is not None
     assert listener is not None
     with ExitStack() as undo:
         undo.callback(file.close)
         sockets: dict[int, socket.socket] = {}
         windows: dict[int, Window] = {}
-        problem, is_cause = "", False
+        problem = ""
+        is_cause = False
         with listener:
             try:
                 _connect(listener, members, everyone, near, store, sockets)
@@ -102,7 +114,7 @@ def meet(members: Members) -> Met | str:
         problems = [(not cause, one) for one, cause in _agree(store, members, "met", (problem, is_cause)) if one]
         problem = min(problems, default=(False, ""))[1]
         if problem:
-            return problem
+            return Apart(problem, [])
         undo.pop_all()
     file.hand_over()
     return Met(file, windows, Neighbours(sockets, members.timeout.total_seconds()))
@@ -110,8 +122,11 @@ def meet(members: Members) -> Met | str:
 
 def hosts_of(members: Members) -> list[list[int]]:
     """Which members share a host, in their order. Every member must call it."""
-    everyone = _agree(members.counted_store("hosts"), members, "host", host_id())
-    return [[place for place, host in enumerate(everyone) if host == one] for one in dict.fromkeys(everyone)]
+    return _grouped(_agree(members.counted_store("hosts"), members, "host", host_id()))
+
+
+def _grouped(host_of: list[str]) -> list[list[int]]:
+    return [[place for place, host in enumerate(host_of) if host == one] for one in dict.fromkeys(host_of)]
 
 
 def refusal_here() -> str:
@@ -156,7 +171,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
 
 
 def host_id() -> str:
-    """One boot of one kernel; and its network namespace, in which such addresses are known."""
+    """Identify this boot of this kernel, and its network namespace, in which such addresses exist."""
     with suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
     return socket.gethostname()
@@ -196,9 +211,11 @@ def _connect(
         while len(sockets) < len(near):
             ready = [key.fileobj for key, _ in callers.select(_LOOK_SECONDS)]
             missing = set(near) - set(sockets)
-            now, given_up = time.monotonic(), False
+            now = time.monotonic()
+            given_up = False
             if now > looked + _LOOK_SECONDS:  # strangers that call on and on do not keep it from that
-                looked, given_up = now, any(store.check([f"met/{peer}"]) for peer in missing)
+                looked = now
+                given_up = any(store.check([f"met/{peer}"]) for peer in missing)
             if given_up or now > deadline:
                 raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come")
             for one in cast(list[socket.socket], ready):
@@ -213,7 +230,7 @@ def _connect(
 
 
 def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[int, socket.socket]) -> None:
-    """Hear who calls; a stranger is cut off."""
+    """Read the caller's name; close the connection of any other program."""
     hello: Any = {}
     with suppress(OSError, ValueError):
         hello = json.loads(caller.recv(_HELLO_NBYTES) or b"{}")
@@ -233,7 +250,8 @@ def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict
         try:
             data, numbers, _, _ = socket.recv_fds(one, LIMIT, 1)
         except ConnectionResetError:
-            data, numbers = b"", []
+            data = b""
+            numbers = []
         if not data:
             raise _Forsaken("a rank of this host handed nothing over")
         if not numbers:

@@ -1,4 +1,4 @@
-"""Owns who belongs to a group, and the making of engines (process groups of our own) for them. Called by grouped."""
+"""Owns the membership of a group, and the making of engines (process groups of our own) for its members."""
 
 from __future__ import annotations
 
@@ -12,9 +12,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zeroshard.errors import UsageError
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group of a mesh of one dimension; a group is what it is.
+
+    Raises:
+        UsageError: the mesh has several dimensions.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise UsageError(
+            f"group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}, and zeroshard takes one: name it, such as "
+            'group=mesh["dp"].'
+        )
+    return group.get_group()
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a process group, of all ranks; None is the group of all."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 @dataclass(frozen=True)
@@ -43,7 +65,7 @@ class Members:
 
     @classmethod
     def of(cls, parent: dist.ProcessGroup, device: torch.device) -> Members:
-        """Look at a group."""
+        """Find the members of a group."""
         # torch has no public reader of a group's timeout.
         known = [one for one in parent._device_types if one.type == device.type] or parent._device_types
         timeout: timedelta = parent._get_backend(known[0]).options._timeout
@@ -86,11 +108,11 @@ class Members:
 
     @property
     def own(self) -> int:
-        """This process's rank among all."""
+        """Return this process's rank among all."""
         return self.ranks[self.rank]
 
     def only(self, places: Sequence[int]) -> Members:
-        """Some of them, this process among them, in this order; by their places here."""
+        """Choose some of the members by their places here, in this order; this process is one of them."""
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
 
     def gloo(self) -> dist.ProcessGroupGloo:
@@ -103,7 +125,7 @@ class Members:
         return dist.ProcessGroupGloo(self.counted_store("gloo"), self.rank, len(self.ranks), self.timeout)
 
     def counted_store(self, purpose: str) -> PrefixStore:
-        """A part of the store that is for these members, this purpose and this time alone."""
+        """Return a part of the store only for these members, this purpose and this time."""
         family = f"zeroshard/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{purpose}"
         number = self.store.add(f"{family}/count/{self.rank}", 1)
         return PrefixStore(f"{family}/{number}", self.store)
@@ -124,3 +146,22 @@ class Members:
         )
         assert group is not None
         return group
+
+
+def refuse_split(members: Members) -> None:
+    """Raise where torch would make communicators for some ranks by splitting that of all, which waits for all.
+
+    Raises:
+        UsageError: they are some ranks of a world whose backend is bound to a device and splits.
+    """
+    world = dist.group.WORLD
+    if not members.is_subgroup or members.backend == "gloo" or world is None or world.bound_device_id is None:
+        return
+    if getattr(
+        world._get_backend(world.bound_device_id), "supports_splitting", False
+    ):  # as torch asks before it splits
+        raise UsageError(
+            f"group= has {len(members.ranks)} of {members.world} ranks, and init_process_group was given device_id: torch would "
+            "split the communicator of all ranks, and wait for those that are not in the group. Leave device_id out, and call "
+            "torch.accelerator.set_device_index(local_rank) before."
+        )

@@ -6,22 +6,25 @@ know of other ranks does not make it wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import Pending, PendingReduction, PendingRows
+from zeroshard.collectives.base import Collectives, Reduction, Work, nothing
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.point_to_point import PointToPoint, control_of
 from zeroshard.collectives.watch import Watch
 
-_GATHER, _REDUCE = "gather", "reduce"
+T = TypeVar("T")
+
+_GATHER = "gather"
+_REDUCE = "reduce"
 _SUMS_ALONE = ("gloo", "mpi")
 """Backends without ReduceOp.AVG."""
 
@@ -35,7 +38,7 @@ class _Launch(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """One end of a transfer that is to be started."""
+    """An end of a transfer that is to be started."""
 
     operation: dist.P2POp
     peer: int
@@ -59,8 +62,6 @@ class Native(Grouped):
         lasting: False: all on the user's own group.
     """
 
-    rounds_each_sum = True
-
     def __init__(
         self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, *, lasting: bool = True
     ) -> None:
@@ -70,7 +71,7 @@ class Native(Grouped):
         self._is_lasting = lasting
         self._messages: PointToPoint | None = None
         backend = self._group._get_backend(device)  # torch has no public way to ask a group for it
-        self.launches_together = bool(getattr(backend, "supports_coalescing", False))
+        self._launches_together = bool(getattr(backend, "supports_coalescing", False))
         self._open: dict[str, list[_Launch]] | None = None
         self._moves: list[_Move] = []
         if lasting:  # the first of a group's collectives is one of all ranks, which a transfer is not
@@ -93,20 +94,32 @@ class Native(Grouped):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        if self._open is not None or not self.launches_together:
+        if self._open is not None or not self._launches_together:
             yield
             return
         self._open = {_GATHER: [], _REDUCE: []}
         try:
             yield
         finally:  # also after an error: what was begun is waited for, by this rank and by others
-            begun, self._open = self._open, None
+            begun = self._open
+            self._open = None
             for kind, launches in begun.items():
                 if launches:
                     self._launch(kind, launches)
-            moves, self._moves = self._moves, []
+            moves = self._moves
+            self._moves = []
             if moves:
                 self._move(moves, "transfers between ranks")
+
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        return [tuple(operations)] if self._launches_together else super().launches(operations)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # The backend rounds after each addition, to the dtype that is sent.
+        return torch.promote_types(dtype, torch.float32)
+
+    def control(self) -> Collectives:
+        return control_of(self)
 
     def _begin(self, kind: str, output: Tensor, source: Tensor, label: str) -> Transfer:
         transfer = _OnDevice(self, None, kind, label)
@@ -122,38 +135,46 @@ class Native(Grouped):
         group: dist.ProcessGroup = self._gather_group
         options: Any = AllgatherOptions()
         if kind == _REDUCE:
-            group, options = self._group, ReduceScatterOptions()
+            group = self._group
+            options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         options.asyncOp = True
         if len(launches) == 1:
             work = _method(group, names.one)(launches[0].output, launches[0].input, options)
         else:
-            outputs, inputs = [one.output for one in launches], [one.input for one in launches]
+            outputs = [one.output for one in launches]
+            inputs = [one.input for one in launches]
             work = _method(group, names.several)(outputs, inputs, options)
         for launch in launches:
             launch.transfer.begin([(work, None)])
 
     # ------------------------------------------------------------------ operations
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
         self.sent["all_gather"] += rows[self.rank].nbytes * (self.world_size - 1)
         return self._begin(_GATHER, rows.view(-1), rows[self.rank], label)
 
     def workspace_numel(self, rows: Tensor) -> int:
         return rows.shape[1]
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        divisor = 1.0 if self._averages else self._divisor
+        divisor = 1.0 if self._averages else self.divisor
         return _NativeMean(self._begin(_REDUCE, workspace, rows.view(-1), label), workspace, divisor)
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        transfer, moves = _OnDevice(self, None, _REDUCE, label), list[_Move]()
+        transfer = _OnDevice(self, None, _REDUCE, label)
+        moves = list[_Move]()
         for peer in (other for other in range(self.world_size) if other != self.rank):
             # Where they run one after the other, the lower rank of a pair sends first.
-            both = ((dist.isend, rows), (dist.irecv, received))
-            for operation, rows_of in both if self.rank < peer else both[::-1]:
+            both = [(dist.isend, rows), (dist.irecv, received)]
+            if self.rank > peer:
+                both.reverse()
+            for operation, rows_of in both:
                 there = self.members.ranks[peer]
                 moves.append(
                     _Move(dist.P2POp(operation, rows_of[peer], there, self._group, TRANSFER_TAG), peer, transfer)
@@ -170,7 +191,7 @@ class Native(Grouped):
         with self.guarded(f"a broadcast of rank {self.members.ranks[source]}"):
             dist.broadcast(tensor, src=self.members.ranks[source], group=self._group)
 
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
         transfer = _OnDevice(self, (), "transfer", label)
         if self.rank not in (source, target) or source == target:
             return transfer
@@ -231,9 +252,11 @@ def _method(group: dist.ProcessGroup, names: tuple[str, str]) -> Any:
     return getattr(group, names[0], None) or getattr(group, names[1])
 
 
-class _NativeMean(PendingReduction):
+class _NativeMean(Reduction):
     def __init__(self, transfer: Transfer, total: Tensor, divisor: float) -> None:
-        self._transfer, self._total, self._divisor = transfer, total, divisor
+        self._transfer = transfer
+        self._total = total
+        self._divisor = divisor
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._transfer.wait()

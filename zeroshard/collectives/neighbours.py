@@ -1,4 +1,4 @@
-"""Owns the connections between the ranks of one host: messages under tags, and news of ended processes. Called by shared_memory.
+"""Owns the connections between the ranks of one host: messages under tags, and news of ended processes.
 
 A connection is a pair of unix sockets. The kernel orders what is written to memory before a message is sent, and what is
 read after it came, on every processor; and it tells at once of a process that is gone.
@@ -24,7 +24,7 @@ LIMIT = 1 << 16
 READ = 1 << 63
 """The bit of a tag that says: what was offered under the rest of it was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
-"""What a rank says of itself: it has finished; a wait of it failed; it waits for this one, of which it has heard so much."""
+"""Messages of a rank about itself: it has finished; a wait of it failed; it waits for this one, of which it has heard so much."""
 _STUCK_SECONDS = 1.0
 
 
@@ -41,7 +41,7 @@ class Lost(RuntimeError):
 
 
 class _Stuck(NamedTuple):
-    """What a rank that waits for us said.
+    """The message of a rank that waits for this one.
 
     Attributes:
         heard: how many messages of ours it had heard by then.
@@ -65,9 +65,11 @@ class Neighbours:
 
     def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.was_read: Callable[[int, int], None] | None = None
-        self._sockets, self._timeout = sockets, timeout
+        self._sockets = sockets
+        self._timeout = timeout
         self._inbox: dict[int, dict[int, deque[bytes]]] = {peer: defaultdict(deque) for peer in sockets}
-        self._sent, self._heard = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)
+        self._sent = dict.fromkeys(sockets, 0)
+        self._heard = dict.fromkeys(sockets, 0)
         self._stuck: dict[int, _Stuck] = {}
         self._finished, self._dead, self._failed = set[int](), set[int](), set[int]()
         self._poll, self._peer_of = select.poll(), dict[int, int]()
@@ -96,8 +98,19 @@ class Neighbours:
         self._put(peer, tag, data)
         self._sent[peer] += 1
 
+    def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
+        """Send, and return False where the peer has finished: it needs nothing more, and its earlier messages can be read."""
+        try:
+            self.send(peer, tag, data)
+        except Lost:
+            if peer not in self._finished:
+                raise
+            return False
+        return True
+
     def _put(self, peer: int, tag: int, data: bytes) -> None:
-        message, deadline = _TAG.pack(tag) + data, 0.0
+        message = _TAG.pack(tag) + data
+        deadline = 0.0
         while True:
             try:
                 self._sockets[peer].send(message)
@@ -113,7 +126,7 @@ class Neighbours:
                 raise self._lost(peer, error.strerror or str(error)) from error
 
     def tell_read(self, peer: int, tag: int) -> None:
-        """What this rank was offered under a tag was read. Who offered it may be gone since."""
+        """Tell a peer that its offer was read. The peer may be gone since."""
         with suppress(Lost):
             self.send(peer, tag | READ)
 
@@ -139,7 +152,8 @@ class Neighbours:
         if is_over():
             return
         self._drain(peer)
-        start, told = time.monotonic(), False
+        start = time.monotonic()
+        told = False
         while not is_over():
             self._refuse_silence(peer)
             waited = time.monotonic() - start

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.collectives.base import Pending, PendingReduction, PendingRows
-from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer, Work
+from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Posted, Transfer
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.reduction import sum_into
-from zeroshard.collectives.watch import Watch
+from zeroshard.collectives.watch import Watch, code_of
 from zeroshard.errors import UsageError
 
 _SEQUENCE_BITS = 8
+_OPERATION_SHIFT = 26
+"""gloo's tags have 31 bits, and `TRANSFER_TAG` the highest of them: 87,000 buckets."""
 
 
 class PointToPoint(Grouped):
@@ -50,19 +51,24 @@ class PointToPoint(Grouped):
         self._made_engine = None
         super().close()
 
-    def _tag(self, bucket: int, kind: int) -> int:
-        """A number that only the same operation of the same bucket carries, on every rank."""
+    def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
+        """A number that only the same operation of the same bucket carries, on every rank; `name` is that of a message."""
         channel = bucket * 3 + kind
         self._sequence[channel] += 1
-        return channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
+        number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
+        code = self.watch.operation_code
+        if name is not None and not code:  # gloo ends the process where two messages of unequal lengths meet
+            code = code_of(name)
+        return code << _OPERATION_SHIFT | number
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
         # The engine's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
         land = None
         if self._is_staged:
             send, (receive, land) = _copied(send), _landing(receive)
-        engine, peer = self._engine, None
-        works: list[Work] = []
+        engine = self._engine
+        peer = None
+        works: list[Posted] = []
         try:
             for peer, tensor in receive.items():
                 works.append((engine.recv([tensor], peer, tag), peer))
@@ -76,47 +82,57 @@ class PointToPoint(Grouped):
     def _is_staged(self) -> bool:
         return self._device.type != "cpu"
 
+    def control(self) -> Collectives:
+        return control_of(self)
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if tensor.numel() == 0:
             return
         self.sent["broadcast"] += tensor.nbytes if self.rank == source else 0
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
+        options.rootRank = source
+        options.rootTensor = 0
         plain = tensor.detach().to("cpu").contiguous()
         with self.guarded(f"a broadcast of rank {self.members.ranks[source]}"):
             self._engine.broadcast([plain.view(-1).view(torch.uint8)], options).wait()
         if self.rank != source and plain.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(plain)
 
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
-        send, receive = dict[int, Tensor](), dict[int, Tensor]()
-        if self.rank == source:
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        send = dict[int, Tensor]()
+        receive = dict[int, Tensor]()
+        if source == target:
+            pass
+        elif self.rank == source:
             self.sent["transfer"] += tensor.nbytes
             send = {target: tensor}
         elif self.rank == target:
             receive = {source: tensor}
         return self._start(send, receive, TRANSFER_TAG, "transfer", label)
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        return self.gather_from(self.peers, rows, bucket, label)
+
+    def gather_from(self, peers: Sequence[int], rows: Tensor, bucket: int, label: str) -> Work:
+        """Fill the rows of some peers, who do the same with this rank's."""
         own = rows[self.rank]
-        self.sent["all_gather"] += own.nbytes * len(self.peers)
-        send = dict.fromkeys(self.peers, own)
-        return self._start(send, {peer: rows[peer] for peer in self.peers}, self._tag(bucket, 0), "gather", label)
+        self.sent["all_gather"] += own.nbytes * len(peers)
+        receive = {peer: rows[peer] for peer in peers}
+        return self._start(dict.fromkeys(peers, own), receive, self._tag(bucket, 0), "gather", label)
 
     def workspace_numel(self, rows: Tensor) -> int:
         return len(self.peers) * rows.shape[1]
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
-        transfer, received = self.scatter(rows, workspace, bucket, label)
-        contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
-        return _PairwiseMean(transfer, contributions, self._divisor)
-
-    def scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> tuple[Transfer, dict[int, Tensor]]:
-        """Start to bring this rank's row of every peer to the workspace; returns where each will be."""
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
-        return self._scatter(rows, received, bucket, label), received
+        transfer = self._scatter(rows, received, bucket, label)
+        contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
+        return _PairwiseMean(transfer, contributions, self.divisor)
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         return self._scatter(rows, {peer: received[peer] for peer in self.peers}, bucket, label)
 
     def _scatter(self, rows: Tensor, received: dict[int, Tensor], bucket: int, label: str) -> Transfer:
@@ -133,8 +149,14 @@ class PointToPoint(Grouped):
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = {peer: torch.empty_like(own) for peer in self.peers}
         self.sent["exchange"] += own.nbytes * len(self.peers)
-        self._start(dict.fromkeys(self.peers, own), received, self._tag(0, 2), "exchange", label).wait()
+        self._start(dict.fromkeys(self.peers, own), received, self._tag(0, 2, label), "exchange", label).wait()
         return {peer: one.numpy().tobytes() for peer, one in received.items()}
+
+
+def control_of(beside: Grouped) -> PointToPoint:
+    """Make connections for small messages beside those of a group, which report a dead rank at once."""
+    beside.exchange(b"\0", "connections for small messages")
+    return PointToPoint(beside.members, torch.device("cpu"), 1.0, beside.watch)
 
 
 def _host_memory(like: Tensor) -> Tensor:
@@ -142,13 +164,13 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 def _copied(send: dict[int, Tensor]) -> dict[int, Tensor]:
-    """In CPU memory; what goes to several members is copied once."""
+    """Copy tensors to CPU memory; a tensor for several members is copied once."""
     copies = {id(tensor): _host_memory(tensor).copy_(tensor) for tensor in send.values()}
     return {peer: copies[id(tensor)] for peer, tensor in send.items()}
 
 
 def _landing(receive: dict[int, Tensor]) -> tuple[dict[int, Tensor], Callable[[], None]]:
-    """CPU memory in the place of tensors, and what brings it there when everything has arrived."""
+    """CPU memory instead of tensors, and the copy to them when everything has arrived."""
     landing = {peer: _host_memory(tensor) for peer, tensor in receive.items()}
     return landing, partial(_bring, landing, receive)
 
@@ -158,9 +180,11 @@ def _bring(landing: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
         tensor.copy_(landing[peer])
 
 
-class _PairwiseMean(PendingReduction):
+class _PairwiseMean(Reduction):
     def __init__(self, transfer: Transfer, contributions: list[Tensor], divisor: float) -> None:
-        self._transfer, self._contributions, self._divisor = transfer, contributions, divisor
+        self._transfer = transfer
+        self._contributions = contributions
+        self._divisor = divisor
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._transfer.wait()

@@ -1,4 +1,4 @@
-"""Owns the words on ranks that wait: the line of a long wait, and the report of one that failed. Called by watch and grouped."""
+"""Owns the words on ranks that wait: the line of a long wait, and the report of one that failed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import NamedTuple
 
 
 class Told(NamedTuple):
-    """What a rank said of itself: what it waits for, or what it waited for when that failed."""
+    """A rank's message about itself: what it waits for, or what it waited for when that failed.
+
+    Attributes:
+        operation: the whole operation that this belongs to, such as `save "step_10"`, or None: a forward, a backward, a step.
+        place: the line of the user's program, as `train.py:12`, or "".
+    """
 
     text: str
     has_failed: bool
+    operation: str | None = None
+    place: str = ""
+
+    @property
+    def line(self) -> str:
+        """The text and the place."""
+        return f"{self.text}, at {self.place}" if self.place else self.text
 
 
 def spell(ranks: Iterable[int]) -> str:
@@ -48,20 +60,21 @@ def _is(ranks: Sequence[int]) -> str:
 
 
 def describe_failure(
-    own: int, ranks: Sequence[int], text: str, operation: str | None, others: Mapping[int, Told], gone: Iterable[int],
+    own: int, ranks: Sequence[int], mine: Told, others: Mapping[int, Told], gone: Iterable[int],
     timeout: timedelta, error: BaseException, *, awaited: int | None = None, reaches_store: bool = True,
 ) -> str:  # fmt: skip
-    """What is raised when a wait failed: what each rank waited for, as far as it is known. Ranks are those of all.
+    """Return the message of a wait that failed: what each rank waited for, as far as it is known. Ranks are global.
 
     Args:
+        mine: what this rank waited for.
         others: what other ranks said that they waited for.
         gone: ranks whose connections are closed.
         awaited: whose message did not come.
         reaches_store: what others said would have been heard.
     """
     closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
-    waiting = {own: text} | {rank: told.text for rank, told in others.items() if rank not in closed}
-    lines = [f"rank {rank} waited for {what}" for rank, what in sorted(waiting.items())]
+    waiting = {own: mine} | {rank: told for rank, told in others.items() if rank not in closed}
+    lines = [f"rank {rank} waited for {told.line}" for rank, told in sorted(waiting.items())]
     if closed:
         lines.append(f"{spell(closed)} closed the connection, and said nothing: dead, or finished")
     silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
@@ -72,15 +85,31 @@ def describe_failure(
     elif silent:
         were = "were" if len(silent) > 1 else "was"
         lines.append(f"{spell(silent)} {were} not waiting for any rank (dead, finished, or still in other code)")
-    advice = (
-        f"Every rank must come to {operation}, at the same point of the program: none may leave it out."
-        if operation
-        else "Every rank must run the same units in the same order, and take the same number of microbatches and steps. "
-        "Declare a module that runs only a part of itself, by its input, as a leaf: Units(leaf_classes=...), or "
-        "zero_optimization.leaf_module in a config."
-    )
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)
-        + f"\n{advice} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
+        + f"\n{_advice(waiting)} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
     )
+
+
+def _advice(waiting: Mapping[int, Told]) -> str:
+    """Return the likely remedy, by what the ranks waited for."""
+    named = {told.operation for told in waiting.values()} - {None}
+    if named:
+        return (
+            f"Every rank must come to {' and '.join(sorted(filter(None, named)))} at the same point of the program: take it out of "
+            "`if rank == 0:`, or leave it out on every rank."
+        )
+    advice = (
+        "Every rank must make the same calls: take what runs the model out of `if rank == 0:`, and give every rank the same number "
+        "of batches."
+    )
+    texts = {told.text for told in waiting.values()}
+    if len(texts) > 1 and all(
+        text.startswith("all-gather") for text in texts
+    ):  # forwards that wait for different units
+        advice += (
+            " A module that runs a part of itself, by its input, is declared a leaf: Units(leaf_classes=...), or "
+            "zero_optimization.leaf_module."
+        )
+    return advice

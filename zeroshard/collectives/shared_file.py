@@ -1,4 +1,4 @@
-"""Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all. Called by shared_memory.
+"""Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all.
 
 The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
 matter. It is sparse: pages exist from their first use on, and are given back with the tensor that used them.
@@ -50,10 +50,10 @@ class SharedFile:
         self._free: list[tuple[int, int]] = []
         """(start, bytes) of ranges that were given back, by start; neighbours are one."""
         self._returned = deque[tuple[int, int]]()
-        """Those that the garbage collector has told of since, in whichever thread."""
+        """The ranges that the garbage collector has reported since, in any thread."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros. Its pages are given back with the last tensor that looks at them.
+        """Return a 1-D tensor of zeros. Its pages are given back with the last tensor that looks at them.
 
         Raises:
             MemoryError: it would be more than the host has.
@@ -76,7 +76,7 @@ class SharedFile:
             ctypes.memset(self._base + start, 0, nbytes)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor's first element lies in the file; None where it is no memory of the file's."""
+        """Return the offset in the file of a tensor's first element; None where it is no memory of the file's."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self._end else None
 
@@ -90,7 +90,8 @@ class SharedFile:
                 return start
         if self._end + nbytes > self._size:
             raise MemoryError(f"ranks of one host share at most the host's memory ({self._size:,} bytes)")
-        start, self._end = self._end, self._end + nbytes
+        start = self._end
+        self._end = self._end + nbytes
         return start
 
     def _give_back(self, start: int, nbytes: int) -> None:
@@ -100,13 +101,13 @@ class SharedFile:
         self._returned.append((start, nbytes))
 
     def hand_over(self) -> None:
-        """Everybody has the descriptor."""
+        """Close the descriptor: every rank has it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def close(self) -> None:
-        """Nothing more is taken from it. What others still read stays until they are done."""
+        """Take nothing more from the buffer. Rows that others still read stay until they are done."""
         self.hand_over()
         self._is_closed = True
 

@@ -1,10 +1,10 @@
 """Owns the collectives of ranks that share a host: each reads in place what the others hold in memory that all of them map.
 
 An operation is two messages between each pair of ranks: where its data lies, and that it was read. What a rank offers must
-lie in its file (`shareable`); what does not is copied there first. Until the others have read it, it must stay as it is:
+lie in its file (`buffer`); what does not is copied there first. Until the others have read it, it must stay as it is:
 whoever waits for an operation waits for its readers too, but for two kinds of offers, whose owners ask when they need to:
-rows of a reduction (`PendingReduction.wait_readers`), and what rests from step to step (`all_gather(resting=...)`,
-`wait_readers`). To ranks of other hosts everything goes over gloo, pair by pair: the sums have the same order, and the same bits.
+rows of a reduction (`Reduction.wait_released`), and parameters that rest from step to step (`all_gather(own=...)`,
+`wait_released`). Sums are made in the order of ranks, and have the bits that they have over gloo.
 """
 
 from __future__ import annotations
@@ -19,27 +19,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Pending, PendingReduction, PendingRows
-from zeroshard.collectives.grouped import Grouped, Work
+from zeroshard.collectives.base import Collectives, Reduction, Work, nothing
+from zeroshard.collectives.grouped import Grouped, Posted
 from zeroshard.collectives.lending import Lending
-from zeroshard.collectives.meeting import Met, meet
+from zeroshard.collectives.meeting import Apart, Met, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
-from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.reading import Offer, SharedGather, SharedMean, SharedRows, overlap
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, UsageError
 
 _GATHER, _REDUCE, _EXCHANGE, _MOVE = range(4)
 _SEQUENCE_BITS = 20
+_OPERATION_SHIFT = 56
 _OFFER = struct.Struct("<QQ")
 _MESSAGE_NBYTES = 32 << 10
 _PIECE_NBYTES = 4 << 20
-"""Of a long transfer, as much passes through the file at once."""
+"""The bytes of a long transfer that pass through the file at once."""
 
 
 class NotShared(Exception):
-    """The ranks cannot share memory; says why, in the same words on every rank."""
+    """The ranks cannot share memory; says why, in the same words on every rank.
+
+    Attributes:
+        hosts: the members of each host, where nothing but their number is in the way.
+    """
+
+    def __init__(self, apart: Apart) -> None:
+        super().__init__(apart.why)
+        self.hosts = apart.hosts
 
 
 class SharedMemory(Grouped):
@@ -49,16 +57,12 @@ class SharedMemory(Grouped):
         NotShared: these ranks cannot.
     """
 
-    reads_in_place = True
-    travels = False
-    arrives_by_itself = False
-
     def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
         super().__init__(members, device, predivide_factor, watch)
         self._met: Met | None = None
         self._process = os.getpid()
         met = self._made(lambda: meet(members))
-        if isinstance(met, str):
+        if isinstance(met, Apart):
             raise NotShared(met)
         self._met = met
         # Who lets go of these without `close` leaves what others have not read yet.
@@ -67,14 +71,8 @@ class SharedMemory(Grouped):
         met.neighbours.was_read = self._made_lending.was_read
         self._sequence: Counter[int] = Counter()
         self._unread: weakref.WeakSet[SharedGather] = weakref.WeakSet()
-        turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self.near = [peer for peer in turned if peer in met.windows]
-        far = [peer for peer in turned if peer not in met.windows]
-        self.over_gloo = PointToPoint(members, device, predivide_factor, watch, far) if far else None
-        """To the ranks of other hosts."""
-        self.sends = bool(far)
-        if self.over_gloo is not None:
-            self.over_gloo.sent = self.sent
+        self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        """The other ranks, from this one's neighbour on."""
 
     @property
     def _here(self) -> Met:
@@ -90,11 +88,35 @@ class SharedMemory(Grouped):
         assert self._made_lending is not None
         return self._made_lending
 
-    def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._here.file.empty(numel, dtype)
 
-    def is_shareable(self, tensor: Tensor) -> bool:
+    def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.buffer(numel, dtype)
+
+    def is_lent_by_system(self, tensor: Tensor) -> bool:
         return self._met is not None and self._met.file.offset_of(tensor) is not None
+
+    def sends_in_place(self, tensor: Tensor) -> bool:
+        return self.is_lent_by_system(tensor)
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        return super().numel_in_flight(units) // 2  # nothing goes on behind the computation
+
+    def finish(self, works: Iterable[Work]) -> None:
+        for work in works:
+            work.wait()
+
+    def control(self) -> Collectives:
+        # The connections that are there tell at once of a rank that is dead; new ones are only waited for.
+        self.exchange(b"\0", "connections for small messages")
+        try:
+            return SharedMemory(self.members, torch.device("cpu"), 1.0, self.watch)
+        except NotShared as error:
+            raise CollectiveError(
+                f"the ranks have no connections for small messages: {error}. It was permitted when the model was sharded: look for "
+                "a limit of memory, descriptors or files that was set since."
+            ) from error
 
     def discard(self, memory: Tensor) -> None:
         self._wait_in_place(lambda _: True)
@@ -105,8 +127,6 @@ class SharedMemory(Grouped):
         return self._made_lending.copies_nbytes if self._made_lending is not None else 0
 
     def close(self) -> None:
-        if self.over_gloo is not None:
-            self.over_gloo.close()
         if self._met is not None:
             self._met.neighbours.close()
             self._met.file.close()
@@ -121,18 +141,18 @@ class SharedMemory(Grouped):
         """A number that only the same operation of the same bucket carries, on every rank."""
         channel = bucket * 4 + kind
         self._sequence[channel] += 1
-        return channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
+        number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
+        return self.watch.operation_code << _OPERATION_SHIFT | number
 
     def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
         """Let these ranks read a contiguous tensor. Returns whether in place: then it must stay as it is until `wait_read(tag)`."""
         readers = sorted(peers)
-        if not readers:  # alone on this host
-            return False
         offset, in_place = self._lending.lend(tensor, tag, readers, label)
         for peer in readers:
             with self.guarded(label, peer):
-                self._here.neighbours.send(peer, tag, _OFFER.pack(offset, tensor.nbytes))
-        return in_place
+                if not self._here.neighbours.send_if_there(peer, tag, _OFFER.pack(offset, tensor.nbytes)):
+                    self._lending.was_read(tag, peer)
+        return in_place and self.is_lent(tag)
 
     def wait_read(self, tag: int) -> None:
         """Block until everybody has read what was offered under this tag."""
@@ -143,7 +163,7 @@ class SharedMemory(Grouped):
             if not self._lending.readers(tag):
                 return
 
-    def wait_readers(self, memory: Tensor | None = None) -> None:
+    def wait_released(self, memory: Tensor | None = None) -> None:
         # What this rank has not read yet others may wait for in the same way.
         for gather in [one for one in self._unread if memory is None or one.rests_in(memory)]:
             gather.read_early()
@@ -156,7 +176,9 @@ class SharedMemory(Grouped):
         self._wait_in_place(concerns)
 
     def _wait_in_place(self, concerns: Callable[[int], bool]) -> None:
-        for tag in self._made_lending.in_place() if self._made_lending is not None else ():
+        if self._made_lending is None:
+            return
+        for tag in self._made_lending.in_place():
             if self.is_lent(tag) and concerns(tag):  # while one is waited for, others end
                 self.wait_read(tag)
 
@@ -165,7 +187,7 @@ class SharedMemory(Grouped):
         return self._made_lending is not None and self._made_lending.is_in_place(tag)
 
     def offered(self, peer: int, tag: int, nbytes: int, label: str) -> Offer:
-        """Wait for a rank's offer of so many bytes. `view` shows it; `release` says that it was read."""
+        """Wait for a rank's offer of so many bytes. `view` shows it; `release` reports that it was read."""
         with self.guarded(label, peer):
             found = Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
             if found.nbytes != nbytes:
@@ -173,16 +195,16 @@ class SharedMemory(Grouped):
         return found
 
     def view(self, peer: int, offer: Offer, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Elements of an offer, from the `start`-th on."""
+        """Return elements of an offer, from the `start`-th on."""
         return self._here.windows[peer].view(offer.offset + start * dtype.itemsize, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
-        """An offer was read."""
+        """Note that an offer was read."""
         with self.guarded(label, peer):
             self._here.neighbours.tell_read(peer, tag)
 
     def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Work] = (),
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = (),
         gone: Collection[int] = (),
     ) -> CollectiveError:  # fmt: skip
         self.tell_failure()
@@ -195,48 +217,43 @@ class SharedMemory(Grouped):
 
     # ------------------------------------------------------------------ operations
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
-        own, tag = rows[self.rank] if resting is None else resting, self.tag(bucket, _GATHER)
-        self.sent["all_gather"] += own.nbytes * len(self.near)
-        in_place = self.offer(own, tag, self.near, label)
-        far = self.over_gloo.all_gather(rows, bucket, label) if self.over_gloo is not None else None
-        gather = SharedGather(self, rows, tag, label, far, resting, waits_for_readers=in_place and resting is None)
-        if resting is not None:
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        # The others read this rank's values where they rest. So the rows need no memory before they are waited for.
+        if own is None:
+            prepare()
+            prepare = nothing
+        offered = rows[self.rank] if own is None else own
+        tag = self.tag(bucket, _GATHER)
+        self.sent["all_gather"] += offered.nbytes * len(self.near)
+        in_place = self.offer(offered, tag, self.near, label)
+        gather = SharedGather(self, rows, tag, label, own, prepare, waits_for_readers=in_place and own is None)
+        if own is not None:
             self._unread.add(gather)
         return gather
 
     def was_read(self, gather: SharedGather) -> None:
-        """Nothing of it is left to be read."""
+        """Whether nothing of it is left to be read."""
         self._unread.discard(gather)
 
-    def workspace_numel(self, rows: Tensor) -> int:
-        return self.over_gloo.workspace_numel(rows) if self.over_gloo is not None else 0
-
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
         tag = self.tag(bucket, _REDUCE)
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
         self.offer(rows, tag, self.near, label)
-        far = self.over_gloo.scatter(rows, workspace, bucket, label) if self.over_gloo is not None else None
-        return SharedMean(self, rows, tag, label, far)
+        return SharedMean(self, rows, tag, label)
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> PendingRows:
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         tag = self.tag(bucket, _REDUCE)
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
         self.offer(rows, tag, self.near, label)
-        far = self.over_gloo.scatter_rows(rows, received, bucket, label) if self.over_gloo is not None else None
-        return SharedRows(self, received, tag, label, far)
+        return SharedRows(self, received, tag, label)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
-        if self.over_gloo is not None:
-            self.over_gloo.broadcast(tensor, source)
-        else:
-            self._move(tensor, source, [peer for peer in range(self.world_size) if peer != source], "broadcast", label)
+        self._move(tensor, source, [peer for peer in range(self.world_size) if peer != source], "broadcast", label)
 
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
-        other = target if self.rank == source else source
-        if self.over_gloo is not None and self.rank in (source, target) and other in self.over_gloo.peers:
-            return self.over_gloo.transfer(tensor, source, target, label)
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
         if source != target:
             self._move(tensor, source, [target], "transfer", label)
         return _DONE
@@ -277,9 +294,6 @@ class SharedMemory(Grouped):
                 for piece in pieces:
                     self._here.neighbours.send(peer, tag, piece)
         found = {self.rank: data}
-        if self.over_gloo is not None:
-            with self.measure("exchange"):
-                found |= self.over_gloo.exchange_with_peers(data, label)
         for peer in self.near:
             with self.guarded(label, peer), self.measure("exchange"):
                 found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
@@ -288,7 +302,7 @@ class SharedMemory(Grouped):
         return [found[rank] for rank in range(self.world_size)]
 
 
-class _Done(Pending):
+class _Done(Work):
     def wait(self) -> None:
         return
 

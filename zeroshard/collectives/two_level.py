@@ -1,4 +1,4 @@
-"""Owns the collectives of several hosts: what the ranks of a host have is brought together before anything goes across.
+"""Owns the collectives of several hosts: rows of the ranks of a host are gathered or summed before anything crosses.
 
 Composes two others. Of H hosts with S ranks each, a rank is at place s of host h:
 
@@ -14,29 +14,39 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives, Pending, PendingReduction
+from zeroshard.collectives.base import Collectives, Reduction, Work, nothing
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.point_to_point import control_of
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 
 Within = int | Literal["host"]
 Make = Callable[[Members, torch.device, float, Watch], Grouped]
-Crossing = Callable[[Collectives], Collectives]
+
+
+class Reducer(Protocol):
+    """A part that sums across hosts: a transport, or lossy reductions of one."""
+
+    def workspace_numel(self, rows: Tensor) -> int: ...
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction: ...
+
+
+Crossing = Callable[[Collectives], Reducer]
 
 
 class OneHost(Exception):
-    """There is one host alone: nothing goes across."""
+    """Raised where there is only one host, so that nothing crosses."""
 
 
 class TwoLevel(Grouped):
@@ -45,14 +55,12 @@ class TwoLevel(Grouped):
     Args:
         within: how many ranks are one host, in the group's order; or "host", for those that share a machine.
         make: the collectives for some of the members. Each of those must call it.
-        crossing: puts what goes across into other collectives around those that send.
+        crossing: makes of the collectives across hosts those that bring sums.
 
     Raises:
         OneHost: all of them are.
         UsageError: the hosts are not of one size.
     """
-
-    arrives_by_itself = False  # what came across goes on inside when it is waited for
 
     def __init__(
         self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, within: Within, make: Make,
@@ -60,7 +68,7 @@ class TwoLevel(Grouped):
     ) -> None:  # fmt: skip
         super().__init__(members, device, predivide_factor, watch)
         self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
-        """The members of each."""
+        """The members of each host."""
         _refuse_uneven(self._hosts, members)
         if len(self._hosts) == 1:
             raise OneHost
@@ -71,23 +79,14 @@ class TwoLevel(Grouped):
         # The sum inside is not divided: what is divided by is that of the whole, and comes last.
         self._inside: Collectives = make(members.only(own), device, float(len(own)), watch) if len(own) > 1 else Alone()
         across = make(members.only(there), device, predivide_factor / len(own), watch)
-        self.reads_in_place, self.travels = self._inside.reads_in_place, across.travels or self._inside.travels
-        self.rounds_each_sum = self._inside.rounds_each_sum or across.rounds_each_sum
-        self._count(across)
-        if isinstance(self._inside, SharedMemory):
-            across.warn_others = self._inside.tell_failure
-        self._across = crossing(across)
+        # One count and one clock for both.
+        self._inside.count_in(self.sent, self._measure_of_both)
+        across.count_in(CrossingCount(self.sent), self._measure_of_both)
+        across.warn_others = self._inside.tell_failure
+        self._across: Collectives = across
+        self._reducer = crossing(across)
         self._latest: Callable[[], _Mean | None] = lambda: None
         """The last reduction, as long as somebody waits for it."""
-
-    def _count(self, across: Collectives) -> None:
-        """One count and one clock for both."""
-        crossing = CrossingCount(self.sent)
-        for one, sent in ((self._inside, self.sent), (across, crossing)):
-            one.sent = sent
-            one.measure = self._measure_of_both
-            if isinstance(one, SharedMemory) and one.over_gloo is not None:
-                one.over_gloo.sent = sent
 
     def _measure_of_both(self, kind: str) -> AbstractContextManager[None]:
         return self.measure(kind)
@@ -111,11 +110,30 @@ class TwoLevel(Grouped):
     def by_shard(self, by_rank: Tensor) -> Tensor:
         return torch.stack([by_rank[self.owner(shard)] for shard in range(self.world_size)])
 
-    def shareable(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._inside.shareable(numel, dtype)
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._inside.buffer(numel, dtype)
 
-    def is_shareable(self, tensor: Tensor) -> bool:
-        return self._inside.is_shareable(tensor)
+    def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._inside.resting_memory(numel, dtype)
+
+    def is_lent_by_system(self, tensor: Tensor) -> bool:
+        return self._inside.is_lent_by_system(tensor)
+
+    def sends_in_place(self, tensor: Tensor) -> bool:
+        return self._inside.sends_in_place(tensor)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._across.sum_dtype(self._inside.sum_dtype(dtype))
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        return max(self._inside.numel_in_flight(units), self._across.numel_in_flight(units))
+
+    def finish(self, works: Iterable[Work]) -> None:
+        for work in works:  # what came across goes on inside when it is waited for
+            work.wait()
+
+    def control(self) -> Collectives:
+        return control_of(self)
 
     def discard(self, memory: Tensor) -> None:
         self._inside.discard(memory)
@@ -124,9 +142,9 @@ class TwoLevel(Grouped):
     def buffers_nbytes(self) -> int:
         return self._inside.buffers_nbytes + self._across.buffers_nbytes
 
-    def wait_readers(self, memory: Tensor | None = None) -> None:
-        self._inside.wait_readers(memory)
-        self._across.wait_readers(memory)
+    def wait_released(self, memory: Tensor | None = None) -> None:
+        self._inside.wait_released(memory)
+        self._across.wait_released(memory)
 
     def close(self) -> None:
         self._inside.close()
@@ -141,34 +159,38 @@ class TwoLevel(Grouped):
     def _row(self, block: Tensor) -> Tensor:
         return block.view(len(self._hosts), -1)
 
-    def all_gather(self, rows: Tensor, bucket: int, label: str, resting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
         return _Gather(self, rows, bucket, label)
 
-    def start_across(self, rows: Tensor, bucket: int, label: str) -> Pending:
+    def start_across(self, rows: Tensor, bucket: int, label: str) -> Work:
         """Fill this rank's block."""
         return self._across.all_gather(self._row(self._blocks(rows)[self._place]), bucket, f"{label} across hosts")
 
-    def start_inside(self, rows: Tensor, bucket: int, label: str) -> Pending:
+    def start_inside(self, rows: Tensor, bucket: int, label: str) -> Work:
         """Fill the other blocks."""
         return self._inside.all_gather(self._blocks(rows), bucket, f"{label} inside the host")
 
     def workspace_numel(self, rows: Tensor) -> int:
         if self._inside.world_size == 1:
-            return self._across.workspace_numel(rows)
+            return self._reducer.workspace_numel(rows)
         partial = self._row(torch.empty(self._blocks(rows).shape[1], dtype=_wide(rows), device="meta"))
-        wide = partial.numel() + self._across.workspace_numel(partial)
+        wide = partial.numel() + self._reducer.workspace_numel(partial)
         return self._inside.workspace_numel(self._blocks(rows)) + wide * _wide(rows).itemsize // rows.dtype.itemsize
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> PendingReduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
         if self._inside.world_size == 1:  # there is no sum that would need more digits than the rows have
-            return self._across.reduce_scatter(rows, workspace, bucket, label)
+            return self._reducer.reduce_scatter(rows, workspace, bucket, label)
         blocks = self._blocks(rows)
         cut_at = self._inside.workspace_numel(blocks)
         pending = self._inside.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host")
         wide = workspace[cut_at:].view(_wide(rows))
         partial = self._row(wide[: blocks.shape[1]])
-        mean = _Mean(self._across, pending, partial, wide[blocks.shape[1] :], bucket, label)
-        before, self._latest = self._latest(), weakref.ref(mean)
+        mean = _Mean(self._reducer, pending, partial, wide[blocks.shape[1] :], bucket, label)
+        before = self._latest()
+        self._latest = weakref.ref(mean)
         if before is not None:
             before.cross()
         return mean
@@ -193,7 +215,7 @@ class TwoLevel(Grouped):
             self._across.broadcast(tensor, host)
         self._inside.broadcast(tensor, place)
 
-    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Pending:
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
         # Two hops: across at the source's place, then inside the target's host. Who stands between knows the size by asking.
         lengths = self.exchange(tensor.nbytes.to_bytes(8, "little"), f"the length of {label}")
         nbytes = int.from_bytes(lengths[source], "little")
@@ -221,11 +243,12 @@ class CrossingCount(Counter[str]):
         self._whole[f"{kind} across"] = nbytes
 
 
-class _Gather(Pending):
+class _Gather(Work):
     def __init__(self, collectives: TwoLevel, rows: Tensor, bucket: int, label: str) -> None:
-        self._collectives, self._arguments = collectives, (rows, bucket, label)
+        self._collectives = collectives
+        self._arguments = (rows, bucket, label)
         self._crossing = collectives.start_across(rows, bucket, label)
-        self._spreading: Pending | None = None
+        self._spreading: Work | None = None
 
     def wait(self) -> None:
         if self._spreading is None:
@@ -234,15 +257,19 @@ class _Gather(Pending):
         self._spreading.wait()
 
 
-class _Mean(PendingReduction):
+class _Mean(Reduction):
     """A reduction that crosses when the next one has started, or it is waited for."""
 
     def __init__(
-        self, across: Collectives, inside: PendingReduction, partial: Tensor, workspace: Tensor, bucket: int, label: str
+        self, across: Reducer, inside: Reduction, partial: Tensor, workspace: Tensor, bucket: int, label: str
     ) -> None:
-        self._across, self._inside, self._partial, self._workspace = across, inside, partial, workspace
-        self._bucket, self._label = bucket, label
-        self._crossing: PendingReduction | None = None
+        self._across = across
+        self._inside = inside
+        self._partial = partial
+        self._workspace = workspace
+        self._bucket = bucket
+        self._label = label
+        self._crossing: Reduction | None = None
 
     def cross(self) -> None:
         """Wait for the sum inside, and start to bring it across."""
@@ -258,17 +285,17 @@ class _Mean(PendingReduction):
         self._crossing.finish(out, accumulate=accumulate)
 
     @property
-    def has_readers(self) -> bool:
-        return self._inside.has_readers or (self._crossing is not None and self._crossing.has_readers)
+    def is_released(self) -> bool:
+        return self._inside.is_released and (self._crossing is None or self._crossing.is_released)
 
-    def wait_readers(self) -> None:
-        self._inside.wait_readers()
+    def wait_released(self) -> None:
+        self._inside.wait_released()
         if self._crossing is not None:
-            self._crossing.wait_readers()
+            self._crossing.wait_released()
 
 
 def _wide(rows: Tensor) -> torch.dtype:
-    """In which sums cross."""
+    """Return the dtype in which sums cross."""
     return torch.promote_types(rows.dtype, torch.float32)
 
 

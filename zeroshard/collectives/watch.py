@@ -1,4 +1,4 @@
-"""Owns the watch over waits: who has waited for long, and for what, told through the store. Called by grouped.
+"""Owns the watch over waits: long waits, and the operations that they wait for, shared through the store.
 
 One thread for each watch, beside the training: it alone speaks with the store, over a connection of its own, so that a
 store that does not answer never blocks a rank.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -16,12 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
-from torch._C._distributed_c10d import Store
+import torch
+from torch.distributed.distributed_c10d import Store
 
 from zeroshard.collectives.report import Told, sentence
 from zeroshard.errors import UsageError
+from zeroshard.uncaught import is_users
 
 NOTICE_SECONDS = 30.0
 NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
@@ -54,7 +59,7 @@ def notice_seconds_from(given: float | None) -> float:
 
 
 class Wait(NamedTuple):
-    """One wait in progress."""
+    """A wait in progress."""
 
     operation: str | None
     label: str
@@ -62,18 +67,42 @@ class Wait(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is waited for."""
+        """The operation and its part, in words."""
         return spelled(self.operation, self.label)
 
 
 def spelled(operation: str | None, label: str) -> str:
-    """What is waited for: the whole operation, and the part of it."""
+    """Return the words for a wait: the whole operation, and the part of it."""
     return f"{operation} ({label})" if operation else label
+
+
+def code_of(name: str) -> int:
+    """A number from 1 to 15 for a name, but for what is in quotes in it: that may be another on each rank."""
+    return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
+
+
+def place_of(thread: int) -> str:
+    """The innermost line of the user's program that a thread is in, as `train.py:12`; "" where there is none."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def make_current(device: torch.device | None) -> None:
+    """Make an accelerator the current one of this thread.
+
+    A new thread begins with the first accelerator of the host, and would take memory there when it asks for an event.
+    """
+    if device is not None and device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 @dataclass
 class _Question:
-    text: str
+    told: Told
     gone: Sequence[int] = ()
     found: dict[int, Told] = field(default_factory=dict)
     is_heard: bool = False
@@ -88,13 +117,18 @@ class Watch:
         ranks: the members, by rank of all.
         own: this process.
         notice_seconds: after so long a wait is told.
+        device: the accelerator on whose events the members wait; None: on none.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], own: int, notice_seconds: float) -> None:
-        self.ranks, self._own, self._notice_seconds = tuple(ranks), own, notice_seconds
+    def __init__(
+        self, store: Store, ranks: Sequence[int], own: int, notice_seconds: float, device: torch.device | None = None
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self._own = own
+        self._notice_seconds = notice_seconds
         self._waits: dict[int, Wait] = {}
         self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
-        """What the device waits for, in its order."""
+        """The waits of the device, in its order."""
         self._behind_lock = threading.Lock()
         self._operations = threading.local()
         self._question: _Question | None = None
@@ -104,7 +138,7 @@ class Watch:
         self._quiet_until = 0.0
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(store,), name="zeroshard watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(store, device), name="zeroshard watch", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------ what a rank that waits calls
@@ -114,6 +148,11 @@ class Watch:
         """The outermost operation of this thread."""
         name: str | None = getattr(self._operations, "name", None)
         return name
+
+    @property
+    def operation_code(self) -> int:
+        """A number from 0 to 15 for the kind of this thread's operation, 0 for none: messages of two kinds never pair."""
+        return 0 if self.operation_name is None else code_of(self.operation_name)
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
@@ -128,15 +167,15 @@ class Watch:
             self._operations.name = None
 
     def enter(self, label: str) -> None:
-        """This thread begins to wait."""
+        """Note that this thread begins to wait."""
         self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic())
 
     def leave(self) -> None:
-        """This thread waits no longer."""
+        """Note that this thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
     def follow(self, label: str, is_over: Callable[[], bool]) -> None:
-        """The device will wait for `label`, while this thread goes on: told as a wait is, until it `is_over`.
+        """The device will wait for `label`, while this thread goes on: reported as a wait is, until it `is_over`.
 
         A backend that gives up may end the process: so this is told before.
         """
@@ -156,15 +195,20 @@ class Watch:
             behind = [self._behind[0][0]] if self._behind else []
         return [*self._waits.values(), *behind]
 
-    def ask(self, text: str, gone: Sequence[int] = ()) -> dict[int, Told]:
-        """Tell the others that a wait for `text` failed, and learn what they wait for, by rank of all.
+    def told_of(self, label: str) -> Told:
+        """Return this thread's message about a wait that failed."""
+        operation = self.operation_name
+        return Told(spelled(operation, label), True, operation, place_of(threading.get_ident()))
+
+    def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
+        """Tell the others that a wait failed, and learn what they wait for, by rank of all.
 
         It takes a few seconds where they do not answer, or the store does not; who is missing in the result said nothing.
 
         Args:
             gone: who will not answer. Then the rest hears of that at once, too, and there is little to wait for.
         """
-        question = _Question(text, gone)
+        question = _Question(told, gone)
         if self._thread.is_alive():
             self._question = question
             self._wake.set()
@@ -182,11 +226,13 @@ class Watch:
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self, store: Store) -> None:
+    def _run(self, store: Store, device: torch.device | None) -> None:
+        make_current(device)
         while not self._is_closed:
             self._wake.wait(self._nap())
             self._wake.clear()
-            question, self._question = self._question, None
+            question = self._question
+            self._question = None
             try:
                 if question is None and not self._present() and not self._is_posted:
                     continue
@@ -222,7 +268,8 @@ class Watch:
         return self._tick * self.ranks.index(self._own) / len(self.ranks)
 
     def _nap(self) -> float:
-        now, due = time.monotonic(), self._notice_seconds + self._stagger()
+        now = time.monotonic()
+        due = self._notice_seconds + self._stagger()
         soon = [wait.since + due - now for wait in self._present()]
         return min([self._tick, *(one for one in soon if one > 0)])
 
@@ -234,9 +281,12 @@ class Watch:
                 self._store.set(self._key(self._own), "")
                 if self._quiet_until:
                     self._store.set(self._notice_key, "")
-                self._is_posted, self._quiet_until = False, 0.0
+                self._is_posted = False
+                self._quiet_until = 0.0
             return
-        self._post(Told(" and ".join(wait.text for wait in long), has_failed=False))
+        places = [place for place in map(place_of, [*self._waits]) if place]
+        told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
+        self._post(told)
         self._is_posted = True
         overdue = [wait for wait in long if now - wait.since >= self._notice_seconds + self._stagger()]
         if overdue and now >= self._quiet_until and self._may_speak():
@@ -255,7 +305,7 @@ class Watch:
 
     def _answer(self, question: _Question) -> None:
         self._has_failed = True  # the word stays: others read it as long as this group is of use to anyone
-        self._post(Told(question.text, has_failed=True))
+        self._post(question.told)
         deadline = time.monotonic() + (GONE_SECONDS if question.gone else REPORT_SECONDS)
         while time.monotonic() < deadline and not self._is_closed:
             # That a rank waits may have been said before it died; that its wait failed is its last word.
@@ -270,7 +320,7 @@ class Watch:
 
     @classmethod
     def forget(cls, store: Store, rank: int) -> None:
-        """What a rank said before the group was made is of no use to it."""
+        """Drop a rank's message from before the group was made."""
         store.set(cls._key(rank), "")
 
     @staticmethod
@@ -284,7 +334,7 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _read_others(self, known: Sequence[int] = ()) -> dict[int, Told]:
-        """What the other members say, but for those that are known."""
+        """Return the other members' messages, except those that are known."""
         found = {}
         for rank in self.ranks:
             if rank != self._own and rank not in known:

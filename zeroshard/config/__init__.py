@@ -1,1 +1,1 @@
-"""See docs/design.md, "The rooms"."""
+"""Configs of DeepSpeed: their schema, and what each key comes to here."""

@@ -1,7 +1,8 @@
-"""Owns "auto": what stands in its place outside of any Trainer. Called by config.load, before the schema sees the config."""
+"""Owns "auto": the values that stand in its place outside of any Trainer, before the schema reads the config."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.fields import AUTO
+from zeroshard.config.schema import KEYS
 from zeroshard.errors import ConfigError
 
 DEFAULT = object()
@@ -21,7 +23,7 @@ UNKNOWN = object()
 
 @dataclass(frozen=True)
 class Facts:
-    """What "auto" can be resolved from.
+    """The values from which "auto" can be resolved.
 
     Attributes:
         supplied: the user's `auto={...}`, by full key path, by last part, or, for `fp16.enabled` and the like, by block.
@@ -35,13 +37,15 @@ class Facts:
 
     @classmethod
     def of(cls, model: nn.Module | None, supplied: Mapping[str, Any] | None) -> Facts:
-        """What a model tells."""
-        first = next(model.parameters(), None) if model is not None else None
-        return cls(dict(supplied or {}), _hidden_size(getattr(model, "config", None)), getattr(first, "dtype", None))
+        """Read them from a model."""
+        dtype = None
+        if model is not None:
+            dtype = getattr(next(model.parameters(), None), "dtype", None)
+        return cls(dict(supplied or {}), _hidden_size(getattr(model, "config", None)), dtype)
 
 
 def _hidden_size(config: Any) -> int | None:
-    """As transformers finds it: `hidden_size`, the largest of `hidden_sizes`, or the text model's."""
+    """Find the hidden size as transformers does: `hidden_size`, the largest of `hidden_sizes`, or the text model's."""
     for candidate in (config, getattr(config, "text_config", None)):
         size = getattr(candidate, "hidden_size", None) or max(getattr(candidate, "hidden_sizes", None) or [0])
         if isinstance(size, int) and size:
@@ -51,7 +55,7 @@ def _hidden_size(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """What stands in the place of one key's "auto": a function of the facts and of the config so far, and its words."""
+    """The value for one key's "auto": a function of the facts and of the config so far, and its words."""
 
     resolve: Callable[[Facts, Mapping[str, Any]], Any]
     text: str
@@ -72,18 +76,22 @@ def _is_dtype(dtype: torch.dtype) -> Rule:
 
 
 def _micro_batch(_: Facts, config: Mapping[str, Any]) -> Any:
-    return DEFAULT if config.get("train_batch_size") is not None else UNKNOWN
+    if config.get("train_batch_size") is None:
+        return UNKNOWN
+    return DEFAULT
 
 
 def _accumulation(_: Facts, config: Mapping[str, Any]) -> Any:
-    known = [config.get(key) is not None for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
-    return DEFAULT if all(known) else 1
+    if config.get("train_batch_size") is None or config.get("train_micro_batch_size_per_gpu") is None:
+        return 1
+    return DEFAULT
 
 
 def _optimizer_lr(facts: Facts, config: Mapping[str, Any]) -> Any:
     optimizer = config.get("optimizer")
-    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
-    return params.get("lr", UNKNOWN) if isinstance(params, Mapping) else facts.supplied.get("lr", UNKNOWN)
+    if isinstance(optimizer, Mapping) and isinstance(optimizer.get("params"), Mapping):
+        return optimizer["params"].get("lr", UNKNOWN)
+    return facts.supplied.get("lr", UNKNOWN)
 
 
 _ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "only you know")
@@ -125,26 +133,20 @@ RULES: dict[str, Rule] = {
     ),
     "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size, "10 x hidden size"),
 }
-"""What stands in the place of "auto", key by key. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
+"""The values for "auto", key by key. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
 
 
-def resolve_auto(
-    config: dict[str, Any], facts: Facts, known_keys: Mapping[str, Any]
-) -> tuple[dict[str, Any], set[str]]:
-    """A copy of the config without any "auto", and the key paths where it stood.
-
-    Args:
-        config: as read.
-        known_keys: every key path of the schema: elsewhere "auto" is left for the schema to refuse.
+def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], set[str]]:
+    """Return a copy of the config without any "auto", and the key paths where it stood. Unknown keys are the schema's to refuse.
 
     Raises:
         ConfigError: lists every key that only the user can know, and `auto` keys that nothing knows.
     """
-    resolved = _copy(config)
+    resolved = copy.deepcopy(config)
     order = {path: number for number, path in enumerate(RULES)}
     found = sorted(_find(config), key=lambda path: order.get(path, len(order)))
-    paths = [path for path in found if path in known_keys or _is_argument(path)]
-    _refuse_strangers(facts, paths, known_keys)
+    paths = [path for path in found if path in KEYS or _is_argument(path)]
+    _refuse_unknown(facts.supplied, paths)
     # A batch size that is still "auto" is no number for the others to be computed from.
     for path in paths:
         _put(resolved, path, None)
@@ -156,7 +158,8 @@ def resolve_auto(
         if value is UNKNOWN:
             unresolved.append(path)
         elif value is DEFAULT:
-            _remove(resolved, path)
+            block, key = _parent(resolved, path)
+            del block[key]
         else:
             _put(resolved, path, value)
     if unresolved:
@@ -167,17 +170,14 @@ def resolve_auto(
     return resolved, set(paths)
 
 
-def supply(config: Mapping[str, Any], supplied: Mapping[str, Any], known_keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the config with what the user supplies in the place of "auto"; any other "auto" stays.
-
-    Args:
-        known_keys: as for `resolve_auto`.
+def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the config with the user's values instead of "auto"; any other "auto" stays.
 
     Raises:
-        ConfigError: a name that nothing knows.
+        ConfigError: the name of a value is no key's.
     """
-    _refuse_strangers(Facts(supplied), list(_find(config)), known_keys)
-    given: dict[str, Any] = _copy(dict(config))
+    _refuse_unknown(supplied, list(_find(config)))
+    given: dict[str, Any] = copy.deepcopy(dict(config))
     for path in _find(config):
         value = _supplied(Facts(supplied), path)
         if value is not UNKNOWN:
@@ -186,8 +186,10 @@ def supply(config: Mapping[str, Any], supplied: Mapping[str, Any], known_keys: M
 
 
 def rule_of(path: str) -> Rule:
-    """What stands in the place of this key's "auto"."""
-    return RULES.get(path, _ONLY_YOU if _is_argument(path) else _DEFAULT)
+    """Return the rule for this key's "auto"."""
+    if path not in RULES and _is_argument(path):
+        return _ONLY_YOU
+    return RULES.get(path, _DEFAULT)
 
 
 def _find(node: Any, prefix: str = "") -> Iterator[str]:
@@ -205,25 +207,19 @@ def _is_argument(path: str) -> bool:
 
 def _supplied(facts: Facts, path: str) -> Any:
     block, _, last = path.rpartition(".")
-    for name in (path, block) if last == "enabled" else (path, last):
-        if name in facts.supplied:
-            return facts.supplied[name]
-    return UNKNOWN
+    short = block if last == "enabled" else last
+    return facts.supplied.get(path, facts.supplied.get(short, UNKNOWN))
 
 
-def _refuse_strangers(facts: Facts, paths: list[str], known_keys: Mapping[str, Any]) -> None:
-    """A name in `auto` that no config knows is a misspelling; one that this config simply sets itself is fine."""
-    every = {*known_keys, *RULES, *paths}
+def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
+    """A name in `auto` that no config has is a misspelling; one that this config sets itself is fine."""
+    every = {*KEYS, *RULES, *paths}
     names = every | {path.rpartition(".")[2] for path in every} | {"fp16", "bf16", "bfloat16"}
-    for name in facts.supplied:
+    for name in supplied:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = "".join(f" Did you mean {one!r}?" for one in near)
             raise ConfigError(f"auto[{name!r}] is the name of no config key.{hint}")
-
-
-def _copy(node: Any) -> Any:
-    return {key: _copy(value) for key, value in node.items()} if isinstance(node, dict) else node
 
 
 def _parent(config: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
@@ -236,8 +232,3 @@ def _parent(config: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 def _put(config: dict[str, Any], path: str, value: Any) -> None:
     block, key = _parent(config, path)
     block[key] = value
-
-
-def _remove(config: dict[str, Any], path: str) -> None:
-    block, key = _parent(config, path)
-    del block[key]

@@ -1,4 +1,4 @@
-"""Owns what a config key is: its type as people write it, and what it does here. Called by the blocks of config.schema.
+"""Owns the description of a config key: its type as people write it, and its effect here; and the check of a block's `params`.
 
 Every key carries an `Effect`: it works, or has no meaning here (accepted, and the resolved config says so), or would change
 what the user gets and is not offered (refused when it is switched on). Nothing is accepted and ignored in silence.
@@ -6,17 +6,22 @@ what the user gets and is not offered (refused when it is switched on). Nothing 
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from zeroshard.errors import ConfigError
+
 AUTO = "auto"
 
 
 class Kind(StrEnum):
-    """What a key does in zeroshard."""
+    """The effect of a key in zeroshard."""
 
     WORKS = "works"
     NO_MEANING = "has no meaning here"
@@ -25,7 +30,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """What a key does in zeroshard, in a sentence."""
+    """The effect of a key in zeroshard, with a sentence."""
 
     kind: Kind
     text: str
@@ -34,7 +39,11 @@ class Effect:
 
     def refuses(self, value: Any) -> bool:
         """Whether a key with this effect may not have this value."""
-        return self.kind is Kind.REFUSED and not (value is None if self.by_presence else is_off(value))
+        if self.kind is not Kind.REFUSED:
+            return False
+        if self.by_presence:
+            return value is not None
+        return not is_off(value)
 
 
 def works(text: str) -> Effect:
@@ -55,7 +64,9 @@ def refused(text: str, *, by_presence: bool = False) -> Effect:
 def is_off(value: Any) -> bool:
     """Whether a value asks for nothing: false, null, or a block that is not enabled or holds nothing but such values."""
     if isinstance(value, dict):
-        return not value["enabled"] if "enabled" in value else all(is_off(item) for item in value.values())
+        if "enabled" in value:
+            return not value["enabled"]
+        return all(is_off(item) for item in value.values())
     return value is None or value is False or value in (0, "", "none")
 
 
@@ -81,11 +92,72 @@ DTYPE_NAMES = {
     "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16", "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }  # fmt: skip
-"""What people write, and what torch calls it. The command line reads the same."""
-DType = Literal["fp32", "float32", "fp16", "float16", "half", "bf16", "bfloat16"]
+"""Names of dtypes, as people write them and as torch calls them. The command line reads the same."""
+
+
+def _without_torch(value: Any) -> Any:
+    """ "torch.bfloat16", and torch.bfloat16 itself, are "bfloat16"."""
+    if isinstance(value, str) or type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    return value
+
+
+DType = Annotated[
+    Literal["fp32", "float32", "fp16", "float16", "half", "bf16", "bfloat16"], BeforeValidator(_without_torch)
+]
+HalfDType = Annotated[Literal["bfloat16", "bf16", "float16", "fp16", "half"], BeforeValidator(_without_torch)]
 
 
 class Block(BaseModel):
     """A JSON object with known keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'stage'?`, or a full stop where nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    if not near:
+        return "."
+    return f"; did you mean {near[0]!r}?"
+
+
+def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> None:
+    """Refuse arguments that a class cannot take, before it says so in words that do not name them.
+
+    Args:
+        cls: an optimizer or a scheduler: its first argument is no argument of the config's.
+        params: by name.
+        block: "optimizer" or "scheduler".
+
+    Raises:
+        ConfigError: an argument is unknown, missing, or a number in quotes.
+    """
+    _, *rest = inspect.signature(cls).parameters.values()
+    accepted = {one.name for one in rest}
+    if not any(one.kind is one.VAR_KEYWORD for one in rest):
+        for key in params:
+            if key not in accepted:
+                raise ConfigError(
+                    f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} "
+                    f"It takes {', '.join(one.name for one in rest)}."
+                )
+    for key, value in params.items():
+        items = [value]
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            items = list(value)
+        for item in items:
+            if isinstance(item, str) and _is_number(item):
+                raise ConfigError(f"{block}.params.{key}: {item!r} is text: write the number without quotes.")
+    missing = [one.name for one in rest if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    for name in missing:
+        if name not in params:
+            raise ConfigError(f"{block}.params.{name}: {cls.__name__} needs it.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

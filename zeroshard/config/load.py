@@ -1,10 +1,11 @@
-"""Owns the way from a path, a dict or any Mapping to a resolved `Config`. Called by engine and cli."""
+"""Owns the way from a path, a dict or any Mapping to a resolved `Config`."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,23 +16,32 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from zeroshard.config.arguments import nearest
 from zeroshard.config.auto import Facts, resolve_auto
-from zeroshard.config.batch_size import BatchSize, resolve_batch_size
-from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect
-from zeroshard.config.keys import KEYS, block_of, walk
-from zeroshard.config.schema import ActivationCheckpointingBlock, Schema
+from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect, nearest
+from zeroshard.config.schema import KEYS, ActivationCheckpointingBlock, Schema, block_of, walk
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError
 from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
+_MOST_PROBLEMS = 10
+"""Problems that one message lists: each unknown key is compared with all known ones."""
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
 
 
 @dataclass(frozen=True)
+class BatchSize:
+    """The resolved trio. `train == micro * accumulation * world_size`."""
+
+    train: int
+    micro: int
+    accumulation: int
+    world_size: int
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One key of a resolved config."""
+    """A key of a resolved config."""
 
     path: str
     value: Any
@@ -49,7 +59,7 @@ class Config:
     auto: frozenset[str] = frozenset()
     """Paths of the keys that were "auto"."""
     document: Mapping[str, Any] = field(default_factory=dict)
-    """The JSON as it was read, with values in the place of "auto"."""
+    """The JSON as it was read, with values instead of "auto"."""
 
     @property
     def names_batch_size(self) -> bool:
@@ -63,7 +73,7 @@ class Config:
 
     @cached_property
     def policy(self) -> Policy:
-        """Where model states rest.
+        """The policy: the residencies of model states.
 
         Raises:
             ConfigError: what the stage and the offload blocks ask for has no meaning.
@@ -75,9 +85,13 @@ class Config:
 
     def _policy(self) -> Policy:
         zero = self.schema.zero_optimization
-        # The old keys and none of the new: {"device": "cpu"}.
-        parameters = zero.offload_param or OffloadParamBlock(device="cpu" if zero.cpu_offload_param else "none")
-        optimizer = zero.offload_optimizer or OffloadOptimizerBlock(device="cpu" if zero.cpu_offload else "none")
+        parameters = zero.offload_param or OffloadParamBlock()
+        optimizer = zero.offload_optimizer or OffloadOptimizerBlock()
+        # The old keys, and none of the new.
+        if zero.cpu_offload_param and zero.offload_param is None:
+            parameters = OffloadParamBlock(device="cpu")
+        if zero.cpu_offload and zero.offload_optimizer is None:
+            optimizer = OffloadOptimizerBlock(device="cpu")
         aio = self.schema.aio
         common = Offload(
             sub_group_numel=max(zero.sub_group_size, 1),
@@ -101,47 +115,57 @@ class Config:
             prefetch_numel=zero.stage3_prefetch_bucket_size,
             max_live_numel=zero.stage3_max_live_parameters,
             max_reuse_numel=zero.stage3_max_reuse_distance,
+            rests_as_masters=zero.stage3_rests_as_masters,
         )
 
     @property
     def units(self) -> Units:
-        """Which parameters are brought together at once. The same under every stage, so that the bits are."""
+        """Which parameters are unsharded together. The same under every stage, so that the bits are."""
         zero = self.schema.zero_optimization
         leaves = zero.leaf_module or LeafModuleBlock()
         return Units(
             leaves.classes,
             leaves.names,
             leaves.name_suffixes,
-            min_numel=zero.stage3_module_granularity_threshold,
+            min_numel=zero.stage3_module_granularity_threshold or None,
             persistent_numel=zero.stage3_param_persistence_threshold,
             max_persistent_numel=zero.stage3_model_persistence_threshold,
         )
 
     @cached_property
     def precision(self) -> Precision:
-        """The dtypes of the run. With one microbatch a step there is nothing to sum, so gradients keep their dtype."""
-        schema, types = self.schema, self.schema.data_types
-        wire = _dtype(schema.communication_data_type)
+        """The dtypes of the run."""
+        schema = self.schema
+        types = schema.data_types
         param = _dtype(types.param_dtype)
-        if param is None and (schema.fp16.enabled or schema.bf16.enabled):
-            param = torch.float16 if schema.fp16.enabled else torch.bfloat16
-        accumulate = _dtype(types.grad_accum_dtype)
-        if accumulate is None and param is not None and self.batch.accumulation == 1:
-            accumulate = wire or param
-        world_size = self.batch.world_size
-        return Precision(
+        if param is None and schema.fp16.enabled:
+            param = torch.float16
+        elif param is None and schema.bf16.enabled:
+            param = torch.bfloat16
+        factor = schema.gradient_predivide_factor
+        if schema.prescale_gradients:
+            factor = self.batch.world_size
+        precision = Precision(
             param,
-            reduce_dtype=wire,
-            accumulate_dtype=accumulate,
+            reduce_dtype=_dtype(schema.communication_data_type),
+            accumulate_dtype=_dtype(types.grad_accum_dtype),
             buffer_dtype=_dtype(types.buffer_dtype),
-            predivide_factor=world_size if schema.prescale_gradients else schema.gradient_predivide_factor,
+            predivide_factor=factor,
         )
+        return precision.over_microbatches(self.batch.accumulation)
+
+    @property
+    def shard_arguments(self) -> dict[str, Any]:
+        """The arguments of `zeroshard.shard` besides model, optimizer, policy and precision."""
+        return {"bucket_numel": self.bucket_numel, "overlap": self.overlap, "units": self.units}
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype that torch.autocast runs in, or None."""
         block = self.schema.torch_autocast
-        return _DTYPES[block.dtype] if block.enabled else None
+        if not block.enabled:
+            return None
+        return _DTYPES[block.dtype]
 
     @property
     def scales_loss(self) -> bool:
@@ -155,7 +179,7 @@ class Config:
 
     @property
     def bucket_numel(self) -> int:
-        """Elements of the largest bucket. A shard of what rests on disk fits into the buffers that the config allows."""
+        """The size of the largest bucket, in elements. A shard that rests on disk fits into the buffers that the config allows."""
         zero = self.schema.zero_optimization
         numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
         if self.policy.optimizer.place is Place.DISK:
@@ -177,16 +201,15 @@ class Config:
             "gradient_accumulation_steps": self.batch.accumulation,
         }
         for path, value, is_set, effect in walk(self.schema):
-            arguments = value if path in ("optimizer.params", "scheduler.params") else {}
-            for key, argument in arguments.items():
-                yield Entry(f"{path}.{key}", argument, self._origin(f"{path}.{key}", "file"), effect)
+            found = {path: value}
+            if path in ("optimizer.params", "scheduler.params") and value:
+                found = {f"{path}.{key}": argument for key, argument in value.items()}
+            origin = "file" if is_set else "default"
             if path in batch and value is None:
-                yield Entry(path, batch[path], self._origin(path, "computed"), effect)
-            elif not arguments:
-                yield Entry(path, value, self._origin(path, "file" if is_set else "default"), effect)
-
-    def _origin(self, path: str, otherwise: str) -> str:
-        return '"auto"' if path in self.auto else otherwise
+                found = {path: batch[path]}
+                origin = "computed"
+            for key, one in found.items():
+                yield Entry(key, one, '"auto"' if key in self.auto else origin, effect)
 
 
 def load_config(
@@ -206,8 +229,11 @@ def load_config(
     Raises:
         ConfigError: names the key path, what was expected and what came.
     """
-    written = _in_full(read(config))
-    raw, paths = resolve_auto(_with_batch_size(written, auto or {}), Facts.of(model, auto), KEYS)
+    raw = _in_full(read(config))
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    if all(raw.get(key) is None for key in sizes):
+        raw |= {key: AUTO for key in sizes if key in (auto or {})}  # the caller's batch size is as one that is "auto"
+    raw, paths = resolve_auto(raw, Facts.of(model, auto))
     try:
         schema = Schema.model_validate(raw)
     except ValidationError as error:
@@ -216,15 +242,18 @@ def load_config(
     for path, value, _, effect in walk(schema):
         if effect.refuses(value):
             raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
-    _refuse_conflicts(schema)
-    batch = resolve_batch_size(schema, world_size)
-    resolved = Config(schema, batch, frozenset(_canonical(path) for path in paths), raw)
+    on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(schema, name).enabled]
+    if len(on) > 1:
+        raise ConfigError(f"{' and '.join(on)} are both enabled: a model trains in one precision. Enable one of them.")
+    batch = _resolve_batch_size(schema, world_size)
+    paths = {f"bf16.{path[9:]}" if path.startswith("bfloat16.") else path for path in paths}
+    resolved = Config(schema, batch, frozenset(paths), raw)
     _ = resolved.policy  # now is the time to refuse what has no meaning
     return resolved
 
 
 def refuse_without_batch_size(config: Config) -> None:
-    """As DeepSpeed does: a step whose samples nobody counts is one whose learning rate nobody chose.
+    """Refuse a config without a batch size, as DeepSpeed does: nobody chose a learning rate for a step of unknown size.
 
     Raises:
         ConfigError: neither the config nor "auto" names a batch size.
@@ -237,7 +266,7 @@ def refuse_without_batch_size(config: Config) -> None:
 
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
-    """Read the block `activation_checkpointing` of a DeepSpeed config alone."""
+    """Read only the block `activation_checkpointing` of a DeepSpeed config."""
     block = read(config).get("activation_checkpointing", {})
     try:
         return ActivationCheckpointingBlock.model_validate(block)
@@ -245,13 +274,40 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
         raise ConfigError(_explain(error)) from None
 
 
-def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
-    """What ZeRO++ and MiCS call by names of their own."""
-    said = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
-        "mics_shard_size": zero.mics_shard_size if zero.mics_shard_size > 0 else None,
+def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
+    """Complete the batch sizes as DeepSpeed does; with no batch size at all, a microbatch counts as one sample."""
+    given = {
+        "train_batch_size": schema.train_batch_size,
+        "train_micro_batch_size_per_gpu": schema.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": schema.gradient_accumulation_steps,
     }
-    given = {key: ranks for key, ranks in said.items() if ranks is not None}
+    train, micro, accumulation = given.values()
+    if train is None:
+        micro = micro or 1
+        accumulation = accumulation or 1
+        train = micro * accumulation * world_size
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = train // (world_size * accumulation)
+    elif accumulation is None:
+        accumulation = train // (world_size * micro)
+    if micro < 1 or accumulation < 1 or train != micro * accumulation * world_size:
+        set_here = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise ConfigError(
+            "batch sizes do not agree: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps "
+            f"* ranks, but {train} != {micro} * {accumulation} * {world_size} (the config sets {set_here}). "
+            "Change one of them, or leave one out to have it computed."
+        )
+    return BatchSize(train, micro, accumulation, world_size)
+
+
+def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
+    """The number that ZeRO++ and MiCS give under names of their own."""
+    given = {}
+    if zero.zero_hpz_partition_size > 1:
+        given["zero_hpz_partition_size"] = zero.zero_hpz_partition_size
+    if zero.mics_shard_size > 0:
+        given["mics_shard_size"] = zero.mics_shard_size
     if len(set(given.values())) > 1:
         raise ConfigError(f"zero_optimization says two numbers of ranks of a host: {given}. Leave one of them out.")
     for key, ranks in given.items():
@@ -264,16 +320,15 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
 
 
 def _wire(zero: ZeroBlock) -> Wire:
-    """What ZeRO++ calls qwZ and qgZ."""
+    """Return what ZeRO++ calls qgZ."""
     gradients = zero.zero_quantized_gradients
-    return Wire(
-        weights="int8" if zero.zero_quantized_weights else None,
-        gradients=gradients if isinstance(gradients, str) else "int8" if gradients else None,
-    )
+    if isinstance(gradients, str):
+        return Wire(gradients=gradients)
+    return Wire(gradients="int8") if gradients else Wire()
 
 
 def _offload(block: OffloadParamBlock | OffloadOptimizerBlock, common: Offload) -> Offload:
-    """What the two blocks say alike."""
+    """The keys that the two blocks share."""
     return replace(
         common,
         path=block.nvme_path,
@@ -287,34 +342,26 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return _DTYPES[name] if name else None
 
 
-def _canonical(path: str) -> str:
-    return path.replace("bfloat16.", "bf16.", 1) if path.startswith("bfloat16.") else path
-
-
-def _with_batch_size(raw: dict[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch size that the config leaves out, and the caller knows, is as one that is "auto"."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    if all(raw.get(key) is None for key in keys):
-        return {**raw, **{key: AUTO for key in keys if key in auto}}
-    return raw
-
-
 def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
-    """Keys as the schema has them, of those that are written shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
+    """Rename the keys that are written shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
 
     `prefetch_bucket_size` for `stage3_prefetch_bucket_size`; `zero_optimization.reduce_bucket_size` at the top level, which counts
     where the block does not say it.
     """
-    paths = [path for path in raw if path.count(".") == 1 and path in KEYS]
+    raw = dict(raw)
     zero = raw.get("zero_optimization")
     known = ZeroBlock.model_fields
     if isinstance(zero, dict):
-        short = {key for key in zero if key not in known and f"stage3_{key}" in known and f"stage3_{key}" not in zero}
-        raw = {**raw, "zero_optimization": {f"stage3_{key}" if key in short else key: zero[key] for key in zero}}
-    for path in paths:
-        raw = {**raw}
-        value, (block, _, key) = raw.pop(path), path.partition(".")
-        raw[block] = {key: int(value) if isinstance(value, float) else value, **raw.get(block, {})}
+        raw["zero_optimization"] = full = {}
+        for key, value in zero.items():
+            is_short = key not in known and f"stage3_{key}" in known and f"stage3_{key}" not in zero
+            full[f"stage3_{key}" if is_short else key] = value
+    for path in [path for path in raw if path.count(".") == 1 and path in KEYS]:
+        value = raw.pop(path)
+        if isinstance(value, float):
+            value = int(value)
+        block, _, key = path.partition(".")
+        raw[block] = {key: value, **raw.get(block, {})}
     return raw
 
 
@@ -322,30 +369,35 @@ def _refuse_unknown(schema: Schema) -> None:
     """A misspelt block would train with its defaults: nobody would see it."""
     unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
     if unknown:
-        lines = "".join(f"\n  {key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown)
+        lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]
         raise ConfigError(
-            f"the config cannot be used:{lines}\nA key that another program keeps here goes into a list: "
-            f'"ignored_keys": {json.dumps(unknown)}.'
+            f"{_listed(lines, len(unknown))}\nA key that another program keeps here goes into a list: "
+            f'"ignored_keys": {json.dumps(unknown[:_MOST_PROBLEMS])}.'
         )
 
 
-def _refuse_conflicts(schema: Schema) -> None:
-    on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(schema, name).enabled]
-    if len(on) > 1:
-        raise ConfigError(f"{' and '.join(on)} are both enabled: a model trains in one precision. Enable one of them.")
+def _listed(lines: list[str], count: int) -> str:
+    """List problems of a config, of which there are `count`."""
+    more = ""
+    if count > len(lines):
+        more = f"\n  and {count - len(lines)} more"
+    return "the config cannot be used:\n  " + "\n  ".join(lines) + more
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping that a file holds, or a copy of one, with nothing resolved."""
+    """Return the mapping that a file holds, or a copy of one, with nothing resolved."""
     if isinstance(config, Mapping):
         return _plain(config)
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(f"a config is a path or a mapping, not {type(config).__name__}.")
     path = Path(config)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a config file.")
     if not path.is_file():
-        raise ConfigError(f"{path} is a folder, not a config file." if path.is_dir() else f"no config file at {path}.")
+        raise ConfigError(f"no config file at {path}.")
     try:
-        data = json5.loads(path.read_text(encoding="utf-8"), allow_duplicate_keys=False)
+        text = path.read_text(encoding="utf-8")
+        data = _read_hjson(text) if path.suffix == ".hjson" else _parse(text)
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable as JSON: {error}") from None
     if not isinstance(data, dict):
@@ -353,17 +405,45 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
+def _parse(text: str) -> Any:
+    """Parse JSON or JSON5, whose parser is plain Python and takes minutes for a megabyte."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except ValueError:
+        return json5.loads(text, allow_duplicate_keys=False)
+
+
+def _read_hjson(text: str) -> Any:
+    try:
+        hjson = importlib.import_module("hjson")
+    except ImportError:
+        raise ValueError("files that end in .hjson need the package hjson: pip install hjson, or write JSON") from None
+    return hjson.loads(text, object_pairs_hook=_without_duplicates)
+
+
+def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings of other libraries (OmegaConf) as dicts, all the way down."""
-    strangers = [key for key in config if not isinstance(key, str)]
-    if strangers:
-        raise ConfigError(f"the keys of a config are strings, not {strangers[0]!r} ({type(strangers[0]).__name__}).")
-    return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    plain = {}
+    for key, value in config.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"the keys of a config are strings, not {key!r} ({type(key).__name__}).")
+        plain[key] = _plain(value) if isinstance(value, Mapping) else value
+    return plain
 
 
 def _explain(error: ValidationError) -> str:
+    problems = error.errors()
     lines = []
-    for problem in error.errors():
+    for problem in problems[:_MOST_PROBLEMS]:
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             lines.append(
@@ -371,7 +451,9 @@ def _explain(error: ValidationError) -> str:
             )
         else:
             lines.append(f"{path}: {problem['msg']} (it is {problem['input']!r:.80})")
-    return "the config cannot be used:\n  " + "\n  ".join(dict.fromkeys(lines))
+    more = max(len(problems) - _MOST_PROBLEMS, 0)
+    lines = list(dict.fromkeys(lines))
+    return _listed(lines, len(lines) + more)
 
 
 def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
@@ -380,3 +462,48 @@ def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
         key = "bf16" if part == "bfloat16" else str(part)
         block = block_of(block, key) or block
     return block
+
+
+# ---------------------------------------------------------------------- models that are born sharded
+
+
+@dataclass(frozen=True)
+class Birth:
+    """The keys of a config for models that are born sharded, before the config is whole.
+
+    Attributes:
+        dtype: of their parameters; None: the dtype that they are made in.
+        place: where their shards rest until the model is sharded.
+        folder: on the disk, where that is the place.
+    """
+
+    dtype: torch.dtype | None = None
+    place: Place = Place.ACCELERATOR
+    folder: Path | None = None
+
+
+def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
+    """Read these keys. Those that are "auto" are left out.
+
+    Raises:
+        ConfigError: fp16 and bf16 are both enabled.
+    """
+    raw = read(config)
+    dtype = None
+    if any(_block(raw, name).get("enabled") is True for name in ("bf16", "bfloat16")):
+        dtype = torch.bfloat16
+    if _block(raw, "fp16").get("enabled") is True:
+        if dtype is not None:
+            raise ConfigError("fp16 and bf16 are both enabled: a model trains in one precision. Enable one of them.")
+        dtype = torch.float16
+    offload = _block(_block(raw, "zero_optimization"), "offload_param")
+    place = _PLACES.get(str(offload.get("device"))) or Place.ACCELERATOR
+    folder = offload.get("nvme_path")
+    if place is Place.DISK and folder not in (None, AUTO):
+        return Birth(dtype, place, Path(folder))
+    return Birth(dtype, place)
+
+
+def _block(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = raw.get(name)
+    return block if isinstance(block, Mapping) else {}

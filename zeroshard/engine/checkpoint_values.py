@@ -1,4 +1,4 @@
-"""Owns what an engine saves beside model states: counters, scheduler, loss scaler, loader, client state. Called by engine."""
+"""Owns the values that an engine saves beside model states: counters, scheduler, loss scaler, loader, client state."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Resumable:
-    """What has a position of its own and goes on there after a load; None, and what has no `state_dict`, is left out."""
+    """Objects that resume at their own position after a load. None, and objects without a `state_dict`, are left out."""
 
     lr_scheduler: Any
     loss_scaler: LossScaler
     loader: Any
 
     def values(self, counters: Mapping[str, int], client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is saved."""
-        scheduler, loader = self.lr_scheduler, self.loader
-        return {
+        """Return the values to save."""
+        values = {
             "engine": dict(counters),
-            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "lr_scheduler": None,
             "loss_scaler": dict(vars(self.loss_scaler)),
-            "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
-            "client_state": dict(client_state or {}),
+            "data": None,
         }
+        if hasattr(self.lr_scheduler, "state_dict"):
+            values["lr_scheduler"] = self.lr_scheduler.state_dict()
+        if hasattr(self.loader, "state_dict"):
+            values["data"] = self.loader.state_dict()
+        return {**values, "client_state": dict(client_state or {})}
 
     def load(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
         """Go on where `values` were saved."""

@@ -1,6 +1,6 @@
-"""Owns `Engine`: the road with a JSON config, in the shape that DeepSpeed users know. Made by `initialize`.
+"""Owns `Engine`: training with a JSON config, in the shape that DeepSpeed users know.
 
-The engine is a thin layer over `shard`: it counts microbatches, scales the loss, and calls the plain road.
+The engine is a thin layer over `shard`: it counts microbatches, scales the loss, and calls the sharded model.
 """
 
 from __future__ import annotations
@@ -8,28 +8,37 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from zeroshard.config.load import Config
-from zeroshard.engine.loss_scaling import cast_inputs, create_loss_scaler
+from zeroshard.engine.engine_optimizer import EngineOptimizer
+from zeroshard.engine.loader import StatefulLoader, make_loader
 from zeroshard.engine.microbatches import Microbatches
-from zeroshard.engine.parking_names import destination, states_of
-from zeroshard.engine.progress import Progress
+from zeroshard.engine.progress import Progress, StepReport
 from zeroshard.engine.readers import Readers
 from zeroshard.engine.saving import Saving
-from zeroshard.engine.step_report import StepReport, why_not_finite
-from zeroshard.engine.underflow import count_underflow
 from zeroshard.errors import UsageError
 from zeroshard.launch import local_rank
-from zeroshard.observe.underflow import SCALES, UnderflowReport
-from zeroshard.optim.lr_schedules import Floor, LRSchedule
+from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
+from zeroshard.optim.from_config import create_loss_scaler
+from zeroshard.optim.lr_schedules import Floor, LRSchedule, refuse_without_metrics
+from zeroshard.policy import Offload, Place
 from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharded import Sharded
+from zeroshard.step.parking import STATES
+from zeroshard.torch_private import compiled_call_of, tree_map
+
+_PARKED = {
+    "lp_params": "parameters", "lp_grads": "gradients", "contiguous_grad_buffer": "gradients", "hp_params": "optimizer",
+    "optim_states": "optimizer",
+}  # fmt: skip
+"""DeepSpeed's names of the states that `offload_states` parks."""
 
 
 class Engine(Saving, Readers, nn.Module):
@@ -46,6 +55,7 @@ class Engine(Saving, Readers, nn.Module):
         checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
         training_dataloader: what has a `state_dict` of its position; rank 0's is saved in checkpoints, and loaded on all. Set your
             own, or the loader that `initialize` made is it.
+        client_optimizer: the optimizer, or what makes one, that `initialize` was given.
         loss_scaler: knows the present loss scale (1 but under fp16).
         global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in all.
     """
@@ -56,27 +66,30 @@ class Engine(Saving, Readers, nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = sharded.model
-        self.optimizer = sharded.optimizer
+        self._step_of_shards = sharded.sharded_step
         self.config = dict(config.document)
         self.resolved = config
         self.lr_scheduler = lr_scheduler
         self.device = device
         self.checkpointing = checkpointing
         self.loss_scaler = create_loss_scaler(config)
+        self.optimizer = EngineOptimizer(self._step_of_shards, self.loss_scaler)
         self.local_rank = local_rank()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.training_dataloader: Any = None
+        self.client_optimizer: Any = None
         self._sharded = sharded
         self._last = StepReport(applied=False)
         self._was_applied = self._destroyed = False
+        self._whole_adapters = ExitStack()
         self._microbatches = Microbatches(sharded)
         self._last_call: tuple[Any, Any] | None = None
         self._progress = Progress(sharded, config, device)
-        self.optimizer.driver = self._step_of_optimizer
-        self.optimizer.loss_scale = self.loss_scaler.scale
+        self._step_of_shards.driver = self._step_of_optimizer
+        self._step_of_shards.loss_scale = self.loss_scaler.scale
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine lacks, the user's model may have."""
+        """Look up in the user's model what the engine lacks."""
         modules = self.__dict__.get("_modules", {})
         if name in modules:
             return modules[name]
@@ -88,7 +101,10 @@ class Engine(Saving, Readers, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        args, kwargs = cast_inputs(self.resolved, (args, kwargs))
+        self._reshard_adapters()
+        fp16 = self.resolved.schema.fp16
+        if fp16.enabled and fp16.auto_cast:
+            args, kwargs = tree_map(_to_half, (args, kwargs))
         if torch.is_grad_enabled():
             self._refuse_destroyed()
             self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
@@ -98,8 +114,9 @@ class Engine(Saving, Readers, nn.Module):
             return self.module(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self.resolved.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        if self.resolved.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.resolved.autocast_dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute this microbatch's gradients. Returns the loss divided by the accumulation steps.
@@ -114,13 +131,12 @@ class Engine(Saving, Readers, nn.Module):
         self._refuse_untrained("backward")
         _refuse_not_scalar(loss, "backward")
         mean = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        # In fp32: a loss in half precision times 65536 is infinite.
-        scaled = mean.float() * self.loss_scaler.scale if self.resolved.scales_loss else mean
+        scaled = self._scaled(mean)
         self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
         with self._progress.measure("backward"), self._microbatches.own_backward():
             if scaled.requires_grad:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            elif torch.is_grad_enabled() and self.optimizer.views:
+            elif torch.is_grad_enabled() and self._step_of_shards.views:
                 raise UsageError(
                     "the loss does not require a gradient: was it computed under torch.no_grad(), or detached?"
                 )
@@ -128,7 +144,7 @@ class Engine(Saving, Readers, nn.Module):
         return mean.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as `engine.scale(loss).backward()` wants it: multiplied by the loss scale, under fp16."""
+        """Multiply the loss by the loss scale, under fp16: `engine.scale(loss).backward()`."""
         self._refuse_untrained("scale")
         _refuse_not_scalar(loss, "scale")
         if loss.grad_fn is None:
@@ -136,7 +152,12 @@ class Engine(Saving, Readers, nn.Module):
                 "engine.scale takes a loss with a graph: it was computed under torch.no_grad(), or detached."
             )
         self._microbatches.was_scaled = True
-        return loss.float() * self.loss_scaler.scale if self.resolved.scales_loss else loss
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if not self.resolved.scales_loss:
+            return loss
+        return loss.float() * self.loss_scaler.scale  # in fp32: a loss in half precision times 65536 is infinite
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
         """End the microbatch; at the last one of a step, clip, update the parameters and move the schedule.
@@ -151,6 +172,8 @@ class Engine(Saving, Readers, nn.Module):
             LossScaleError: fp16 gradients overflow at the smallest loss scale.
         """
         self._microbatches.refuse_second_step()
+        if self._ends_step and not lr_kwargs:
+            refuse_without_metrics(self.lr_scheduler)
         return self._step(lambda: self.lr_scheduler.step(**(lr_kwargs or {})))
 
     def _step_of_optimizer(self) -> StepReport:
@@ -171,8 +194,11 @@ class Engine(Saving, Readers, nn.Module):
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
         self._refuse_untrained("step")
+        self._reshard_adapters()
         self._microbatches.refuse_inside_no_sync()
         ends_step = self._ends_step
+        if self.managed_gradient_accumulation():
+            self._microbatches.warn_of_missing_steps(self.gradient_accumulation_steps())
         self._microbatches.end(ends_step=ends_step)
         self.micro_steps += 1
         if not ends_step:
@@ -183,25 +209,28 @@ class Engine(Saving, Readers, nn.Module):
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
         self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
-        self.loss_scaler.update(not math.isfinite(self._last.grad_norm or 0.0))
-        self.optimizer.loss_scale = self.loss_scaler.scale
+        self.loss_scaler.update(not self._last.applied)  # one that may be let through has a scale that stays
+        self._step_of_shards.loss_scale = self.loss_scaler.scale
         self._sharded.checkpoints.raise_if_failed()
         return self._last
 
     def _take_step(self, move_schedule: Callable[[], Any]) -> StepReport:
-        scale = self.loss_scaler.scale if self.resolved.scales_loss else 1.0
+        scale = self.loss_scaler.scale  # 1 but under fp16
         not_finite: tuple[str, ...] = ()
-        reason = None
         multiple = self._microbatches.multiple(self.gradient_accumulation_steps(), self.resolved)
-        norm = float(self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple))
-        if not math.isfinite(norm):
-            not_finite = self.optimizer.not_finite()
-            reason = why_not_finite(norm, not_finite)
-        applied = reason is None or not self.resolved.skips_steps_that_are_not_finite
+        norm = self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple)
+        is_finite = True
+        if self.resolved.skips_steps_that_are_not_finite:
+            norm = float(norm)  # which waits for an accelerator
+        if not isinstance(norm, Tensor):
+            is_finite = math.isfinite(norm)
+        if not is_finite:
+            not_finite = self._step_of_shards.not_finite()
+        applied = is_finite or not self.resolved.skips_steps_that_are_not_finite
         if applied:
-            with self.optimizer.driven():
+            with self._step_of_shards.driven():
                 self.optimizer.step()
-        self.optimizer.overflow = not applied
+        self._step_of_shards.overflow = not applied
         self.optimizer.zero_grad()
         if applied and self.lr_scheduler is not None:
             move_schedule()
@@ -209,7 +238,8 @@ class Engine(Saving, Readers, nn.Module):
         self._microbatches.start_step()
         self.skipped_steps += not applied
         self.global_steps += 1
-        return StepReport(applied, None if applied else reason, not_finite, norm, scale)
+        reason = None if applied else _why_not_finite(float(norm), not_finite)
+        return StepReport(applied, reason, not_finite, norm, scale)
 
     def _samples_of_step(self) -> int:
         if self.managed_gradient_accumulation():
@@ -233,7 +263,7 @@ class Engine(Saving, Readers, nn.Module):
         return self._microbatches.count + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the present microbatch is the last of its step, from now on in the place of the engine's own count.
+        """Declare whether the present microbatch is the last of its step, from now on instead of the engine's own count.
 
         It may be called between forward and backward, too.
         """
@@ -253,6 +283,13 @@ class Engine(Saving, Readers, nn.Module):
         with self._microbatches.no_sync():
             yield
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Backwards of one microbatch stand inside: their gradients are summed, with or without this block."""
+        return nullcontext()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` what it left."""
+
     def _refuse_destroyed(self) -> None:
         if self._destroyed:
             raise UsageError(
@@ -271,7 +308,7 @@ class Engine(Saving, Readers, nn.Module):
     def underflow_report(
         self, compute_loss: Callable[[], Tensor] | None = None, scales: Sequence[float] = SCALES
     ) -> UnderflowReport:
-        """What share of each parameter's gradient elements vanishes in fp16, at the present loss scale and at others.
+        """Measure the share of each parameter's gradient elements that vanishes in fp16, at this loss scale and at others.
 
         The loss is computed and differentiated again at each scale; nothing of the training is touched. Every rank must
         call it. `report.table()` is for rich's console, `report.plot(path)` draws it.
@@ -283,7 +320,19 @@ class Engine(Saving, Readers, nn.Module):
         """
         if not self.resolved.scales_loss:
             raise UsageError("underflow_report looks at fp16 gradients: enable fp16 in the config.")
-        return count_underflow(self._sharded, compute_loss or self._replay, self.loss_scaler.scale, scales)
+        present = self.loss_scaler.scale
+        counts = [GradientCount(scale) for scale in sorted({*scales, present})]
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        try:
+            for count in counts:
+                # The same dropout at each scale, and the training's random numbers are not used up.
+                with torch.random.fork_rng(), self._sharded.probe(count.add), torch.enable_grad():
+                    loss = (compute_loss or self._replay)()
+                    (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        return summarise(counts, present, self._sharded.sum_over_ranks)
 
     def _replay(self) -> Tensor:
         if self._last_call is None:
@@ -302,31 +351,35 @@ class Engine(Saving, Readers, nn.Module):
                 f"{type(self.lr_scheduler).__name__} was made for the param groups that there were: list the parameters when the "
                 "optimizer is made, frozen as they are, or use a scheduler of torch's."
             )
+        self._reshard_adapters()
         self._sharded.update_trainable(param_group)
 
     def offload_states(
-        self,
-        include: Iterable[str] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
+        self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False,
         nvme_path: str | os.PathLike[str] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Park model states off the accelerator, between steps: see `Sharded.offload_states`.
 
         Args:
-            include: of "parameters", "gradients", "optimizer", or as DeepSpeed calls them: "lp_params", "lp_grads",
-                "contiguous_grad_buffer", "hp_params", "optim_states". Default: all.
-            device: "cpu", or "nvme" for the disk.
-            pin_memory: pin the CPU memory that they go through.
+            include: of "parameters", "gradients", "optimizer", or DeepSpeed's names of these. Default: all.
+            device: "cpu", or "nvme" for the disk, in the folder nvme_path (default: the config's).
             non_blocking: has no meaning here: when this returns, the accelerator's memory is free.
-            nvme_path: the folder; default: the one that the config names.
 
         Returns:
             The bytes that were given back.
         """
-        place, offload = destination(device, nvme_path, self.resolved.policy, pin_memory)
-        return self._sharded.offload_states(states_of(include), place, offload)
+        self._reshard_adapters()
+        place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
+        if place is None:
+            raise UsageError(f'offload_states goes to device "cpu" or "nvme", not {_value(device)!r}.')
+        policy = self.resolved.policy
+        folder = nvme_path or policy.offload_optimizer.path or policy.offload_parameters.path
+        if place is Place.DISK and folder is None:
+            raise UsageError("offload_states to nvme needs nvme_path: the config names no folder.")
+        offload = Offload(None if folder is None else os.fspath(folder), pin_memory)
+        names = [_value(name) for name in (STATES if include is None else include)]
+        states = list(dict.fromkeys(_PARKED.get(name, name) for name in names))
+        return self._sharded.offload_states(states, place, offload)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` parked."""
@@ -338,7 +391,7 @@ class Engine(Saving, Readers, nn.Module):
             torch.accelerator.empty_cache()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Between steps: another number of microbatches, so that a step has so many samples over all ranks.
+        """Set another number of microbatches, between steps, so that a step has so many samples over all ranks.
 
         Raises:
             UsageError: a step has begun, or the ranks' microbatches do not make up this number.
@@ -355,14 +408,47 @@ class Engine(Saving, Readers, nn.Module):
         changed = replace(batch, train=train_batch_size, accumulation=train_batch_size // step)
         self.resolved = replace(self.resolved, batch=changed)
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Set another number of samples in each microbatch, between steps; their number in a step stays."""
+        if micro_batch_size < 1:
+            raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): it must be 1 or more.")
+        if self._microbatches.count:
+            raise UsageError("set_train_micro_batch_size() within a step: call it after the step's last microbatch.")
+        batch = self.resolved.batch
+        train = micro_batch_size * batch.accumulation * batch.world_size
+        self.resolved = replace(self.resolved, batch=replace(batch, train=train, micro=micro_batch_size))
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Any = None, collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int | None = None,
+    ) -> StatefulLoader:  # fmt: skip
+        """Make a loader over this rank's part of a dataset, as `initialize(training_data=...)` does.
+
+        Args:
+            batch_size: default: samples of a microbatch.
+            route, pin_memory, num_local_io_workers: have no meaning here.
+        """
+        if data_sampler is not None:
+            raise UsageError("deepspeed_io(data_sampler=...) is not offered: use torch's DataLoader with your sampler.")
+        batch = self.resolved.batch
+        drop_last = self.resolved.schema.dataloader_drop_last
+        size = batch.micro if batch_size is None else batch_size
+        return make_loader(dataset, size, self._sharded.rank, batch.world_size, drop_last, collate_fn)
+
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:  # type: ignore[override]
         """Compile the model in place, as `module.compile` does; the graph breaks at the borders of units."""
         self.module.compile(backend=backend, **{**(compile_kwargs or {}), **kwargs})
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model is compiled."""
+        return compiled_call_of(self.module) is not None
+
     def destroy(self) -> None:
         """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
+        self._reshard_adapters()
         self._destroyed = True
         self._progress.close()
         if self.checkpointing is not None:
@@ -370,7 +456,28 @@ class Engine(Saving, Readers, nn.Module):
         self._sharded.remove()
 
 
+def _to_half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _value(name: Any) -> str:
+    """A state or a device; DeepSpeed's are enums."""
+    return str(getattr(name, "value", name))
+
+
+def _why_not_finite(norm: float, not_finite: Sequence[str]) -> str:
+    reason = f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite"
+    if not_finite:
+        reason += f": those of {', '.join(not_finite[:3])}"
+    if len(not_finite) > 3:
+        reason += ", ..."
+    return reason
+
+
 def _refuse_not_scalar(loss: Any, what: str) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise UsageError(f"engine.{what} takes a scalar loss tensor, not {kind}.")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    kind = type(loss).__name__
+    if isinstance(loss, Tensor):
+        kind = f"a tensor of shape {tuple(loss.shape)}"
+    raise UsageError(f"engine.{what} takes a scalar loss tensor, not {kind}.")

@@ -1,7 +1,8 @@
-"""Owns which microbatch of a step is the present one, whose backwards it had, and what their gradients lack. Called by engine."""
+"""Owns the place in a step: the present microbatch, its backwards so far, and the factor that their gradients lack."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,10 +30,11 @@ class Microbatches:
         self.boundary: bool | None = None
         self.ended_by_optimizer = False
         self._no_sync = 0
+        self._has_warned = False
         self.start_step()
 
     def start_step(self) -> None:
-        """The step is over, or begins anew."""
+        """Note that the step is over, or begins again."""
         self.count = self.backwards = 0
         self.was_scaled = False
         self._had_own = self._had_users = False
@@ -51,13 +53,26 @@ class Microbatches:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Inside runs a backward of the engine's. Where it touches no parameter, this rank gives zeros."""
+        """Run a backward of the engine's inside. Where it touches no parameter, this rank gives zeros."""
         before = self._sharded.backwards_ended
         yield
         if self._sharded.backwards_ended == before:
             self._sharded.end_backward()
         self._own_here += self._sharded.backwards_ended - before
         self._had_own = True
+
+    def warn_of_missing_steps(self, accumulation: int) -> None:
+        """Warn, once, where the present microbatch had as many backwards as a step has microbatches: it may be a whole step."""
+        backwards = self._sharded.backwards_ended - self._ended_before
+        if self._has_warned or accumulation == 1 or backwards != accumulation or self.boundary is not None:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"engine.step() after {backwards} backwards, with gradient_accumulation_steps {accumulation}: each call ends one "
+            f"microbatch, and {accumulation} of them make an update. Call engine.step() after each backward; or, where each is "
+            "to update, set managed_gradient_accumulation to false. One microbatch may have several losses: then ignore this.",
+            stacklevel=4,
+        )
 
     def end(self, *, ends_step: bool) -> None:
         """The microbatch is over."""
@@ -75,7 +90,7 @@ class Microbatches:
         self._start_microbatch()
 
     def multiple(self, accumulation: int, config: Config) -> float:
-        """What the gradients must be divided by, besides the loss scale, to be those of the mean loss.
+        """The divisor of the gradients, besides the loss scale, that makes them those of the mean loss.
 
         Raises:
             UsageError: the microbatches of the step were scaled in different ways, or not at all under fp16.
@@ -99,7 +114,7 @@ class Microbatches:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, no microbatch is the last."""
+        """Treat no microbatch inside as the last."""
         self._no_sync += 1
         try:
             yield

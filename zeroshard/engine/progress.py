@@ -1,142 +1,267 @@
-"""Owns what a run tells of its progress: the loss over ranks, throughput, times by part of the step. Called by engine."""
+"""Owns the reports of a run's steps: a printed line, the monitors, and other listeners."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
+from torch import __version__ as torch_version
 
 from zeroshard.config.load import Config
-from zeroshard.engine.step_report import StepReport
-from zeroshard.observe.figures import Sent, StepFigures
-from zeroshard.observe.log import Log
 from zeroshard.observe.memory import peak_nbytes
-from zeroshard.observe.monitors import JsonLinesMonitor
-from zeroshard.observe.timers import Timers
+from zeroshard.observe.monitors import JsonLinesMonitor, Monitor, Sent, StepFigures, create_monitors
 from zeroshard.sharded import Sharded
 from zeroshard.version import __version__
 
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A report of one `engine.step()`.
+
+    Attributes:
+        applied: whether the parameters were updated.
+        reason: why not, or None.
+        not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator where the config
+            lets such steps through: the step does not wait for the norm.
+        norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step. Where a step
+            need not wait for an accelerator, it is a tensor of shape [] there.
+        loss_scale: the scale that the gradients were made with.
+    """
+
+    applied: bool
+    reason: str | None = None
+    not_finite: tuple[str, ...] = ()
+    norm: float | Tensor | None = field(default=None, repr=False, compare=False)
+    loss_scale: float = 1.0
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm as a number. Reading it may wait for an accelerator."""
+        return None if self.norm is None else float(self.norm)
+
 
 def about(sharded: Sharded) -> dict[str, Any]:
-    """What is run, for the first line of its log."""
+    """Describe a run, for the first line of its log."""
     parameters = list(sharded.model.parameters())
-    places, wire = asdict(sharded.policy), sharded.policy.wire
-    return {
+    policy = asdict(sharded.policy)
+    described = {
         "zeroshard": __version__,
-        "torch": torch.__version__,
+        "torch": torch_version,
         "device": device_name(parameters[0].device),
         "world_size": sharded.world_size,
         "parameters": sum(one.numel() for one in parameters),
         "trained": sum(one.numel() for one in parameters if one.requires_grad),
         "dtype": str(sharded.dtypes.param).removeprefix("torch."),
-        "policy": {state: places[state] for state in ("parameters", "gradients", "optimizer")},
-        **({"rounded on the wire": str(wire)} if wire.is_lossy else {}),
+        "policy": {state: policy[state] for state in ("parameters", "gradients", "optimizer")},
         "formula": sharded.memory_formula(),
     }
+    if sharded.policy.wire.is_lossy:
+        described["rounded on the wire"] = str(sharded.policy.wire)
+    return described
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it, where torch knows."""
+    """Return a device's product name, where torch has it."""
     module = torch.get_device_module(device)
-    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    if hasattr(module, "get_device_name"):
+        return str(module.get_device_name(device))
+    return device.type
 
 
 Watcher = Callable[[StepReport, int, int, float, Sequence[Tensor]], None]
-"""Hears of each step: its report, its number, the samples since the start, the learning rate, this rank's losses."""
+"""Takes each step's report, number, samples since the start, learning rate, and this rank's losses."""
 
 
 class Progress:
-    """Gathers a step's figures, and tells them where the config asks for it.
+    """Gathers a step's figures, and logs them on rank 0 where the config asks for it.
 
     Attributes:
-        tokens: of one sample, where somebody said so.
+        tokens: of one sample, where the caller gave it.
     """
 
     def __init__(self, sharded: Sharded, config: Config, device: torch.device) -> None:
-        self._sharded, self._config, self._device = sharded, config, device
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._log = Log(config.schema, rank, lambda: about(sharded), sharded.display)
-        self._timers = Timers(device, enabled=config.schema.wall_clock_breakdown)
-        if config.schema.wall_clock_breakdown:
-            sharded.measure_waits(self._timers.measure)
+        self._sharded = sharded
+        self._schema = config.schema
+        self._batch = config.batch
+        self._device = device
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._console = Console(quiet=self._rank != 0, soft_wrap=True, highlight=False)
+        self._every = self._schema.steps_per_print
+        if self._every is None and (self._schema.wall_clock_breakdown or self._schema.memory_breakdown):
+            self._every = 1.0  # a breakdown without an interval: each step has its line
+        schema = self._schema
+        blocks = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
+        self._is_monitored = any(block.enabled for block in blocks)
+        self._monitors: list[Monitor] = []
+        if self._rank == 0:
+            self._monitors = create_monitors(self._schema, lambda: about(sharded))
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        if self._schema.wall_clock_breakdown:
+            sharded.measure_waits(self.measure)
         self._losses: list[Tensor] = []
         self._sent = Sent(sharded.comm_report(clear=False))  # what was sent before is no step's
         self._watchers: list[Watcher] = []
         self.tokens: int | None = None
         self.start_at(0)
 
+    # ------------------------------------------------------------------ while a step lasts
+
     def measure(self, part: str) -> AbstractContextManager[None]:
-        """What runs inside counts as `part` of the step."""
-        return self._timers.measure(part)
+        """Add the time inside to a part of the step, under `wall_clock_breakdown`. An accelerator is waited for at both ends."""
+        if self._schema.wall_clock_breakdown:
+            return self._measure(part)
+        return nullcontext()
+
+    @contextmanager
+    def _measure(self, part: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[part] += self._now() - start
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """A microbatch's loss, a scalar without gradient."""
+        """Note a microbatch's loss, a scalar without gradient."""
         self._losses.append(loss)
 
     def forget_losses(self) -> None:
-        """The step's microbatches so far are run again."""
+        """Drop the losses of the step's microbatches so far: they are run again."""
         self._losses.clear()
 
     def start_at(self, samples: int) -> None:
-        """Throughput counts from now, when there were so many samples."""
-        self._told_at = (time.perf_counter(), samples)
+        """Count the throughput from now, at this number of samples."""
+        self._logged_at = time.perf_counter()
+        self._logged_samples = samples
+
+    # ------------------------------------------------------------------ who hears of steps
 
     @contextmanager
     def heard_by(self, watcher: Watcher, tokens: int | None) -> Iterator[None]:
-        """Inside, somebody on this rank hears of each step, who may know how many tokens a sample has."""
+        """Call `watcher` for each step inside, on this rank. `tokens`: of one sample, if given."""
         before = self.tokens
         self._watchers.append(watcher)
-        self.tokens = before if tokens is None else tokens
+        if tokens is not None:
+            self.tokens = tokens
         try:
             yield
         finally:
             self._watchers.remove(watcher)
             self.tokens = before
 
-    def also_to(self, folder: Path) -> AbstractContextManager[None]:
-        """Inside, each step is kept in `folder/steps.jsonl` too. Every rank must call it."""
-        return self._log.also(lambda: JsonLinesMonitor(folder, about(self._sharded)))
+    @contextmanager
+    def also_to(self, folder: Path) -> Iterator[None]:
+        """Keep each step inside in `folder/steps.jsonl` too. Every rank must call it: each gives its part of the loss."""
+        before = self._is_monitored
+        self._is_monitored = True
+        monitor: JsonLinesMonitor | None = None
+        if self._rank == 0:
+            monitor = JsonLinesMonitor(folder, about(self._sharded))
+            self._monitors.append(monitor)
+        try:
+            yield
+        finally:
+            self._is_monitored = before
+            if monitor is not None:
+                monitor.close()
+                if monitor in self._monitors:
+                    self._monitors.remove(monitor)
+
+    def _prints(self, step: int) -> bool:
+        """Whether this step has a line. The same on every rank."""
+        return self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
 
     def tell(self, report: StepReport, step: int, samples: int, lr: float) -> None:
-        """A step is over. Every rank must call it; `step` and `samples` count since the start."""
-        losses, self._losses = self._losses, []
+        """Log a step. Every rank must call it; `step` and `samples` count since the start."""
+        losses = self._losses
+        self._losses = []
         for watcher in self._watchers:
             watcher(report, step, samples, lr, losses)
-        if not self._log.wants(step):
+        if not (self._is_monitored or self._prints(step)):
             return
-        # Who differentiates the loss himself keeps it to himself.
-        known = [loss.double().cpu().reshape(()) for loss in losses]
-        mine = torch.stack(known).mean().reshape(1) if known else torch.full((1,), math.nan, dtype=torch.float64)
-        (then, samples_then), now = self._told_at, time.perf_counter()
-        steps = max(1, (samples - samples_then) // self._config.batch.train)
-        speed = (samples - samples_then) / (now - then)
+        mine = torch.full((1,), math.nan, dtype=torch.float64)  # the user's own backward: the engine saw no loss
+        if losses:
+            mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
+        more = samples - self._logged_samples
+        speed = more / (time.perf_counter() - self._logged_at)
+        steps = max(1, more // self._batch.train)
         figures = StepFigures(
             step=step,
             samples=samples,
-            loss=float(self._sharded.sum_over_ranks(mine)) / self._config.batch.world_size,
+            loss=float(self._sharded.sum_over_ranks(mine)) / self._batch.world_size,
             lr=lr,
             loss_scale=report.loss_scale,
             grad_norm=report.grad_norm or 0.0,
             applied=report.applied,
-            has_loss=bool(known),
+            has_loss=bool(losses),
             samples_per_second=speed,
-            seconds={part: seconds / steps for part, seconds in self._timers.take().items()},
+            tokens_per_second=None if self.tokens is None else speed * self.tokens,
+            seconds={part: seconds / steps for part, seconds in self._seconds.items()},
             sent=self._sent.take(self._sharded.comm_report(clear=False)),
             memory=self._sharded.memory_report(),
             peak=peak_nbytes(self._device),
-            tokens_per_second=speed * self.tokens if self.tokens is not None else None,
         )
-        self._told_at = (now, samples)
-        self._log.tell(figures)
+        self._seconds.clear()
+        self.start_at(samples)
+        events = self._events(figures)
+        for monitor in self._monitors:
+            monitor.write(figures, events)
+        if self._prints(step):
+            with self._sharded.display.above():
+                self._console.print(self._line(figures), markup=False)
+
+    # ------------------------------------------------------------------ in words
+
+    def _events(self, figures: StepFigures) -> dict[str, float]:
+        """The figures that the config asks for, under DeepSpeed's names."""
+        events = {"lr": figures.lr, "loss_scale": figures.loss_scale, "grad_norm": figures.grad_norm}
+        if figures.has_loss:
+            events = {"train_loss": figures.loss, **events}
+        events |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in figures.seconds.items()}
+        if self._schema.memory_breakdown:
+            events |= {f"memory_bytes_{kind}": value for kind, value in figures.memory.items()}
+        if self._schema.comms_logger.enabled:
+            events |= {f"sent_bytes_{kind}": value for kind, value in figures.sent.items()}
+        return {f"Train/Samples/{name}": value for name, value in events.items()}
+
+    def _line(self, figures: StepFigures) -> str:
+        loss = f"loss {figures.loss:.4f}" if figures.has_loss else "loss unknown"
+        skipped = "" if figures.applied else " (skipped)"
+        parts = [
+            f"step {figures.step}",
+            loss,
+            f"lr {figures.lr:.3e}",
+            f"loss scale {figures.loss_scale:g}",
+            f"|g| {figures.grad_norm:.4g}{skipped}",
+            f"{figures.samples_per_second:.1f} samples/s",
+            f"memory {sum(figures.memory.values()) / _MIB:.1f} MiB",
+        ]
+        if self._schema.memory_breakdown:
+            parts.append("MiB: " + ", ".join(f"{kind} {value / _MIB:.1f}" for kind, value in figures.memory.items()))
+        if self._schema.wall_clock_breakdown:
+            parts.append("ms: " + ", ".join(f"{part} {1e3 * value:.1f}" for part, value in figures.seconds.items()))
+        if self._schema.comms_logger.enabled:
+            parts.append("sent MiB: " + ", ".join(f"{kind} {value / _MIB:.1f}" for kind, value in figures.sent.items()))
+        return "  ".join(parts)
 
     def close(self) -> None:
-        """Nothing is told any longer."""
-        self._log.close()
+        """End the monitors' records."""
+        for monitor in self._monitors:
+            monitor.close()
+        self._monitors.clear()

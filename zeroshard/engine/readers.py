@@ -1,225 +1,168 @@
-"""Owns what an engine answers when it is asked: its config in DeepSpeed's words, the last step, bytes. Part of engine."""
+"""Owns the answers of an engine's getters: its config in DeepSpeed's words, the last step, bytes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from zeroshard.config.load import Config
-from zeroshard.engine.step_report import StepReport
+from zeroshard.config.schema import Schema
+from zeroshard.config.zero_block import ZeroBlock
+from zeroshard.engine.engine_optimizer import EngineOptimizer
+from zeroshard.engine.progress import StepReport
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.optim.lr_schedules import rates
 from zeroshard.policy import Place
 from zeroshard.sharded import Sharded
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
+
+T = TypeVar("T")
+
+
+def _returns(doc: str, read: Callable[[Readers], T]) -> Callable[[Any], T]:
+    """A method without arguments that returns one value."""
+
+    def method(self: Readers) -> T:
+        return read(self)
+
+    method.__doc__ = doc
+    method.__annotations__.clear()  # help() would show type variables
+    return method
 
 
 class Readers:
-    """The part of an engine that reads, and changes nothing."""
+    """The part of an engine that reads, and changes nothing. DeepSpeed's getters are a table, one row each."""
 
-    optimizer: ShardedOptimizer
+    optimizer: EngineOptimizer
     resolved: Config
     loss_scaler: LossScaler
     _sharded: Sharded
     _last: StepReport
     _was_applied: bool
 
-    # ------------------------------------------------------------------ the last step
+    @property
+    def _schema(self) -> Schema:
+        return self.resolved.schema
+
+    @property
+    def _zero(self) -> ZeroBlock:
+        return self.resolved.schema.zero_optimization
 
     def get_global_grad_norm(self) -> float | None:
         """The global L2 norm of the last step's gradients before clipping; None before the first step.
 
-        Infinite where scaled fp16 gradients overflowed, as in DeepSpeed: `step`'s report has the norm as it came out, which is
-        NaN where an infinite gradient met another.
+        Infinite where scaled fp16 gradients overflowed, as in DeepSpeed. `step`'s report has the norm as it came out: NaN where
+        an infinite gradient met another.
         """
         norm = self._last.grad_norm
-        overflowed = self.resolved.scales_loss and norm is not None and not math.isfinite(norm)
-        return math.inf if overflowed else norm
+        if self.resolved.scales_loss and norm is not None and not math.isfinite(norm):
+            return math.inf
+        return norm
 
-    def was_step_applied(self) -> bool:
-        """Whether the last call of `step` updated the parameters."""
-        return self._was_applied
+    def optimizer_name(self) -> str | None:
+        """The type of the config's optimizer."""
+        return self._schema.optimizer.type if self._schema.optimizer else None
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        return rates(self.optimizer)
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The arguments of the config's optimizer."""
+        return dict(self._schema.optimizer.params) if self._schema.optimizer else None
 
-    def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each param group."""
-        return [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups]
+    def scheduler_name(self) -> str | None:
+        """The type of the config's scheduler."""
+        return self._schema.scheduler.type if self._schema.scheduler else None
 
-    # ------------------------------------------------------------------ bytes
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch)."""
-        return self._sharded.memory_report()
-
-    def memory_formula(self) -> dict[str, float]:
-        """What the ZeRO paper's formulas give for this model, policy and world size, with Adam."""
-        return self._sharded.memory_formula()
-
-    def comm_report(self) -> dict[str, int]:
-        """Bytes that this rank sent since the last call, by collective, counted as they are sent."""
-        return self._sharded.comm_report()
-
-    # ------------------------------------------------------------------ ranks
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The arguments of the config's scheduler."""
+        return dict(self._schema.scheduler.params) if self._schema.scheduler else None
 
     @property
     def global_rank(self) -> int:
-        """Of this process among all."""
+        """The rank of this process among all."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that the batch is cut over."""
-        return self.resolved.batch.world_size
+    # fmt: off
+    # the last step
+    was_step_applied = _returns("Whether the last call of `step` updated the parameters.", lambda self: self._was_applied)
+    get_lr = _returns("The learning rate of each param group.", lambda self: rates(self.optimizer))
+    get_mom = _returns(
+        "The momentum, or the betas, of each param group.",
+        lambda self: [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups])
+    # bytes
+    memory_report = _returns(
+        "Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch).",
+        lambda self: self._sharded.memory_report())
+    memory_formula = _returns(
+        "Bytes by the ZeRO paper's formulas for this model, policy and world size, with Adam.",
+        lambda self: self._sharded.memory_formula())
+    comm_report = _returns(
+        "Bytes that this rank sent since the last call, by collective.", lambda self: self._sharded.comm_report())
+    # batches
+    dp_world_size = property(_returns("The ranks that the batch is cut over.", lambda self: self.resolved.batch.world_size))
+    mp_world_size = property(_returns("1: there is no model parallelism.", lambda _: 1))
+    train_batch_size = _returns(
+        "Samples of one optimizer step, over all ranks and microbatches.", lambda self: self.resolved.batch.train)
+    train_micro_batch_size_per_gpu = _returns(
+        "Samples of one forward on one rank.", lambda self: self.resolved.batch.micro)
+    gradient_accumulation_steps = _returns(
+        "Microbatches per optimizer step.", lambda self: self.resolved.batch.accumulation)
+    managed_gradient_accumulation = _returns(
+        "Whether the engine counts microbatches; if not, every `step` ends a step.",
+        lambda self: self._schema.managed_gradient_accumulation)
+    # precision
+    fp16_enabled = _returns("Whether the config trains in fp16.", lambda self: self._schema.fp16.enabled)
+    bfloat16_enabled = _returns("Whether the config trains in bf16.", lambda self: self._schema.bf16.enabled)
+    fp16_auto_cast = _returns(
+        "Whether floating-point inputs become fp16.", lambda self: self._schema.fp16.enabled and self._schema.fp16.auto_cast)
+    torch_autocast_enabled = _returns(
+        "Whether the forward runs under torch.autocast.", lambda self: self.resolved.autocast_dtype is not None)
+    amp_enabled = _returns("False: Apex is not used.", lambda _: False)
+    get_data_types = _returns(
+        "The dtypes of the model and of the gradient sums.",
+        lambda self: (self._sharded.dtypes.param, self._sharded.dtypes.accumulate))
+    loss_scale = _returns("The config's fixed loss scale; 0 where it is dynamic.", lambda self: self._schema.fp16.loss_scale)
+    dynamic_loss_scale = _returns(
+        "Whether the loss scale is dynamic.", lambda self: self.resolved.scales_loss and not self._schema.fp16.loss_scale)
+    initial_dynamic_scale = _returns(
+        "The first dynamic loss scale.", lambda self: float(2.0**self._schema.fp16.initial_scale_power))
+    # optimizer and log
+    gradient_clipping = _returns(
+        "The largest global L2 norm of the gradients; 0 is off.", lambda self: self._schema.gradient_clipping)
+    gradient_predivide_factor = _returns(
+        "What gradients are divided by before they are summed over ranks.", lambda self: self._schema.gradient_predivide_factor)
+    steps_per_print = _returns("Steps between two printed lines.", lambda self: self._schema.steps_per_print)
+    wall_clock_breakdown = _returns("Whether the parts of a step are timed.", lambda self: self._schema.wall_clock_breakdown)
+    # ZeRO
+    zero_optimization = _returns("Whether any model state is sharded.", lambda self: self._sharded.policy.optimizer.sharded)
+    zero_optimization_stage = _returns("The stage that the config names.", lambda self: self.resolved.stage)
+    zero_optimization_partition_gradients = _returns(
+        "Whether gradients are sharded.", lambda self: self._sharded.policy.gradients.sharded)
+    zero_optimization_partition_weights = _returns(
+        "Whether parameters are sharded at rest.", lambda self: self._sharded.policy.parameters.sharded)
+    zero_offload_optimizer = _returns("The block `offload_optimizer`, or None.", lambda self: self._zero.offload_optimizer)
+    zero_offload_param = _returns("The block `offload_param`, or None.", lambda self: self._zero.offload_param)
+    zero_cpu_offload = _returns(
+        "Whether optimizer states rest in CPU memory.", lambda self: self._sharded.policy.optimizer.place is Place.CPU)
+    zero_overlap_comm = _returns(
+        "Whether collectives run behind the computation.", lambda self: self.resolved.overlap)
+    zero_reduce_bucket_size = _returns(
+        "The most elements that are reduced at once.", lambda self: self._zero.reduce_bucket_size)
+    zero_allgather_bucket_size = _returns(
+        "The most elements that are gathered at once, of parameters that are not sharded at rest.",
+        lambda self: self._zero.allgather_bucket_size)
+    zero_sub_group_size = _returns(
+        "The most elements that the optimizer updates in one call, where they come from elsewhere.",
+        lambda self: self._zero.sub_group_size)
+    # fmt: on
 
-    @property
-    def mp_world_size(self) -> int:
-        """1: no tensor is cut for the sake of its computation."""
-        return 1
 
-    # ------------------------------------------------------------------ batch sizes
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step, over all ranks and microbatches."""
-        return self.resolved.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
-        return self.resolved.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Microbatches per optimizer step."""
-        return self.resolved.batch.accumulation
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts microbatches; if not, every `step` ends a step."""
-        return self.resolved.schema.managed_gradient_accumulation
-
-    # ------------------------------------------------------------------ precision
-
-    def fp16_enabled(self) -> bool:
-        """Whether the config trains in fp16."""
-        return self.resolved.schema.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the config trains in bf16."""
-        return self.resolved.schema.bf16.enabled
-
-    def fp16_auto_cast(self) -> bool:
-        """Whether floating-point inputs become fp16."""
-        return self.resolved.schema.fp16.enabled and bool(self.resolved.schema.fp16.auto_cast)
-
-    def torch_autocast_enabled(self) -> bool:
-        """Whether the forward runs under torch.autocast."""
-        return self.resolved.autocast_dtype is not None
-
-    def amp_enabled(self) -> bool:
-        """False: Apex is not used."""
-        return False
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the model and of the gradient sums."""
-        dtypes = self._sharded.dtypes
-        return dtypes.param, dtypes.accumulate
-
-    def loss_scale(self) -> float:
-        """What the config's loss is multiplied by at the start; 0 where the scale moves by itself."""
-        return self.resolved.schema.fp16.loss_scale
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves by itself."""
-        return self.resolved.scales_loss and not self.resolved.schema.fp16.loss_scale
-
-    def initial_dynamic_scale(self) -> float:
-        """Where it starts."""
-        return float(2.0**self.resolved.schema.fp16.initial_scale_power)
-
-    # ------------------------------------------------------------------ optimizer and schedule
-
-    def optimizer_name(self) -> str | None:
-        """The config's optimizer."""
-        return self.resolved.schema.optimizer.type if self.resolved.schema.optimizer else None
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """Its arguments."""
-        return dict(self.resolved.schema.optimizer.params) if self.resolved.schema.optimizer else None
-
-    def scheduler_name(self) -> str | None:
-        """The config's scheduler."""
-        return self.resolved.schema.scheduler.type if self.resolved.schema.scheduler else None
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """Its arguments."""
-        return dict(self.resolved.schema.scheduler.params) if self.resolved.schema.scheduler else None
-
-    def gradient_clipping(self) -> float:
-        """The largest global L2 norm of the gradients; 0 is off."""
-        return self.resolved.schema.gradient_clipping
-
-    def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed over ranks."""
-        return self.resolved.schema.gradient_predivide_factor
-
-    def steps_per_print(self) -> float | None:
-        """Steps between two printed lines."""
-        return self.resolved.schema.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Whether the parts of a step are timed."""
-        return self.resolved.schema.wall_clock_breakdown
-
-    # ------------------------------------------------------------------ ZeRO
-
-    def zero_optimization(self) -> bool:
-        """Whether any model state is sharded."""
-        return self.resolved.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The stage that the config names."""
-        return self.resolved.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
-        return self._sharded.policy.gradients.sharded
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded at rest."""
-        return self._sharded.policy.parameters.sharded
-
-    def zero_offload_optimizer(self) -> Any:
-        """The block `offload_optimizer`, or None."""
-        return self.resolved.schema.zero_optimization.offload_optimizer
-
-    def zero_offload_param(self) -> Any:
-        """The block `offload_param`, or None."""
-        return self.resolved.schema.zero_optimization.offload_param
-
-    def zero_cpu_offload(self) -> bool:
-        """Whether optimizer states rest in CPU memory."""
-        return self._sharded.policy.optimizer.place is Place.CPU
-
-    def zero_overlap_comm(self) -> bool:
-        """Whether collectives run behind the computation."""
-        return self.resolved.overlap
-
-    def zero_reduce_bucket_size(self) -> int:
-        """The most elements that are reduced at once."""
-        return self.resolved.schema.zero_optimization.reduce_bucket_size
-
-    def zero_allgather_bucket_size(self) -> int:
-        """The most elements that are brought together at once, of parameters that are not sharded at rest."""
-        return self.resolved.schema.zero_optimization.allgather_bucket_size
-
-    def zero_sub_group_size(self) -> int:
-        """The most elements that the optimizer updates in one call, where they come from elsewhere."""
-        return self.resolved.schema.zero_optimization.sub_group_size
+for _name, _method in vars(Readers).items():
+    if getattr(_method, "__name__", "") == "method":
+        _method.__name__ = _name
+        _method.__qualname__ = f"Readers.{_name}"

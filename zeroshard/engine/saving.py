@@ -1,29 +1,33 @@
-"""Owns how an engine saves, loads and exports: its calls, over `Sharded`'s. Part of engine."""
+"""Owns the calls by which an engine saves, loads and exports, with DeepSpeed's signatures."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.manifest import LATEST
+from zeroshard.access.unsharded import unsharded
+from zeroshard.checkpoint.live_model import adapter_parameters
+from zeroshard.checkpoint.manifest import LATEST, MANIFEST, is_of_deepspeed
 from zeroshard.config.load import Config
 from zeroshard.engine.checkpoint_values import COUNTERS, Resumable
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
 from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.formats.consolidated import written
 from zeroshard.layout.names import name_of
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.sharded import Sharded
 
 
 class Saving:
-    """The part of an engine that writes and reads files, and gathers what goes into them."""
+    """The part of an engine that writes and reads files, and gathers their contents."""
 
     module: nn.Module
     resolved: Config
@@ -37,32 +41,29 @@ class Saving:
     _sharded: Sharded
     _microbatches: Microbatches
     _progress: Progress
+    _whole_adapters: ExitStack
 
     def save_checkpoint(
         self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> bool:  # fmt: skip
-        """Save everything that training needs: it loads at any world size, stage and precision, whole or not at all.
+        """Save everything that training needs, see `Sharded.save`. Every rank must call it.
 
-        Every rank must call it. Within a step's microbatches, it is as after the step before: a load begins the step anew. Saved
-        are parameters, master weights, optimizer states, buffers, the scheduler, the
-        loss scaler, counters, every rank's random state, the position of `training_dataloader`, and `client_state`.
+        That is: model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the position of
+        `training_dataloader`, and `client_state`. Within a step's microbatches a load begins that step again.
 
         Args:
             save_dir: the folder of all checkpoints.
             tag: default: `global_step` and the number of steps. Where ranks name different ones, the config's
-                `checkpoint.tag_validation` says what happens.
+                `checkpoint.tag_validation` applies.
             client_state: JSON and tensors; rank 0's is saved.
             save_latest: `load_checkpoint` without a tag loads this one.
-            exclude_frozen_parameters: leave out what is not trained.
-            asynchronous: copy to CPU memory, and write behind the training. The next save waits for it; what went wrong with
-                it is raised by the next `step` or save.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            asynchronous: copy to CPU memory and write behind the training. The next `step` or save raises its error.
             keep_last: remove all but so many of the newest.
-
-        Raises:
-            CheckpointError: on every rank, where any could not write. What was saved before is as it was.
         """
+        self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         counters = {name: getattr(self, name) for name in COUNTERS}
         self._sharded.save(
@@ -79,7 +80,7 @@ class Saving:
         return True
 
     def _agree_on_tag(self, tag: str) -> str:
-        """Rank 0's, or an error on every rank, as the config says."""
+        """Return rank 0's tag; where ranks differ, do as the config says."""
         tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
         validation = self.resolved.schema.checkpoint.tag_validation
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
@@ -97,7 +98,7 @@ class Saving:
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
         fall_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Go on where a checkpoint was saved, at whatever world size, stage and precision. Every rank must call it.
+        """Go on where a checkpoint was saved, see `Sharded.load`. Every rank must call it.
 
         Args:
             load_dir: the folder of all checkpoints.
@@ -105,20 +106,20 @@ class Saving:
             load_module_strict: parameters that the checkpoint or the model lacks are errors.
             load_optimizer_states: load the optimizer's states, and the loss scaler.
             load_lr_scheduler_states: load the scheduler.
-            load_module_only: load parameters and buffers, nothing else.
-            fall_back: where a checkpoint is damaged, load the newest whole one in its place.
+            load_module_only: load only parameters and buffers.
+            fall_back: where a checkpoint is damaged, load the newest whole one instead.
 
         Returns:
             (the checkpoint's folder, client_state); (None, None), with a warning, where no tag is given and the folder has no
             checkpoint yet, as in a job that is started for the first time.
-
-        Raises:
-            CheckpointError: on every rank; names the file and the cause.
         """
+        self._reshard_adapters()
         if tag is None and not any(
-            self._sharded.exchange_json((Path(load_dir) / LATEST).exists(), "whether there is a checkpoint")
+            self._sharded.exchange_json(_names_checkpoints(Path(load_dir)), "whether there is a checkpoint")
         ):
-            warnings.warn(f"no checkpoint was loaded: {load_dir} has no file `{LATEST}`.", stacklevel=2)
+            warnings.warn(
+                f"no checkpoint was loaded: {Path(load_dir).absolute()} has no file `{LATEST}`.", stacklevel=2
+            )
             return None, None
         states = load_optimizer_states and not load_module_only
         loaded = self._sharded.load(
@@ -153,71 +154,91 @@ class Saving:
         """
         self._sharded.export(out, dtype)
 
+    def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Hand over the weights of an export without files, one unit at a time, see `Sharded.named_weights`."""
+        return self._sharded.named_weights(to, merge_adapters=merge_adapters)
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
-        save_filename: str | None = None,
+        save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `export`, in the dtype that the model trains in; bf16 where that is fp32. Every rank must call it.
+        """Write the model's state dict with `torch.save`, in the dtypes that it trains in. Every rank must call it.
+
+        Rank 0 needs memory for the whole model. `export` does not, and writes safetensors.
 
         Args:
             save_dir: the folder.
-            save_filename: a file of `torch.save`, as DeepSpeed writes it, in the place of safetensors: rank 0 needs memory for
-                the whole model.
-            exclude_frozen_parameters: leave out what is not trained; for a file of that name alone.
+            save_filename: the file's name in it.
+            exclude_frozen_parameters: leave out parameters that are not trained.
 
         Returns:
-            Whether it was saved: not where parameters are sharded and the config says that a save gathers nothing.
+            Whether it was saved: not where parameters are sharded and the config forbids to gather them for a save.
+
+        Raises:
+            UsageError: the name says safetensors, which `torch.save` does not write.
+            CheckpointError: on every rank, where rank 0 cannot write.
         """
-        dtype = self.resolved.precision.param_dtype
-        dtype = dtype if dtype is not None and dtype.itemsize == 2 else torch.bfloat16
-        if save_filename is None:
-            if exclude_frozen_parameters:
-                raise UsageError(
-                    "save_16bit_model(exclude_frozen_parameters=True) needs a save_filename; export writes whole models."
-                )
-            self.export(save_dir, dtype)
-            return True
+        path = Path(save_dir) / save_filename
+        if path.suffix == ".safetensors":
+            raise UsageError(
+                f"save_16bit_model writes as torch.save does, and {path.name} says safetensors: name a .bin file, or call "
+                f"engine.export({str(save_dir)!r}, dtype=...), which writes safetensors."
+            )
         if not self.zero_gather_16bit_weights_on_model_save():
             return False
         state = self.consolidated_state_dict(exclude_frozen_parameters)
-        path = Path(save_dir) / save_filename
-        self._sharded.checkpoints.together(lambda: _save(state, path, dtype) if state is not None else None)
+        with self._sharded.checkpoints.together(f'saving "{path}"'):
+            if state is not None:
+                with written(path, {name_of(name): value for name, value in state.items()}):
+                    pass
         return True
 
     save_fp16_model = save_16bit_model
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save may bring the weights together in one rank's memory: unless the config forbids it at stage 3."""
+        """Whether a save may gather the weights in one rank's memory: unless the config forbids it at stage 3."""
         zero = self.resolved.schema.zero_optimization
-        said = (zero.stage3_gather_16bit_weights_on_model_save, zero.stage3_gather_fp16_weights_on_model_save)
-        return not self._sharded.policy.parameters.sharded or False not in said or True in said
+        keys = (zero.stage3_gather_16bit_weights_on_model_save, zero.stage3_gather_fp16_weights_on_model_save)
+        return not self._sharded.policy.parameters.sharded or False not in keys or True in keys
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict, whole, on every rank. Every rank must call it."""
-        copies: dict[tuple[int, torch.Size], Tensor] = {}  # of tied parameters there is one
-        state = {
-            name: copies.setdefault((value.data_ptr(), value.shape), value.clone())
-            if isinstance(value, Tensor)
-            else value  # an extra state
-            for name, value in self.module.state_dict().items()
-        }
+        copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied parameters share one
+        state = {}
+        for name, value in self.module.state_dict().items():
+            state[name] = value
+            if isinstance(value, Tensor):  # not an extra state
+                state[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The model's state dict, whole, in rank 0's CPU memory, one unit at a time; None elsewhere. Every rank must call it."""
         state = self._sharded.consolidated_state_dict()
-        return self._without_frozen(state) if state is not None and exclude_frozen_parameters else state
+        if state is not None and exclude_frozen_parameters:
+            return self._without_frozen(state)
+        return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """As `consolidated_state_dict`, by the name that trainers know; on other ranks a dict that is empty, and cannot be saved.
+        """Return `consolidated_state_dict` under the name that trainers use; other ranks get an empty dict, which cannot be saved.
 
-        To transformers' `save_pretrained(state_dict=None)`, which scripts call on every rank, None means `model.state_dict()`: that
-        brings the weights together, and those ranks would wait for rank 0.
+        To transformers' `save_pretrained(state_dict=None)`, which scripts call on every rank, None means `model.state_dict()`:
+        that gathers the weights, and those ranks would wait for rank 0.
+
+        A PEFT model's adapters stay whole until the engine is used again: PEFT runs prompt encoders and makes state dicts of
+        modules while it saves, which trainers have it do on rank 0 only.
         """
+        self._reshard_adapters()
+        if self._sharded.policy.parameters.sharded:
+            with torch.no_grad():  # nothing here is differentiated, so no hooks on saved tensors stay behind
+                self._whole_adapters.enter_context(unsharded(adapter_parameters(self.module)))
         state = self.consolidated_state_dict(exclude_frozen_parameters)
         return _OnRank0() if state is None else state
+
+    def _reshard_adapters(self) -> None:
+        """End what `_zero3_consolidated_16bit_state_dict` left whole."""
+        self._whole_adapters.close()
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a whole state dict of the model, master weights too. Every rank must call it."""
@@ -240,17 +261,13 @@ _NO_COPY = (
 )
 
 
+def _names_checkpoints(folder: Path) -> bool:
+    """Return whether it has a newest checkpoint; or files of one checkpoint, so that a load says which folder was meant."""
+    return (folder / LATEST).exists() or (folder / MANIFEST).exists() or is_of_deepspeed(folder)
+
+
 class _OnRank0(dict[str, Tensor]):
-    """What a rank has of a state dict that came together on rank 0: nothing, and no file of nothing either."""
+    """The empty state dict of a rank, where rank 0 has the whole. It refuses to become a file."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("this rank's state dict is empty: the whole came together on rank 0. Save it there alone.")
-
-
-def _save(state: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name_of(name): _as(value, dtype) for name, value in state.items()}, path)
-
-
-def _as(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value  # or an extra state

@@ -1,4 +1,4 @@
-"""Owns the way to torch.distributed.checkpoint (DCP): it writes and reads our shards as it does its own. Called by users.
+"""Owns the way to torch.distributed.checkpoint (DCP): it writes and reads our shards as it does its own.
 
     import torch.distributed.checkpoint as dcp
 
@@ -6,7 +6,7 @@
     dcp.save({"train": state}, checkpoint_id=folder)
     dcp.load({"train": state}, checkpoint_id=folder)     # at any world size and policy, from whatever wrote it
 
-DCP knows parts of a tensor as boxes. A range of the flattened parameter is a few of them: the rest of a row, whole rows, the
+DCP describes parts of a tensor as boxes. A range of the flattened parameter is a few of them: the rest of a row, whole rows, the
 begin of a row, in each dimension. So what is written has the parameters' true shapes, and other readers and writers of DCP (FSDP2,
 DTensor) understand it.
 """
@@ -14,7 +14,7 @@ DTensor) understand it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -24,9 +24,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
+from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.step.model_states import PARAMETERS, Held, ModelStates
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
+from zeroshard.optim.several import optimizers_of
+from zeroshard.step.model_states import PARAMETERS, Held
+from zeroshard.torch_private import wrapper_tensor
 
 _MADE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "SGD", "Lion", "MuonWithAdamW"}
 """Optimizers whose first states are zeros, whatever the learning rate."""
@@ -40,21 +42,28 @@ class Box:
     sizes: tuple[int, ...]
     tensor: Tensor
 
+    def moved(self, by: Sequence[int]) -> Box:
+        """Return it in a tensor of which its own is a part."""
+        offsets = tuple(own + start for own, start in zip(self.offsets, by, strict=True))
+        return replace(self, offsets=offsets)
+
     @property
     def chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
 
 def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
-    """The boxes that elements [start, start + flat.numel()) of a flattened tensor are, in order. Views of `flat`."""
+    """Cut elements [start, start + flat.numel()) of a flattened tensor into boxes, in order. They are views of `flat`."""
     if not flat.numel():
         return
-    if len(shape) <= 1:
-        yield Box(
-            (start,) if shape else (), (flat.numel(),) if shape else (), flat.view(-1) if shape else flat.view(())
-        )
+    if not shape:
+        yield Box((), (), flat.view(()))
         return
-    row, inner = prod(shape[1:]), tuple(shape[1:])
+    if len(shape) == 1:
+        yield Box((start,), (flat.numel(),), flat.view(-1))
+        return
+    inner = tuple(shape[1:])
+    row = prod(inner)
     done = 0
     while done < flat.numel():
         position = start + done
@@ -72,9 +81,9 @@ def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
 
 
 class Parts(Tensor):
-    """What this rank holds of one tensor, as DCP asks for it (torch.distributed._checkpointable).
+    """This rank's parts of one tensor, in the form that DCP understands.
 
-    DCP looks at its shape and dtype and asks the three questions below. It is a tensor since DCP asks nothing else, has no
+    DCP looks at its shape and dtype and calls the three methods below. It is a tensor, since DCP calls nothing else, but has no
     storage, and takes no operation.
     """
 
@@ -83,8 +92,9 @@ class Parts(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, writes: Sequence[Box], reads: Sequence[Box], dtype: torch.dtype) -> Parts:
-        made: Parts = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
-        made._writes, made._reads = writes, {torch.Size(box.offsets): box for box in reads}
+        made: Parts = wrapper_tensor(cls, shape, dtype=dtype)
+        made._writes = writes
+        made._reads = {torch.Size(box.offsets): box for box in reads}
         return made
 
     @classmethod
@@ -116,20 +126,11 @@ class Parts(Tensor):
         return self._reads[index.offset].tensor
 
 
-class HasStates(Protocol):
-    """What `shard` returns, as far as it is needed here."""
+class HasCheckpoints(Protocol):
+    """The part of `Sharded` that is needed here."""
 
     @property
-    def optimizer(self) -> ShardedOptimizer: ...
-
-    @property
-    def states(self) -> ModelStates: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def take_masters(self) -> None:
-        """The parameters follow master weights that were written to."""
+    def checkpoints(self) -> Checkpoints: ...
 
 
 class DistributedState(Stateful):
@@ -138,8 +139,8 @@ class DistributedState(Stateful):
     Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not in it: give DCP those yourself.
     """
 
-    def __init__(self, sharded: HasStates) -> None:
-        self._sharded = sharded
+    def __init__(self, sharded: HasCheckpoints) -> None:
+        self._live = sharded.checkpoints.live
 
     def state_dict(self) -> dict[str, Any]:
         """Live memory. Before the first step the optimizer's states are made, so that a load has where to read to.
@@ -147,75 +148,76 @@ class DistributedState(Stateful):
         Raises:
             UsageError: states rest on disk, and there is no memory to show.
         """
-        if not all(held.shard.is_here for held in self._sharded.states.held()):
+        self._live.schedule.refuse_unseen_changes()
+        if not all(held.shard.is_here for held in self._live.states.held()):
             raise UsageError(
                 "torch.distributed.checkpoint reads and writes memory, and under this policy model states rest elsewhere: use "
                 "sharded.save and sharded.load."
             )
         self._make_states()
         parts: dict[tuple[str, str], list[Held]] = {}
-        scalars: dict[str, dict[str, Any]] = {}
-        shapes: dict[str, torch.Size] = {}
-        for held in self._sharded.states.held():
-            fqn = held.named.fqn
-            shapes[fqn] = held.named.shape
-            for name in (PARAMETERS, *held.state):
-                if name == PARAMETERS or held.along(name) is not None:
-                    parts.setdefault((fqn, name), []).append(held)
-                else:
-                    scalars.setdefault(fqn, {})[name] = held.state[name]
-        result: dict[str, Any] = {"model": {}, "optim": {}}
+        model: dict[str, Any] = {}
+        optim: dict[str, dict[str, Any]] = {}
+        for held in self._live.states.held():
+            for name in held.states:
+                parts.setdefault((held.named.fqn, name), []).append(held)
+            if held.beside:
+                optim.setdefault(held.named.fqn, {}).update(held.beside)
         for (fqn, name), helds in parts.items():
-            tensors = [(held, held.value if name == PARAMETERS else held.along(name)) for held in helds]
-            reads = [box for held, t in tensors if t is not None for box in boxes(shapes[fqn], held.start, t)]
-            rank = self._sharded.rank
-            writes = [
-                box
-                for held, t in tensors
-                if t is not None and held.owner == rank
-                for box in boxes(shapes[fqn], held.start, t)
-            ]
-            made = Parts(
-                shapes[fqn], writes, reads, helds[0].value.dtype if name == PARAMETERS else reads[0].tensor.dtype
-            )
+            placement = helds[0].named.placement
+            shape = torch.Size(placement.shape)
+            reads: list[Box] = []
+            writes: list[Box] = []
+            for held in helds:
+                tensor = held.tensor(name)
+                assert tensor is not None
+                dtype = tensor.dtype
+                found = [one.moved(placement.starts) for one in boxes(placement.local_shape, held.span.start, tensor)]
+                reads += found
+                if self._live.writes(held):
+                    writes += found
+            made = Parts(shape, writes, reads, dtype)
             if name == PARAMETERS:
-                result["model"][fqn] = made
+                model[fqn] = made
             else:
-                result["optim"].setdefault(fqn, {})[name] = made
-        for fqn, values in scalars.items():
-            result["optim"].setdefault(fqn, {}).update(values)
-        return result
+                optim.setdefault(fqn, {})[name] = made
+        return {"model": model, "optim": optim}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """DCP has read into the memory that `state_dict` showed: the model takes it. Every rank must call it."""
         optim: Mapping[str, Mapping[str, Any]] = state_dict.get("optim", {})
-        for held in self._sharded.states.held():
+        for held in self._live.states.held():
             for name, value in optim.get(held.named.fqn, {}).items():
                 if not isinstance(value, Parts) and held.view is not None:
-                    state = self._sharded.optimizer.state[held.view.value]
-                    state[name] = value.clone() if isinstance(value, Tensor) else value
-        self._sharded.take_masters()
+                    state = self._live.step.state[held.view.value]
+                    state[name] = value
+                    if isinstance(value, Tensor):  # spans of one parameter must not share it
+                        state[name] = value.clone()
+        for unit in self._live.units:
+            unit.take_masters()
 
     def _make_states(self) -> None:
-        """A step with gradients of zero and a rate of zero, counted as none: the states are those before the first step."""
-        optimizer = self._sharded.optimizer
-        if optimizer.state or not optimizer.views:
+        """Make the states as they are before the first step: by one with gradients and a rate of zero, which does not count."""
+        step = self._live.step
+        if step.state or not step.views:
             return
-        if type(optimizer.inner).__name__ not in _MADE:
+        names = {type(one).__name__ for one in optimizers_of(step.inner)}
+        if names - _MADE:
             raise UsageError(
-                f"the states of {type(optimizer.inner).__name__} cannot be made without a step: take one before."
+                f"the states of {' and '.join(sorted(names - _MADE))} cannot be made without a step: take one before."
             )
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for view in optimizer.views:
+        rates = [group["lr"] for group in step.inner.param_groups]
+        for group in step.inner.param_groups:
+            group["lr"] = group["lr"] * 0.0
+        for view in step.views:
             view.value.grad = torch.zeros_like(view.value)
-        optimizer.step_inner()
-        for view in optimizer.views:
+        step.step_inner()
+        for view in step.views:
             view.value.grad = None
-            state = optimizer.state[view.value]
-            for name, start in (("step", 0), ("mu_product", 1)):
-                if isinstance(state.get(name), Tensor):
-                    state[name].fill_(start)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            state = step.state[view.value]
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(0)
+            if isinstance(state.get("mu_product"), Tensor):
+                state["mu_product"].fill_(1)
+        for group, rate in zip(step.inner.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -1,21 +1,23 @@
-"""Owns the way in from DeepSpeed: a checkpoint of ZeRO stage 1, 2 or 3 becomes one of ours. Called by cli.
+"""Owns the import from DeepSpeed: a checkpoint of ZeRO stage 1, 2 or 3 becomes one of zeroshard's.
 
-DeepSpeed pickles. The files are read with torch's `weights_only`, which runs no code of theirs; for the few classes that they
-name there are stand-ins here, so DeepSpeed need not be installed. Nothing is put together: each rank's flat partitions are mapped
-into memory, and their fragments become ranges of our files.
+DeepSpeed pickles. torch's `weights_only` reads the files, and runs no code of theirs; here are stand-ins for the few classes that
+they name, so DeepSpeed need not be installed. No whole is made: each rank's flat partitions are mapped into memory, and their
+fragments become spans of new files.
 
-Where an element lies (as DeepSpeed 0.19 writes it): under stages 1 and 2 `param_slice_mappings` gives each rank's fragments; under
-stage 3 every parameter is cut into world_size pieces of ceil(numel / world_size), one after another in the order of `param_shapes`.
+The place of an element (as DeepSpeed 0.19 writes it): under stages 1 and 2, `param_slice_mappings` gives each rank's fragments.
+Under stage 3, every parameter is cut into world_size pieces of ceil(numel / world_size), which follow one another in the order of
+`param_shapes`.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.manifest import ParameterRecord
-from zeroshard.checkpoint.saving import Where, finish_save, write_part
-from zeroshard.checkpoint.snapshot import Copied, Outline, Part
+from zeroshard.checkpoint.safetensors_file import Source
+from zeroshard.checkpoint.saving import Destination, Part, SavedSpan, complete, file_name, finish, write_part
 from zeroshard.checkpoint.values import Packer
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ZeroshardError
+from zeroshard.layout.layout import Span
 from zeroshard.observe.display import Advance, Display
 from zeroshard.policy import Policy
 from zeroshard.step.model_states import PARAMETERS
@@ -38,25 +41,23 @@ _STANDARD = {
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "autotp_config", "autoep_layers",
     "checkpoint_parallel_dimensions",
 }  # fmt: skip
-"""What is not client state in a model file."""
+"""Keys of a model file that are not client state."""
 
 
 class _LossScaler:
-    """Stands for DeepSpeed's loss scalers: attributes alone."""
+    """A stand-in for DeepSpeed's loss scalers: only attributes."""
 
 
 class _Fragment:
-    """Stands for deepspeed.utils.tensor_fragment.fragment_address."""
-
-    numel: int
-    start: int
+    """A stand-in for deepspeed.utils.tensor_fragment.fragment_address."""
 
     def __init__(self, numel: int = 0, start: int = 0) -> None:
-        self.numel, self.start = numel, start
+        self.numel = numel
+        self.start = start
 
 
 def _stage(value: int) -> int:
-    """Stands for ZeroStageEnum."""
+    """Stand in for ZeroStageEnum."""
     return value
 
 
@@ -70,7 +71,7 @@ _STAND_INS: list[Any] = [
 
 @dataclass(frozen=True)
 class _Flat:
-    """What one rank holds of one param group (or sub-group): 1-D tensors of one length, and its step count."""
+    """A rank's part of one param group (or sub-group): 1-D tensors of one length, and its step count."""
 
     states: dict[str, Tensor]
     values: dict[str, Any]
@@ -101,55 +102,71 @@ def import_deepspeed(
     models, optimizers = _files(source)
     shown = display or Display(speaks=False)
     with shown.task(f'importing "{source}"', sum(path.stat().st_size for path in optimizers)) as row:
-        return _convert(models, optimizers, Where(Path(out), source.name), row.advance)
+        return _convert(models, optimizers, Destination(Path(out), source.name), row.advance)
 
 
-def _convert(models: Sequence[Path], optimizers: Sequence[Path], where: Where, advance: Advance) -> Path:
-    """Write the files and the manifest of a checkpoint; returns its folder."""
-    model = _load(models[0])
-    shapes: list[Mapping[str, torch.Size]] = list(model["param_shapes"])
-    aliases: dict[str, list[str]] = {}
-    for alias, name in (model.get("shared_params") or {}).items():
-        aliases.setdefault(name, []).append(alias)
-    world_size, save = len(optimizers), uuid.uuid4().hex[:12]
-    target = where.folder / where.tag
-    target.mkdir(parents=True, exist_ok=True)
-    parameters = {
-        name: ParameterRecord(shape=list(shape), names=[name, *aliases.get(name, [])], trained=True, states={})
-        for group in shapes
-        for name, shape in group.items()
-    }
-    frozen = _frozen(model, parameters)
-    for name, shape in frozen.items():
-        parameters[name] = ParameterRecord(
-            shape=list(shape), names=[name, *aliases.get(name, [])], trained=False, states={}
-        )
-    reports, shared, groups, done = [], dict[str, Any](), list[dict[str, Any]](), dict[str, int]()
+def _convert(models: Sequence[Path], optimizers: Sequence[Path], to: Destination, advance: Advance) -> Path:
+    """Write the files and the manifest of a checkpoint; return its folder."""
+    model = _read_model(models[0], len(optimizers))
+    _refuse_incomplete(model, models, optimizers)
+    save = uuid.uuid4().hex[:12]
+    to.path.mkdir(parents=True, exist_ok=True)
+    reports = []
+    covered: dict[str, int] = {}
     for rank, path in enumerate(optimizers):
-        saved = _load(path)["optimizer_state_dict"]
-        stage = int(saved.get("zero_stage", 1))
-        own = model if rank == 0 else _load(models[rank]) if stage == 3 else {}
+        saved = _read_optimizer(path, len(optimizers))
         packer = Packer(f"rank_{rank:05d}/")
-        pieces, values = _pieces(saved, shapes, rank, world_size, done, path)
-        pieces += _frozen_pieces(own, frozen, rank, world_size if stage == 3 else 1)
+        spans, values = _saved_spans(saved, model, rank, covered)
+        buffers = {}
         if rank == 0:
-            shared = {key: packer.pack(value, key) for key, value in _shared(model, saved).items()}
-            groups = _groups(saved, shapes, packer)
-        buffers = {name: model["module"][name] for name in model.get("buffer_names") or []} if rank == 0 else {}
-        part = Part(pieces, values, tensors=packer.tensors, buffers=buffers)
-        file = target / f"rank_{rank:05d}.{save}.safetensors"
-        reports.append(write_part(part, file, where.tag, rank, list(buffers), advance))
-    outline = Outline(parameters, [], groups, None, Policy.stage(stage), shared)
-    finish_save(outline, where, save, reports)
-    return target
+            with _understood(models[0]):
+                shared = {key: packer.pack(value, key) for key, value in _shared(model, saved).items()}
+                buffers = model.buffers
+            with _understood(path):
+                groups = _groups(saved, model.shapes, packer)
+            outline = {
+                "policy": asdict(Policy.stage(saved.stage)),
+                "optimizer": None,
+                "parameters": model.parameters,
+                "param_groups": groups,
+                "values": {"shared": shared, "ranks": [], "description": {}},
+            }
+        spans += _frozen_spans(models, model, rank, saved.stage, len(optimizers))
+        part = Part(spans, values, tensors=packer.tensors, buffers=buffers)
+        file = to.path / file_name(rank, save)
+        reports.append(write_part(part, file, to.tag, rank, list(buffers), advance))
+    finish(complete(outline, to.tag, files.next_time(to.folder), reports), to, save)
+    return to.path
+
+
+def _refuse_incomplete(model: _ModelFile, models: Sequence[Path], optimizers: Sequence[Path]) -> None:
+    """Raise unless the pieces of all files cover every parameter exactly. Nothing is written yet."""
+    covered: dict[str, int] = {}
+    stages: dict[int, Path] = {}
+    for rank, path in enumerate(optimizers):
+        saved = _read_optimizer(path, len(optimizers))
+        stages.setdefault(saved.stage, path)
+        _saved_spans(saved, model, rank, covered)
+        for one in _frozen_spans(models, model, rank, saved.stage, len(optimizers)):
+            covered[one.span.name] = one.span.stop
+    if len(stages) > 1:
+        of = " and ".join(f"{path.name} is of stage {stage}" for stage, path in stages.items())
+        raise CheckpointError(f"{optimizers[0].parent} mixes two runs: {of}. Remove the files of one of them.")
+    for name, record in model.parameters.items():
+        numel = prod(record.shape)
+        if covered.get(name, 0) != numel:
+            raise CheckpointError(
+                f"{optimizers[0].parent} holds {covered.get(name, 0)} of the {numel} elements of {name}: a file is damaged, or of "
+                "another run. Copy the checkpoint again."
+            )
 
 
 # ---------------------------------------------------------------------- files
 
 
 def _find(folder: Path, tag: str | None) -> Path:
-    source = folder / tag if tag is not None else folder
-    if tag is None and not list(source.glob("*_optim_states.pt")):
+    source = folder if tag is None else folder / tag
+    if tag is None and not list(source.glob("*_optim_states.pt")) and not files.is_of_deepspeed(source):
         source = folder / files.latest_tag(folder)
     if not list(source.glob("*_optim_states.pt")):
         raise CheckpointError(f"{source} holds no *_optim_states.pt: it is no DeepSpeed ZeRO checkpoint.")
@@ -157,88 +174,235 @@ def _find(folder: Path, tag: str | None) -> Path:
 
 
 def _files(source: Path) -> tuple[list[Path], list[Path]]:
-    """Model files and optimizer files, in the order of ranks."""
+    """List model files and optimizer files, in the order of ranks."""
     found: dict[int, Path] = {}
-    for path in source.glob("*_optim_states.pt"):
-        match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", path.name)
+    for path in sorted(source.glob("*_optim_states.pt")):
+        match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt", path.name)
         if match is None or int(match[2]) != 0:
             raise CheckpointError(
                 f"{path} is of a model-parallel run, or of no ZeRO run: only data-parallel ones are imported."
             )
-        found[int(match[1])] = path
-    if sorted(found) != list(range(len(found))):
-        raise CheckpointError(f"{source} lacks the file of rank {min(set(range(len(found))) - set(found))}.")
-    sharded = [source / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(found))]
-    models = sharded if sharded[0].is_file() else [source / "mp_rank_00_model_states.pt"]
-    missing = [path for path in models if not path.is_file()]
+        rank = int(match[1])
+        if rank in found:
+            raise CheckpointError(
+                f"{source} holds two files of rank {rank}: {found[rank].name} and {path.name}. Remove those of the other run."
+            )
+        found[rank] = path
+    first = _read_optimizer(found[min(found)])
+    _refuse_other_ranks(first, found)
+    names = ["mp_rank_00_model_states.pt"]
+    if first.stage == 3:
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(first.world_size)]
+    for name in names:
+        if not (source / name).is_file():
+            raise CheckpointError(f"{source / name} is missing: copy it from where the checkpoint was written.")
+    return [source / name for name in names], [found[rank] for rank in range(first.world_size)]
+
+
+def _refuse_other_ranks(first: _OptimizerFile, found: Mapping[int, Path]) -> None:
+    """Raise unless there is one file of each rank that a file says there were."""
+    source = first.path.parent
+    says = f"{first.path.name} says that {first.world_size} ranks wrote it"
+    missing = sorted(set(range(first.world_size)) - set(found))
     if missing:
-        raise CheckpointError(f"{missing[0]} is missing.")
-    return models, [found[rank] for rank in range(len(found))]
+        raise CheckpointError(
+            f"{source} lacks the file of rank {missing[0]}, one of {len(missing)} that are missing: {says}. "
+            "Copy the checkpoint again."
+        )
+    extra = sorted(set(found) - set(range(first.world_size)))
+    if extra:
+        raise CheckpointError(
+            f"{source} holds {found[extra[0]].name}, one of {len(extra)} files too many: {says}. Remove the files of other runs."
+        )
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> Mapping[str, Any]:
     try:
         with torch.serialization.safe_globals(_STAND_INS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[-1]
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise CheckpointError(f"{path} cannot be read without running its code, or is damaged: {reason}") from None
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, and no dict."
+        )
+    return content
+
+
+@contextmanager
+def _understood(path: Path) -> Iterator[None]:
+    """Turn an error that a file's contents cause into a `CheckpointError` that names the file."""
+    try:
+        yield
+    except ZeroshardError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, KeyError):
+            reason = f"it lacks {reason}"
+        raise CheckpointError(
+            f"{path} is no file of a ZeRO checkpoint as DeepSpeed 0.19 writes it: {reason}.\n"
+            "Copy the checkpoint again; one of an older version must be saved again by 0.19."
+        ) from error
+
+
+@dataclass(frozen=True)
+class _ModelFile:
+    """The contents of rank 0's model file.
+
+    Attributes:
+        shapes: of trained parameters, by param group (or sub-group).
+        parameters: trained and frozen ones, for a manifest.
+        frozen: the shapes of the frozen ones.
+    """
+
+    content: Mapping[str, Any]
+    shapes: Sequence[Mapping[str, torch.Size]]
+    parameters: dict[str, ParameterRecord]
+    frozen: Mapping[str, torch.Size]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _OptimizerFile:
+    """A rank's optimizer file, and the stage and number of ranks that it names."""
+
+    path: Path
+    content: Mapping[str, Any]
+    stage: int
+    world_size: int
+
+
+def _read_model(path: Path, world_size: int) -> _ModelFile:
+    content = _read_model_content(path, world_size)
+    with _understood(path):
+        shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in content["param_shapes"]]
+        trained = {name: shape for group in shapes for name, shape in group.items()}
+        aliases: dict[str, list[str]] = {}
+        for alias, name in (content.get("shared_params") or {}).items():
+            aliases.setdefault(name, []).append(alias)
+        frozen = _frozen(content, trained)
+        parameters = {}
+        for name, shape in {**trained, **frozen}.items():
+            names = [name, *aliases.get(name, [])]
+            parameters[name] = ParameterRecord(shape=list(shape), names=names, trained=name in trained, states={})
+        buffers = {name: content["module"][name] for name in content.get("buffer_names") or []}
+        for name, buffer in buffers.items():
+            if not isinstance(buffer, Tensor):
+                raise TypeError(f"the buffer {name} is no tensor")
+        return _ModelFile(content, shapes, parameters, frozen, buffers)
+
+
+def _read_model_content(path: Path, world_size: int) -> Mapping[str, Any]:
+    content = _load(path)
+    with _understood(path):
+        ranks = int(content["dp_world_size"])
+    if ranks < 1 or world_size % ranks:  # sequence-parallel ranks share the states, too
+        raise CheckpointError(
+            f"{path} was written by {ranks} data-parallel ranks, and the optimizer's files beside it by {world_size}: they are "
+            "of two runs. Copy the checkpoint again, or remove the files of the other run."
+        )
+    return content
+
+
+def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile:
+    """Read one rank's file. If `world_size` is given, another number of ranks is refused."""
+    content = _load(path)
+    with _understood(path):
+        content = content["optimizer_state_dict"]
+        if not isinstance(content, Mapping):
+            raise TypeError("its optimizer_state_dict is no dict")
+        stage = int(content["zero_stage"])
+        counts = content["partition_count"]
+        if not isinstance(counts, list):
+            counts = [counts]
+        ranks = max(map(int, counts))
+        if stage not in (1, 2, 3) or ranks < 1:
+            raise ValueError(f"it is of stage {stage}, and of {ranks} ranks")
+    world_size = world_size or ranks
+    if any(int(count) != world_size for count in counts):
+        raise CheckpointError(
+            f"{path} was written by {ranks} ranks, and the files beside it by {world_size}: they are of two runs, or a part of the "
+            "model is expert-parallel, which is not imported. Remove the files of other runs."
+        )
+    return _OptimizerFile(path, content, stage, world_size)
 
 
 # ---------------------------------------------------------------------- model states
 
 
-def _pieces(
-    saved: Mapping[str, Any],
-    shapes: Sequence[Mapping[str, torch.Size]],
-    rank: int,
-    world_size: int,
-    done: dict[str, int],
-    path: Path,
-) -> tuple[list[Copied], dict[str, dict[str, Any]]]:
-    pieces: list[Copied] = []
+_Placed = tuple[Span, int, _Flat]
+"""A span of a parameter, where it starts in flat tensors, and these."""
+
+
+def _saved_spans(
+    saved: _OptimizerFile, model: _ModelFile, rank: int, covered: dict[str, int]
+) -> tuple[list[SavedSpan], dict[str, dict[str, Any]]]:
+    """Find what one optimizer file holds. `covered` counts the elements of each parameter that the ranks before hold."""
+    spans: list[SavedSpan] = []
     values: dict[str, dict[str, Any]] = {}
-    if "param_slice_mappings" in saved:
-        fragments = _fragments_of_slices(saved, done)
-    elif "fp32_flat_groups" in saved:
-        fragments = _fragments_of_stage3(saved, shapes, rank, world_size)
-    else:
-        raise CheckpointError(f"{path} is of a version of DeepSpeed that says not where its parameters lie; 0.19 does.")
-    for name, start, low, numel, flat in fragments:
-        values[name] = flat.values
-        if numel:
-            pieces += [Copied(tensor[low : low + numel], name, state, start) for state, tensor in flat.states.items()]
-    return pieces, values
+    with _understood(saved.path):
+        if "param_slice_mappings" in saved.content:
+            fragments = _fragments_of_slices(saved.content, covered)
+        elif "fp32_flat_groups" in saved.content:
+            fragments = _fragments_of_stage3(saved.content, model.shapes, rank, saved.world_size)
+        else:
+            raise CheckpointError(
+                f"{saved.path} is of a version of DeepSpeed that does not say where its parameters lie; 0.19 does: save it again."
+            )
+        for span, start, flat in fragments:
+            _refuse_outside(span, start, flat, model, covered)
+            values[span.name] = flat.values
+            covered[span.name] = span.stop
+            if span.numel:
+                for state, tensor in flat.states.items():
+                    spans.append(SavedSpan(span, state, Source.of(tensor[start : start + span.numel])))
+    return spans, values
 
 
-Fragment = tuple[str, int, int, int, _Flat]
-"""(name, where it starts in the flattened parameter, where in the flat tensors, elements, the tensors)."""
+def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, covered: Mapping[str, int]) -> None:
+    """Raise where a fragment does not follow the one before, or lies outside of its parameter or of its flat tensors."""
+    if span.name not in model.parameters or not model.parameters[span.name].trained:
+        raise ValueError(f"it holds {span.name}, which the model file does not list as trained")
+    numel = prod(model.parameters[span.name].shape)
+    if not covered.get(span.name, 0) == span.start <= span.stop <= numel:
+        raise ValueError(f"it holds elements {span.start} to {span.stop} of {span.name}, which has {numel}")
+    if not 0 <= start <= start + span.numel <= flat.states[PARAMETERS].numel():
+        raise ValueError(f"it says that {span.name} lies beyond its own end")
 
 
-def _fragments_of_slices(saved: Mapping[str, Any], done: dict[str, int]) -> Iterator[Fragment]:
-    """Stages 1 and 2: a parameter's fragments follow one another over the ranks. `done` counts what the ranks before hold."""
+def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -> Iterator[_Placed]:
+    """Stages 1 and 2: a parameter's fragments follow one another over the ranks."""
     base = saved["base_optimizer_state"]
     for number, mapping in enumerate(saved["param_slice_mappings"]):
         flat = _flat(saved["single_partition_of_fp32_groups"][number], base, number)
         for name, fragment in mapping.items():
-            start = done.get(name, 0)
-            done[name] = start + fragment.numel
-            yield name, start, fragment.start, fragment.numel, flat
+            start = covered.get(name, 0)
+            yield Span(name, start, start + fragment.numel), fragment.start, flat
 
 
 def _fragments_of_stage3(
     saved: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]], rank: int, world_size: int
-) -> Iterator[Fragment]:
-    base, partitions = saved["optimizer_state_dict"], saved["fp32_flat_groups"]
-    flats = [_flat(partition, base, number) for number, partition in enumerate(partitions)]
-    number, offset = 0, 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        each = -(-shape.numel() // world_size)
-        while each and offset + each > partitions[number].numel():  # the next sub-group
-            number, offset = number + 1, 0
-        start = min(rank * each, shape.numel())
-        yield name, start, offset, min(each, shape.numel() - start), flats[number]
-        offset += each
+) -> Iterator[_Placed]:
+    """Find the pieces of stage 3, which fill each flat tensor exactly."""
+    partitions = saved["fp32_flat_groups"]
+    flats = [_flat(partition, saved["optimizer_state_dict"], number) for number, partition in enumerate(partitions)]
+    number = 0
+    offset = 0
+    for group in shapes:
+        for name, shape in group.items():
+            each = -(-shape.numel() // world_size)
+            if each and number < len(flats) and offset == partitions[number].numel():  # the next sub-group
+                number += 1
+                offset = 0
+            if number >= len(flats) or offset + each > partitions[number].numel():
+                raise ValueError(f"it has too few elements for {name}")
+            start = min(rank * each, shape.numel())
+            yield Span(name, start, min(start + each, shape.numel())), offset, flats[number]
+            offset += each
+    if number != len(flats) - 1 or offset != partitions[number].numel():
+        raise ValueError("it has more elements than the parameters of the model file")
 
 
 def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
@@ -254,66 +418,78 @@ def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
     return _Flat({PARAMETERS: partition.view(-1), **{name: value.view(-1) for name, value in along.items()}}, packed)
 
 
-def _frozen(model: Mapping[str, Any], trained: Mapping[str, ParameterRecord]) -> dict[str, torch.Size]:
-    """The parameters that are not trained. Under stages 1 and 2 they are whole in the module, and may be named nowhere else."""
-    known = {*trained, *(model.get("shared_params") or {}), *(model.get("buffer_names") or [])}
+def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Find the parameters that are not trained. Stages 1 and 2 hold them whole in the module, and may name them nowhere else."""
     listed = dict(model.get("frozen_param_shapes") or {})
-    return listed or {name: tensor.shape for name, tensor in model["module"].items() if name not in known}
+    if listed:
+        return {name: torch.Size(shape) for name, shape in listed.items()}
+    if not trained.keys() <= model["module"].keys():
+        raise ValueError(f"its module lacks {min(trained.keys() - model['module'].keys())}")
+    known = {*trained, *(model.get("shared_params") or {}), *(model.get("buffer_names") or [])}
+    return {name: tensor.shape for name, tensor in model["module"].items() if name not in known}
 
 
-def _frozen_pieces(
-    model: Mapping[str, Any], frozen: Mapping[str, torch.Size], rank: int, world_size: int
-) -> list[Copied]:
-    """What one model file holds of them: with `world_size` 1 all, else this rank's fragment."""
-    fragments = model.get("frozen_param_fragments") or {}
-    pieces = []
-    for name, shape in frozen.items() if model else ():
-        flat = (fragments[name] if name in fragments else model["module"][name]).detach().reshape(-1)
-        start = rank * flat.numel() if world_size > 1 else 0
-        numel = min(flat.numel(), shape.numel() - start)
-        if numel > 0:
-            pieces.append(Copied(flat[:numel], name, PARAMETERS, start))
-    return pieces
+def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: int, world_size: int) -> list[SavedSpan]:
+    """Take frozen parameters from the model files: rank 0 all of them or, where they are cut (stage 3), each rank's fragments."""
+    if not model.frozen or (rank and stage != 3):
+        return []
+    path = models[rank]
+    content = model.content
+    if rank:
+        content = _read_model_content(path, world_size)
+    spans = []
+    with _understood(path):
+        fragments = content.get("frozen_param_fragments") or {}
+        for name, shape in model.frozen.items():
+            flat = (fragments[name] if name in fragments else content["module"][name]).detach().reshape(-1)
+            each = shape.numel()
+            if stage == 3:
+                each = -(-each // world_size)
+            if flat.numel() != each:
+                raise ValueError(f"it holds {flat.numel()} elements of {name}, and not {each}")
+            start = min(rank * each, shape.numel())
+            stop = min(start + each, shape.numel())
+            if start < stop:
+                spans.append(SavedSpan(Span(name, start, stop), PARAMETERS, Source.of(flat[: stop - start])))
+    return spans
 
 
 # ---------------------------------------------------------------------- the rest
 
 
-def _groups(
-    saved: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]], packer: Packer
-) -> list[dict[str, Any]]:
-    base = saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
-    return [
-        {
-            "names": list(names),
-            "options": packer.pack({k: v for k, v in group.items() if k not in ("params", "step")}, "group"),
-        }
-        for group, names in zip(base["param_groups"], shapes, strict=False)
-    ]
+def _groups(saved: _OptimizerFile, shapes: Sequence[Mapping[str, torch.Size]], packer: Packer) -> list[dict[str, Any]]:
+    base = saved.content.get("base_optimizer_state") or saved.content["optimizer_state_dict"]
+    groups = []
+    for group, names in zip(base["param_groups"], shapes, strict=False):
+        options = {key: value for key, value in group.items() if key not in ("params", "step")}
+        groups.append({"names": list(names), "options": packer.pack(options, "group")})
+    return groups
 
 
-def _shared(model: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(model: _ModelFile, saved: _OptimizerFile) -> dict[str, Any]:
+    content = model.content
+    counters = ("global_steps", "global_samples", "skipped_steps")
     return {
-        "engine": {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps") if key in model},
-        "lr_scheduler": model.get("lr_scheduler"),
-        "loss_scaler": _loss_scaler(saved.get("loss_scaler")),
+        "engine": {key: int(content[key]) for key in counters if key in content},
+        "lr_scheduler": content.get("lr_scheduler"),
+        "loss_scaler": _loss_scaler(saved.content.get("loss_scaler")),
         "data": None,
-        "client_state": {key: value for key, value in model.items() if key not in _STANDARD},
+        "client_state": {key: value for key, value in content.items() if key not in _STANDARD},
     }
 
 
 def _loss_scaler(scaler: Any) -> dict[str, Any]:
-    """The fields of our loss scaler, see optim.loss_scaler."""
-    told = vars(scaler) if scaler is not None else {}
-    if "cur_iter" not in told:
-        return {"scale": float(told.get("cur_scale", 1.0))}
+    """Map to the fields of zeroshard's loss scaler, see optim.loss_scaler."""
+    fields: Mapping[str, Any] = {} if scaler is None else vars(scaler)
+    if "cur_iter" not in fields:
+        return {"scale": float(fields.get("cur_scale", 1.0))}
     return {
-        "scale": float(told["cur_scale"]),
-        "window": told["scale_window"],
-        "hysteresis": told["delayed_shift"],
-        "consecutive_hysteresis": told["consecutive_hysteresis"],
-        "min_scale": told["min_scale"],
-        "_left": told["cur_hysteresis"],
-        "_step": told["cur_iter"],
-        "_last_overflow": told["last_overflow_iter"],
+        "scale": float(fields["cur_scale"]),
+        "window": fields["scale_window"],
+        "hysteresis": fields["delayed_shift"],
+        "consecutive_hysteresis": fields["consecutive_hysteresis"],
+        "min_scale": fields["min_scale"],
+        "_left": fields["cur_hysteresis"],
+        "_step": fields["cur_iter"],
+        "_last_overflow": fields["last_overflow_iter"],
     }

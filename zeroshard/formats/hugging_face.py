@@ -1,17 +1,22 @@
-"""Owns the way out: the Hugging Face layout, written with bounded memory, from a checkpoint or from a model that trains.
+"""Owns the export in the Hugging Face layout, with bounded memory, from a checkpoint or from a model that trains.
 
-Called by checkpoints and cli. From a checkpoint one process streams. From a model each rank writes its own ranges to where they
-belong in the files, and nothing is sent. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files
-and `model.safetensors.index.json`; tied parameters are stored once, under the first of their names.
+From a checkpoint one process writes everything. From a model each rank writes its own ranges to their places in the files, and
+nothing is sent. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files and
+`model.safetensors.index.json`; tied parameters are stored once, under the first of their names.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +24,216 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.checkpoints import Checkpoints
-from zeroshard.checkpoint.chunks import Task
-from zeroshard.checkpoint.description import CONFIG, Description, describe
-from zeroshard.checkpoint.loading import Located, Reader, tasks_for
-from zeroshard.checkpoint.manifest import Manifest, dtype_of
+from zeroshard.checkpoint.live_model import CONFIG, Description, describe
+from zeroshard.checkpoint.loading import Reader, StoredTensor
+from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.errors import CheckpointError
-from zeroshard.formats.model_files import (
-    ADAPTER,
-    BATCH_NBYTES,
-    INDEX,
-    MAX_SHARD_NBYTES,
-    FilePlan,
-    Source,
-    begin,
-    finish,
-    index_of,
-    make_folders,
-    plan,
-    write_ranges,
+from zeroshard.layout.layout import Span
+from zeroshard.observe.display import Advance, Display, ignore
+from zeroshard.storage.buffers import memory_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+MAX_SHARD_NBYTES = 5_000_000_000
+"""The default `max_shard_size` of transformers."""
+_BATCH_NBYTES = 32 << 20
+"""Bytes that are held while a tensor is streamed, in each of two dtypes."""
+_EXPORTED = re.compile(
+    rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|"
+    r"model-\d{5}-of-\d{5}\.safetensors(\.tmp)?"
 )
-from zeroshard.observe.display import Advance, Display
-from zeroshard.schedule.unit import Unit
-from zeroshard.step.model_states import PARAMETERS
-from zeroshard.storage.raw_memory import memory_of
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A parameter or buffer `fqn` in an export: under `name`, in `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fqn: str
+
+    @classmethod
+    def of(cls, fqn: str, shape: Sequence[int], saved: torch.dtype, wanted: torch.dtype | None) -> Exported:
+        """Make one under its own name. Only floating-point tensors get the wanted dtype."""
+        return cls(fqn, tuple(shape), wanted if wanted is not None and saved.is_floating_point else saved, fqn)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file of an export."""
+
+    name: str
+    tensors: list[Exported]
+
+    @cached_property
+    def header(self) -> bytes:
+        return header({one.name: (one.dtype, one.shape) for one in self.tensors}, {"format": "pt"})
+
+    @property
+    def temporary(self) -> str:
+        return self.name + ".tmp"
+
+    @property
+    def data_nbytes(self) -> int:
+        return sum(one.nbytes for one in self.tensors)
+
+
+def _contents(
+    description: Description, tensors: Sequence[Exported], max_shard_nbytes: float
+) -> tuple[list[FilePlan], dict[str, Any]]:
+    """Plan the files of weights, and the contents of JSON files beside; of a PEFT model, only those of its adapters."""
+    if description.problem is not None:
+        raise CheckpointError(
+            f"there are no files of this model that another program would load: {description.problem}"
+        )
+    texts = dict(description.files)
+    plans: list[FilePlan] = []
+    if description.adapters is not None:
+        by_fqn = {one.fqn: one for one in tensors}
+        for folder, names in description.adapters.items():
+            own = []
+            for name, fqn in names.items():
+                if fqn not in by_fqn:
+                    raise CheckpointError(f"the adapter holds {fqn}, which the checkpoint leaves out.")
+                own.append(replace(by_fqn[fqn], name=name))
+            plans += spread(own, math.inf, folder + ADAPTER)
+        return plans, texts
+    plans = spread(tensors, max_shard_nbytes, SINGLE)
+    if len(plans) > 1:
+        weight_map = {one.name: plan.name for plan in plans for one in plan.tensors}
+        texts[INDEX] = {"metadata": {"total_size": sum(plan.data_nbytes for plan in plans)}, "weight_map": weight_map}
+    floating = [one.dtype for one in tensors if one.dtype.is_floating_point]
+    if CONFIG in texts and floating:
+        texts[CONFIG] = dict(texts[CONFIG])
+        for key in ("dtype", "torch_dtype"):
+            if key in texts[CONFIG]:
+                texts[CONFIG][key] = str(floating[0]).removeprefix("torch.")
+    return plans, texts
+
+
+def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) -> list[FilePlan]:
+    """Spread tensors over files. `single` is the file's name where there is only one."""
+    shards: list[list[Exported]] = [[]]
+    filled = 0
+    for one in tensors:
+        if shards[-1] and filled + one.nbytes > max_shard_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(one)
+        filled += one.nbytes
+    if len(shards) == 1:
+        return [FilePlan(single, shards[0])]
+    stem, _, ending = single.partition(".")
+    return [FilePlan(f"{stem}-{n:05d}-of-{len(shards):05d}.{ending}", one) for n, one in enumerate(shards, start=1)]
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make a folder, and keep other exports away from it: two would write to each other's files."""
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another export writes to {folder} now: wait until it has ended, or name another folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an `OSError` of a write into a `CheckpointError` that names the file: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _begin(folder: Path, plans: Sequence[FilePlan]) -> None:
+    """Make the files of their full size, with their headers."""
+    for plan in plans:
+        with naming(folder / plan.temporary):
+            (folder / plan.name).parent.mkdir(exist_ok=True)
+            with (folder / plan.temporary).open("wb") as file:
+                file.write(plan.header)
+                file.truncate(len(plan.header) + plan.data_nbytes)
+
+
+def _remove_temporaries(folder: Path, plans: Sequence[FilePlan]) -> None:
+    for plan in plans:
+        with suppress(OSError):
+            (folder / plan.temporary).unlink(missing_ok=True)
+
+
+def _write(
+    folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[Span, Tensor]], advance: Advance = ignore
+) -> None:
+    """Write spans of parameters and buffers (1-D tensors) to their places in files that are there, and flush these."""
+    places: dict[str, list[tuple[Path, FileIO, int, torch.dtype]]] = {}  # by fqn: file, offset, dtype there
+    with ExitStack() as stack:
+        opened = []
+        for plan in plans:
+            path = folder / plan.temporary
+            with naming(path):
+                file = stack.enter_context(path.open("r+b", buffering=0))
+            opened.append((path, file))
+            offset = len(plan.header)
+            for one in plan.tensors:
+                places.setdefault(one.fqn, []).append((path, file, offset, one.dtype))
+                offset += one.nbytes
+        for span, tensor in parts:
+            for path, file, offset, dtype in places[span.name]:
+                with naming(path):
+                    _write_span(file.fileno(), offset + span.start * dtype.itemsize, dtype, tensor)
+            advance(tensor.nbytes)
+        for path, file in opened:
+            with naming(path):
+                os.fsync(file.fileno())
+
+
+def _write_span(descriptor: int, offset: int, dtype: torch.dtype, tensor: Tensor) -> None:
+    step = max(_BATCH_NBYTES // dtype.itemsize, 1)
+    for low in range(0, tensor.numel(), step):
+        data = memory_of(tensor[low : low + step].to("cpu", dtype).contiguous())
+        at = offset + low * dtype.itemsize
+        done = 0
+        while done < len(data):
+            done += os.pwrite(descriptor, data[done:], at + done)
+
+
+def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -> list[Path]:
+    """Give the written files their names, write the JSON beside, and remove a former export's files."""
+    written = [folder / plan.name for plan in plans]
+    written += [folder / name for name in texts]
+    for plan in plans:
+        with naming(folder / plan.name):
+            (folder / plan.temporary).replace(folder / plan.name)
+    for name, content in texts.items():
+        with naming(folder / name):
+            (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with naming(folder):
+        for path in list(folder.iterdir()):
+            if path not in written and _EXPORTED.fullmatch(path.name):
+                path.unlink()
+    return written
 
 
 def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
-    display: Display | None = None,
+    exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
     """Write the model of a checkpoint as transformers does. Holds at most 64 MiB, whatever the model's size.
 
@@ -54,171 +241,95 @@ def export(
         out: a folder; files of a former export there are replaced.
         dtype: of the floating-point tensors; None is that of the master weights (fp32).
         max_shard_nbytes: a larger model is spread over several files.
+        exclude_frozen: write only trained parameters and buffers, without the files that describe a model.
         display: where it shows how far it has come; default: nowhere.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, or the folder cannot be written; or parameters were left out.
     """
-    folder, description = Path(out), Description.of(reader.manifest.values.get("description"))
-    excluded = reader.manifest.excluded if description.adapters is None else []  # an adapter needs no base
-    if excluded:
+    folder = Path(out)
+    manifest = reader.manifest
+    description = Description()
+    if not exclude_frozen:
+        description = Description.of(manifest.values.get("description", {}))
+    if manifest.excluded and not exclude_frozen and description.adapters is None:  # an adapter needs no base
         raise CheckpointError(
-            f"{reader.folder} leaves out {len(excluded)} frozen parameters (one is {excluded[0]}): there is no whole model in it."
+            f"{reader.folder} leaves out {len(manifest.excluded)} frozen parameters (one is {manifest.excluded[0]}): there is no "
+            "whole model in it."
         )
-    plans, texts = _contents(description, list(_sources(reader.manifest, dtype)), max_shard_nbytes)
-    try:
-        make_folders(folder, plans)
-        shown = display or Display(speaks=False)
-        with shown.task(f'writing "{folder}"', sum(one.nbytes for one in plans)) as row:
-            for one in plans:
-                _write(reader, one, folder / one.temporary, row.advance)
-        return finish(folder, plans, texts)
-    except (OSError, CheckpointError) as error:
-        for one in plans:
-            with suppress(OSError):
-                (folder / one.temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from error
-        missing = [one.name for one in reader.manifest.files if not (reader.folder / one.name).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts save to folders of "
-                "their own (node_local), bring the files of all of them together first."
-            ) from error
-        raise
+    stored = {one.names[0]: one for one in reader.model() if one.trained or not exclude_frozen}
+    tensors = [Exported.of(fqn, one.shape, one.dtype, dtype) for fqn, one in stored.items()]
+    plans, texts = _contents(description, tensors, max_shard_nbytes)
+    wanted = [stored[fqn] for fqn in dict.fromkeys(one.fqn for plan in plans for one in plan.tensors)]
+    shown = display or Display(speaks=False)
+    with claimed(folder):
+        try:
+            _begin(folder, plans)
+            with shown.task(f'writing "{folder}"', sum(one.span.numel * one.dtype.itemsize for one in wanted)) as row:
+                _write(folder, plans, _stream(reader, wanted), row.advance)
+            return _finish(folder, plans, texts)
+        except CheckpointError as error:
+            missing = [one.name for one in manifest.files if not (reader.folder / one.name).is_file()]
+            if missing:
+                raise CheckpointError(
+                    f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts save to "
+                    "folders of their own (node_local), bring the files of all of them together first."
+                ) from error
+            raise
+        finally:
+            _remove_temporaries(folder, plans)
 
 
-def _write(reader: Reader, plan: FilePlan, path: Path, advance: Advance) -> None:
-    """One file, flushed to the disk."""
-    with path.open("wb") as file:
-        file.write(plan.header)
-        for source in plan.sources:
-            for part in _stream(reader, source):
-                file.write(memory_of(part))
-                advance(part.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _contents(
-    description: Description, sources: Sequence[Source], max_shard_nbytes: float
-) -> tuple[list[FilePlan], dict[str, Any]]:
-    """The files of weights, and the contents of JSON files beside. Of a PEFT model, those of its adapters alone."""
-    if description.problem is not None:
-        raise CheckpointError(
-            f"there are no files of this model that another program would load: {description.problem}"
-        )
-    texts = dict(description.files)
-    if description.adapters is not None:
-        by_fqn = {source.fqn: source for source in sources}
-        plans = []
-        for folder, names in description.adapters.items():
-            left_out = [fqn for fqn in names.values() if fqn not in by_fqn]
-            if left_out:
-                raise CheckpointError(f"the adapter holds {left_out[0]}, which the checkpoint leaves out.")
-            own = [replace(by_fqn[fqn], name=name) for name, fqn in names.items()]
-            plans += plan(own, math.inf, folder + ADAPTER)
-        return plans, texts
-    plans = plan(sources, max_shard_nbytes)
-    if len(plans) > 1:
-        texts[INDEX] = index_of(plans)
-    floating = [source.dtype for source in sources if source.dtype.is_floating_point]
-    if CONFIG in texts and floating:
-        dtype = {
-            key: str(floating[0]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in texts[CONFIG]
-        }
-        texts[CONFIG] = {**texts[CONFIG], **dtype}
-    return plans, texts
+def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Span, Tensor]]:
+    for stored in wanted:
+        step = max(_BATCH_NBYTES // stored.dtype.itemsize, 1)
+        for start in range(0, stored.span.stop, step):
+            span = Span(stored.names[0], start, min(start + step, stored.span.stop))
+            yield span, reader.tensors([(stored, span)])[0]
 
 
 def export_live(
     checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
 ) -> None:  # fmt: skip
-    """Write a model that trains, see `export`: each rank its own ranges. Every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank, where any could not write.
-    """
+    """Write a model that trains, see `export`: each rank its own ranges. Every rank must call it; an error is one on all."""
+    live = checkpoints.live
+    live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()
-    live, folder = checkpoints.live, Path(out)
+    folder = Path(out)
     buffers = live.buffers
-    description = describe(live).as_json()
-    told = checkpoints.control.exchange_json(description if live.rank == 0 else None, "what the model says of itself")
-    plans, texts = _contents(Description.of(told[0]), _live_sources(live.units, buffers, dtype), max_shard_nbytes)
-    wanted = {source.fqn for one in plans for source in one.sources}
-    mine = [held for held in live.states.held() if held.owner == live.rank and held.named.fqn in wanted]
+    # Rank 0's description counts. PEFT's needs every rank.
+    described = checkpoints.control.exchange_json(asdict(describe(live)), "the model's description of itself")[0]
+    tensors = [
+        Exported.of(entry.fqn, entry.placement.shape, unit.master_dtype, dtype) for unit, entry in live.entries()
+    ]
+    tensors += [Exported.of(name, buffer.shape, buffer.dtype, dtype) for name, buffer in buffers.items()]
+    plans, texts = _contents(Description.of(described), tensors, max_shard_nbytes)
+    wanted = {one.fqn for plan in plans for one in plan.tensors}
+    mine = [held for held in live.states.held() if live.writes(held) and held.named.fqn in wanted]
 
-    def parts() -> Iterator[tuple[str, int, Tensor]]:
+    def parts() -> Iterator[tuple[Span, Tensor]]:
         for held in mine:
             with held.shard.opened():
-                yield held.named.fqn, held.start, held.value
+                for start, stop, before in held.named.placement.pieces(held.span.start, held.span.stop):
+                    yield Span(held.named.fqn, start, stop), held.value[before : before + stop - start]
         if live.rank == 0:
-            yield from ((name, 0, buffer.reshape(-1)) for name, buffer in buffers.items() if name in wanted)
+            for name, buffer in buffers.items():
+                if name in wanted:
+                    yield Span(name, 0, buffer.numel()), buffer.reshape(-1)
 
-    checkpoints.together(lambda: begin(folder, plans) if live.rank == 0 else None)
-    with checkpoints.display.task(
-        f'exporting to "{folder}"', sum(held.numel * held.dtype.itemsize for held in mine)
-    ) as row:
-        checkpoints.together(lambda: write_ranges(folder, plans, parts(), row.advance))
-    checkpoints.together(lambda: finish(folder, plans, texts) if live.rank == 0 else None)
-
-
-def _live_sources(units: Sequence[Unit], buffers: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[Source]:
-    """What a model that trains would export: the same list on every rank."""
-    found = []
-    for unit in units:
-        for entry in unit.named:
-            own = unit.master_dtype
-            found.append(Source(entry.fqn, tuple(entry.shape), _target(own, dtype), own, entry.fqn))
-    for name, buffer in buffers.items():
-        found.append(Source(name, tuple(buffer.shape), _target(buffer.dtype, dtype), buffer.dtype, name))
-    return found
-
-
-def _sources(manifest: Manifest, dtype: torch.dtype | None) -> Iterator[Source]:
-    for record in manifest.parameters.values():
-        state = record.states.get(PARAMETERS)
-        saved = dtype_of(state.dtype) if state is not None else torch.float32  # none: it has no elements
-        yield Source(record.names[0], tuple(record.shape), _target(saved, dtype), saved, record.names[0])
-    for name, packed in _buffers(manifest).items():
-        if "$scalar" in packed:
-            saved = dtype_of(packed["$scalar"][0])
-            yield Source(name, (), _target(saved, dtype), saved, name)
-        else:
-            tensor = manifest.tensors[packed["$tensor"]]
-            saved = dtype_of(tensor.dtype)
-            yield Source(name, tuple(tensor.shape), _target(saved, dtype), saved, name)
-
-
-def _buffers(manifest: Manifest) -> Mapping[str, Any]:
-    ranks = manifest.values.get("ranks", [])
-    buffers: Mapping[str, Any] = ranks[0].get("buffers", {}) if ranks else {}
-    return buffers
-
-
-def _target(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and saved.is_floating_point else saved
-
-
-def _stream(reader: Reader, source: Source) -> Iterator[Tensor]:
-    """The flattened tensor, piece by piece."""
-    packed = _buffers(reader.manifest).get(source.fqn)
-    if packed is not None and "$scalar" in packed:
-        yield torch.tensor([packed["$scalar"][1]], dtype=source.dtype)
-        return
-    step = max(BATCH_NBYTES // source.saved.itemsize, 1)
-    for start in range(0, source.numel, step):
-        out = torch.empty(min(step, source.numel - start), dtype=source.saved)
-        reader.read(list(_tasks(reader, source, packed, start, out)))
-        yield out.to(source.dtype)
-
-
-def _tasks(reader: Reader, source: Source, packed: Any, start: int, out: Tensor) -> Iterator[Located]:
-    if packed is None:
-        record = reader.parameter([source.fqn])
-        assert record is not None
-        yield from tasks_for(record.states[PARAMETERS], start, out, source.fqn)
-    else:
-        record_ = reader.manifest.tensors[packed["$tensor"]]
-        yield Located(record_.file, Task(record_.offset + start * source.saved.itemsize, source.saved, out))
+    total = sum(held.span.numel * held.dtype.itemsize for held in mine)
+    with ExitStack() as stack:
+        with checkpoints.together(f'the files in "{folder}"'):
+            if live.rank == 0:
+                stack.enter_context(claimed(folder))
+                stack.callback(_remove_temporaries, folder, plans)
+                _begin(folder, plans)
+        with (
+            checkpoints.together(f'the tensors in "{folder}"'),
+            checkpoints.display.task(f'exporting to "{folder}"', total) as row,
+        ):
+            _write(folder, plans, parts(), row.advance)
+        with checkpoints.together(f'the end of an export to "{folder}"'):
+            if live.rank == 0:
+                _finish(folder, plans, texts)

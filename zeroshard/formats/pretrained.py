@@ -1,4 +1,4 @@
-"""Owns models that begin with values from a file, or with none: every rank reads its own part. Called by users, before `shard`.
+"""Owns models that begin with values from a file, or with none, before `shard`: every rank reads its own part.
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -6,14 +6,14 @@
     zeroshard.load_pretrained(model, "folder with model.safetensors.index.json")
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-Parameters come out born sharded, see born: the whole of the model exists on no rank.
+Parameters come out born sharded, see born: no rank ever holds the whole model.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,12 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.born import Births, BornSharded, Shard, born, cut_parameter, shard_of
+from zeroshard.checkpoint.live_model import persistent_buffers
+from zeroshard.checkpoint.loading import some_of
 from zeroshard.checkpoint.safetensors_file import SafetensorsReader
+from zeroshard.construction.born import Births, BornSharded, Shard, born, cut_parameter, shard_of
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.formats.model_files import INDEX, SINGLE
+from zeroshard.formats.hugging_face import INDEX, SINGLE
 from zeroshard.layout.names import name_of
 from zeroshard.observe.display import Display
+from zeroshard.torch_private import own_buffers, own_parameters
 
 
 def load_pretrained(
@@ -59,11 +62,9 @@ def load_pretrained(
     """
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
     with ExitStack() as stack:
-        readers = {
-            name: stack.enter_context(SafetensorsReader(name)) for name in dict.fromkeys(_files(Path(path)).values())
-        }
-        home = {tensor: reader for reader in readers.values() for tensor in reader.entries}
-        total = sum(entry.nbytes for reader in readers.values() for entry in reader.entries.values())
+        readers = [stack.enter_context(SafetensorsReader(file)) for file in _files(Path(path))]
+        home = {name: reader for reader in readers for name in reader.entries}
+        total = sum(entry.nbytes for reader in readers for entry in reader.entries.values())
         display = Display(speaks=not dist.is_initialized() or dist.get_rank() == 0)
         row = stack.enter_context(display.task(f'loading "{path}"', total))
         missing: list[str] = []
@@ -80,7 +81,7 @@ def load_pretrained(
     unexpected = sorted(home.keys() - used)
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} is of another model: it lacks {_some(missing)}, and {type(model).__name__} lacks {_some(unexpected)}. "
+            f"{path} is of another model: it lacks {some_of(missing)}, and {type(model).__name__} lacks {some_of(unexpected)}. "
             "strict=False loads what both have."
         )
     return missing, unexpected
@@ -107,20 +108,20 @@ def materialise(
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
     made: dict[int, nn.Parameter] = {}
     for fqn, module in model.named_modules():
-        own = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
-        buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+        own = [name for name, p in own_parameters(module).items() if p is not None and p.is_meta]
+        buffers = [name for name, b in own_buffers(module).items() if b is not None and b.is_meta]
         if not own and not buffers:
             continue
         fresh = []
         for name in own:
-            before = module._parameters[name]
+            before = own_parameters(module)[name]
             assert before is not None
             if id(before) not in made:
                 made[id(before)] = nn.Parameter(torch.empty_like(before, device=births.device), before.requires_grad)
                 fresh.append(made[id(before)])
-            module._parameters[name] = made[id(before)]
+            own_parameters(module)[name] = made[id(before)]
         for name in buffers:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=births.device)  # type: ignore[arg-type]
+            own_buffers(module)[name] = torch.empty_like(own_buffers(module)[name], device=births.device)  # type: ignore[arg-type]
         if initialise is None and not hasattr(module, "reset_parameters"):
             raise UsageError(
                 f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: give "
@@ -143,31 +144,32 @@ def _read(
         raise CheckpointError(
             f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} {tuple(tensor.shape)}."
         )
-    if not tensor.is_meta and not isinstance(tensor, BornSharded):
-        with torch.no_grad():
-            target = (
-                tensor.detach()
-                if tensor.is_contiguous()
-                else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            )
+    if isinstance(tensor, BornSharded):
+        _read_part(reader, name, shard_of[tensor], shard_of[tensor].own)
+    elif not tensor.is_meta:
+        target = tensor.detach()
+        if target.is_contiguous():
             reader.read_into(name, 0, target)
-            tensor.detach().copy_(target)
-        return
-    if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():  # whole on every rank
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            reader.read_into(name, 0, whole)
+            target.copy_(whole)
+    elif isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+        shard = Shard(tensor.shape, births)
+        _read_part(reader, name, shard, births.room(shard.numel, tensor.dtype, births.device))
+        _replace(model, fqns, born(shard, tensor.shape, tensor.requires_grad))
+    else:  # whole on every rank
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=births.device)
         reader.read_into(name, 0, whole)
-        _replace(model, fqns, nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole)
-        return
-    if isinstance(tensor, BornSharded):
-        shard, own = shard_of[tensor], shard_of[tensor].own
-    else:
-        shard = Shard(tensor.shape, births)
-        own = births.room(shard.numel, tensor.dtype, births.device)
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, False)
+        _replace(model, fqns, whole)
+
+
+def _read_part(reader: SafetensorsReader, name: str, shard: Shard, own: Tensor) -> None:
     start, stop = shard.range
     reader.read_into(name, start, own[: stop - start])
     shard.own = own
-    if not isinstance(tensor, BornSharded):
-        _replace(model, fqns, born(shard, tensor.shape, tensor.requires_grad))
 
 
 def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
@@ -175,37 +177,30 @@ def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
     for fqn in fqns:
         prefix, _, name = fqn.rpartition(".")
         module = model.get_submodule(prefix)
-        kind = module._parameters if name in module._parameters else module._buffers
-        kind[name] = tensor  # type: ignore[assignment]
+        if name in own_parameters(module):
+            own_parameters(module)[name] = tensor  # type: ignore[assignment]
+        else:
+            own_buffers(module)[name] = tensor
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Parameters, and the buffers that a state dict holds, each once with all its names."""
+    """List parameters, and the buffers that a state dict holds, each once with all its names."""
     names: dict[int, tuple[list[str], Tensor]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), ([], parameter))[0].append(fqn)
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                names.setdefault(id(buffer), ([], buffer))[0].append(f"{prefix}.{name}" if prefix else name)
+    for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
+        names.setdefault(id(tensor), ([], tensor))[0].append(fqn)
     yield from names.values()
 
 
-def _files(path: Path) -> Mapping[str, Path]:
-    """Tensor names, or "" for all, to the files that hold them."""
+def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if not found:
             raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}.")
         path = found[0]
     if not path.name.endswith(".json"):
-        return {"": path}
+        return [path]
     try:
         weights = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): path.parent / str(file) for name, file in weights.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [path.parent / file for file in dict.fromkeys(weights.values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error!r}).") from None
-
-
-def _some(names: list[str]) -> str:
-    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"

@@ -1,6 +1,6 @@
 """Owns the gradients of one bucket: gathered from autograd, summed over microbatches, reduced to the mean over ranks.
 
-Called by unit (which hands it gradients) and reductions (which say when). For a bucket of n elements on one of W ranks (S = n / W)
+For a bucket of n elements on one of W ranks (S = n / W)
 there is, where gradients are not sharded, a tensor [W, S]: this rank's sum between microbatches, then the mean; where they are, the
 mean [S] of this rank's shard alone. What one microbatch gives is gathered in scratch, or taken as autograd made it.
 """
@@ -8,23 +8,55 @@ mean [S] of this rank's shard alone. What one microbatch gives is gathered in sc
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Pending, PendingReduction
+from zeroshard.collectives.base import Reduction, Sent, Work
 from zeroshard.gradients.norm import sum_of_squares
-from zeroshard.gradients.shard import Places, Shard
 from zeroshard.layout.layout import Piece
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import ParameterBucket
-from zeroshard.storage.flat_buffer import FlatBuffer
+from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.transfers import Transfer
+from zeroshard.torch_private import foreach_copy_
+
+
+@dataclass(eq=False)
+class Shard:
+    """A shard of a bucket, as the optimizer sees it: slots of [shard_numel].
+
+    Attributes:
+        number: which of the bucket's.
+        rest: the parameters at rest, in the dtype of the forward, or the master weights that are rounded to it.
+        master: what the optimizer updates; `rest` itself where the dtype is the same.
+        gradient: the mean over ranks.
+        step: where the optimizer steps.
+        home: where its states rest.
+        is_shown: the master weights are what the user sees and may write to.
+        squares: the sum of squares of the gradient, where that left the accelerator and was not changed since.
+    """
+
+    number: int
+    pieces: tuple[Piece, ...]
+    rest: Slot
+    master: Slot
+    gradient: Slot
+    step: Storage
+    home: Storage
+    is_shown: bool
+    squares: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.master.numel
 
 
 class Holds(enum.Enum):
-    """What a bucket has of the present step's gradients."""
+    """The contents that a bucket may have in a step."""
 
     NOTHING = "nothing"
     LOCAL_SUM = "this rank's sum"
@@ -43,50 +75,55 @@ MOVES = {
     ("land", Holds.ADDING): Holds.MEAN,
     **{("forget", state): Holds.NOTHING for state in Holds},
 }
-"""What may happen to a bucket, and what it holds then. (Sums on this rank are for policies that do not shard gradients.)"""
+"""The moves of a bucket, and the state after each. (Sums on this rank are for policies that do not shard gradients.)"""
 
 IN_FLIGHT = (Holds.REDUCING, Holds.ADDING)
 
 
 @dataclass
 class _Microbatch:
-    """What this rank gave in one microbatch.
+    """This rank's contribution in one microbatch.
 
     Attributes:
         missing: the parameters whose gradient has not come.
         is_closed: none will come any longer.
         whole: [n] in scratch; or a part of the tensor that autograd made, which is not ours to write to.
         is_scratch: it is scratch.
-        arrived: gradients, each with its place, that are not there yet: where launches are dear, they go there together.
     """
 
-    missing: frozenset[int]
+    missing: set[int]
     is_closed: bool = False
     whole: Tensor | None = None
     is_scratch: bool = False
-    arrived: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
 class _Flight:
-    """A reduction in flight: until it lands, its scratch is busy."""
+    """A reduction in flight: until it lands, its scratch is busy.
 
-    pending: PendingReduction
+    Attributes:
+        stays: its sum stays on the accelerator: another microbatch comes.
+        before: scratch with what it is added to, on its way from where that rests, and the copy.
+    """
+
+    reduction: Reduction
     scratch: list[Tensor] = field(default_factory=list)
+    stays: bool = False
+    before: tuple[Tensor, Transfer] | None = None
 
 
-class _Readers(Transfer):
-    """Scratch is free when other ranks have read it."""
+class _Release(Transfer):
+    """The scratch of an operation is free when other ranks have read it."""
 
-    def __init__(self, pending: PendingReduction) -> None:
-        self._pending = pending
+    def __init__(self, sent: Sent) -> None:
+        self._sent = sent
 
     def wait(self, device: torch.device) -> None:
-        self._pending.wait_readers()
+        self._sent.wait_released()
 
     @property
     def is_done(self) -> bool:
-        return not self._pending.has_readers
+        return self._sent.is_released
 
 
 class GradientBucket:
@@ -97,9 +134,13 @@ class GradientBucket:
     """
 
     def __init__(self, spec: BucketSpec, parameters: ParameterBucket, context: Context) -> None:
-        self.number, self.label, self.layout = spec.number, spec.label, spec.layout
-        self._dtypes, self._policy = spec.dtypes, context.policy
-        self._collectives, self._pool = context.collectives, context.pool
+        self.number = spec.number
+        self.label = spec.label
+        self.layout = spec.layout
+        self._dtypes = spec.dtypes
+        self._policy = context.policy
+        self._collectives = context.collectives
+        self._pool = context.pool
         self._accelerator = context.storages.accelerator
         self._shape = parameters.rows.shape
         self._rows: Tensor | None = None
@@ -110,24 +151,29 @@ class GradientBucket:
         self._own = next(shard for shard in self.shards if shard.number == parameters.own_shard)
         self._everything = frozenset(piece.index for piece in self.layout.pieces)
         self.holds = Holds.NOTHING
-        self._microbatch = _Microbatch(self._everything)
+        self._microbatch = _Microbatch(set(self._everything))
         self._summed: set[int] = set()
         """The parameters that are in this rank's sum."""
         self._scratch: list[Tensor] = []
         self._flight: _Flight | None = None
-        self._read: PendingReduction | None = None
-        """The last one of `_rows`, which other ranks may still read."""
-        self._gathering: Pending | None = None
+        self._sum: Tensor | None = None
+        """The mean over ranks so far, on the accelerator, where it rests elsewhere and stays here until the last microbatch."""
+        self._lent: Sent | None = None
+        """The last reduction of `_rows`, which other ranks may still read."""
+        self._gathering: Work | None = None
 
     def _make_rows(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu":
-            return self._collectives.shareable(self._shape.numel(), dtype).view(self._shape)
+            return self._collectives.buffer(self._shape.numel(), dtype).view(self._shape)
         return torch.zeros(self._shape, dtype=dtype, device=device)
 
     def _make_shards(self, parameters: ParameterBucket, context: Context) -> tuple[Shard, ...]:
         """The ranges that this rank updates: its own, or all of them where the optimizer is unsharded."""
-        policy, storages = context.policy, context.storages
-        places, label = Places(storages.step(policy), storages.optimizer(policy)), f"gradients of {self.label}"
+        policy = context.policy
+        storages = context.storages
+        step = storages.step(policy)
+        home = storages.optimizer(policy)
+        label = f"gradients of {self.label}"
         shards = []
         for number, master in parameters.masters.items():
             if self._rows is None:
@@ -136,7 +182,8 @@ class GradientBucket:
                 gradient = self._accelerator.around(label, self._rows[number])
             rest = parameters.rests[number]
             is_shown = master is rest and not parameters.is_sharded_at_rest
-            shards.append(Shard(number, self.layout.shard_pieces(number), rest, master, gradient, places, is_shown))
+            pieces = self.layout.shard_pieces(number)
+            shards.append(Shard(number, pieces, rest, master, gradient, step, home, is_shown))
         return tuple(shards)
 
     def _move(self, event: str) -> None:
@@ -152,11 +199,11 @@ class GradientBucket:
 
     @property
     def is_closed(self) -> bool:
-        """No further gradient is expected in this microbatch."""
+        """Whether no further gradient is expected in this microbatch."""
         return self._microbatch.is_closed
 
     def close(self) -> None:
-        """No further gradient is expected in this microbatch: what is missing counts as zeros."""
+        """Expect no further gradient in this microbatch: missing gradients count as zeros."""
         self._microbatch.is_closed = True
 
     @property
@@ -164,59 +211,65 @@ class GradientBucket:
         """A gradient arrived in this microbatch that no reduction has taken yet."""
         return self._microbatch.whole is not None and self.holds not in IN_FLIGHT
 
-    def add_gradient(self, piece: Piece, gradient: Tensor) -> None:
-        """Take this rank's gradient of one parameter, flattened, in this microbatch."""
+    def add_gradients(self, gradients: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Take this rank's gradients of several parameters, each flattened and with its place, in this microbatch."""
         self.finish_reduction()  # a second gradient of one step may find its predecessor's buffers still busy
-        part = gradient[piece.parameter_start : piece.parameter_start + piece.numel]
+        indices = {piece.index for piece, _ in gradients}
+        now = self._microbatch
         if self._sums_before_reducing:
             assert self._rows is not None
-            self._wait_readers()
-            target = self._rows.view(-1)[piece.start : piece.start + piece.numel]
-            first = piece.index not in self._summed
-            self._summed.add(piece.index)
+            self._wait_released()
+            whole = self._rows.view(-1)
+            added = indices & self._summed
+            self._summed |= indices
             self._move("add")
         else:
-            whole = self._room_for(piece, part)
-            if whole is None:
+            room = self._room_for(*gradients[0])
+            if room is None:
                 return
+            whole = room
+            added = indices - now.missing
+        now.missing -= indices
+        targets: list[Tensor] = []
+        parts: list[Tensor] = []
+        for piece, gradient in gradients:
             target = whole[piece.start : piece.start + piece.numel]
-            first = piece.index in self._microbatch.missing
-        self._microbatch.missing -= {piece.index}
-        if first and self._collectives.launches_together:
-            self._microbatch.arrived.append((target, part))
-            return
-        self._take_arrived()
-        target.copy_(part) if first else target.add_(part)
-
-    def _take_arrived(self) -> None:
-        """One launch brings what has arrived to where it belongs."""
-        arrived, self._microbatch.arrived = self._microbatch.arrived, []
-        if arrived:
-            targets, parts = zip(*arrived, strict=True)
-            torch._foreach_copy_(targets, parts)
+            part = gradient
+            if piece.numel != gradient.numel():  # a large parameter lies in several buckets
+                part = _part(piece, gradient)
+            if piece.index in added:
+                target.add_(part)
+            else:
+                targets.append(target)
+                parts.append(part)
+        if targets:
+            foreach_copy_(targets, parts)
 
     def local_sum(self, index: int) -> Tensor | None:
-        """This rank's sum so far of one parameter's gradient, 1-D, where all of it is here and nothing was reduced yet."""
-        piece = next((piece for piece in self.layout.pieces if piece.index == index), None)
-        if piece is None or self.holds is not Holds.LOCAL_SUM or index not in self._summed:
+        """Return this rank's sum so far of one parameter's gradient, 1-D, where all of it is here and nothing was reduced yet."""
+        if self.holds is not Holds.LOCAL_SUM or index not in self._summed:
             return None
         assert self._rows is not None
-        self._take_arrived()
+        piece = next(piece for piece in self.layout.pieces if piece.index == index)
         return self._rows.view(-1)[piece.start : piece.start + piece.numel]
 
-    def _room_for(self, piece: Piece, part: Tensor) -> Tensor | None:
+    def _room_for(self, piece: Piece, gradient: Tensor) -> Tensor | None:
         """Scratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there."""
         now = self._microbatch
         if now.whole is None:
-            is_bucket = piece.numel == self.layout.numel and part.dtype == self._dtypes.reduce
-            if is_bucket and not self._collectives.reads_in_place:
-                now.whole, now.missing = part, frozenset()
+            is_bucket = piece.numel == self.layout.numel and gradient.dtype == self._dtypes.reduce
+            part = _part(piece, gradient)
+            if is_bucket and self._collectives.sends_in_place(part):
+                now.whole = part
+                now.missing.clear()
                 return None
-            now.whole, now.is_scratch = self._borrow(self.layout.numel), True
+            now.whole = self._borrow(self.layout.numel)
+            now.is_scratch = True
             for start, stop in self.layout.padding:
                 now.whole[start:stop].zero_()
         elif not now.is_scratch:  # a second gradient of one microbatch: autograd's own tensor is not ours to add to
-            now.whole, now.is_scratch = self._borrow(self.layout.numel).copy_(now.whole), True
+            now.whole = self._borrow(self.layout.numel).copy_(now.whole)
+            now.is_scratch = True
         return now.whole
 
     @property
@@ -226,14 +279,23 @@ class GradientBucket:
 
     # ------------------------------------------------------------------ over ranks
 
-    def reduce_gradients(self, is_last_microbatch: bool) -> bool:
+    @property
+    def nbytes_away(self) -> int:
+        """The bytes of this rank's mean, where it does not rest on the accelerator."""
+        gradient = self._own.gradient
+        return 0 if gradient.memory_in(self._accelerator) is not None else gradient.nbytes
+
+    def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool = False) -> bool:
         """Every gradient of the microbatch is here (a missing one counts as zeros): start the reduction.
 
         Returns whether one was started: unsharded gradients wait for the last microbatch.
+
+        Args:
+            keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
         """
         self.finish_reduction()  # the microbatch's before may be in flight still, where no gradient has come since
-        self._take_arrived()
-        now, self._microbatch = self._microbatch, _Microbatch(self._everything)
+        now = self._microbatch
+        self._microbatch = _Microbatch(set(self._everything))
         if self._sums_before_reducing:
             if not is_last_microbatch:
                 return False
@@ -250,14 +312,20 @@ class GradientBucket:
         workspace_numel = self._collectives.workspace_numel(rows)
         workspace = self._borrow(workspace_numel) if workspace_numel else rows.new_empty(0)
         label = f"reduce-scatter of gradients of {self.label}"
-        pending = self._collectives.reduce_scatter(rows, workspace, self.number, label)
-        self._flight, self._scratch = _Flight(pending, self._scratch), []
+        reduction = self._collectives.reduce_scatter(rows, workspace, self.number, label)
+        stays = keeps_sum and not is_last_microbatch and self.nbytes_away > 0
+        self._flight = _Flight(reduction, self._scratch, stays)
+        self._scratch = []
         self._move("reduce")
+        if self.holds is Holds.ADDING and self._sum is None and self.nbytes_away and self._pool.spare_nbytes:
+            gradient = self._own.gradient
+            before = self._pool.acquire(gradient.numel, gradient.dtype)
+            self._flight.before = before, gradient.read(before)
         return True
 
     def _summed_rows(self) -> Tensor:
         assert self._rows is not None
-        self._wait_readers()
+        self._wait_released()
         self._zero(self._rows.view(-1), self._everything - self._summed)
         if self._rows.dtype == self._dtypes.reduce:
             return self._rows
@@ -268,27 +336,66 @@ class GradientBucket:
         if self._flight is None:
             return
         self.wait_gather()  # it still reads the shard that is about to change, and another will follow
-        slot, adds = self._own.gradient, self.holds is Holds.ADDING
-        with slot.borrowed(self._accelerator, self._pool, read=adds, write=True) as own:
-            self._flight.pending.finish(own, accumulate=adds)
-            if slot.memory_in(self._accelerator) is None:
-                self._own.squares = sum_of_squares(own)  # while it is here
+        flight = self._flight
+        slot = self._own.gradient
+        adds = self.holds is Holds.ADDING
+        if flight.stays or self._sum is not None:
+            self._add_to_sum(flight, adds=adds)
+        elif flight.before is not None:
+            self._add_to_before(flight)
+        else:
+            with slot.borrowed(self._accelerator, self._pool, read=adds, write=True) as own:
+                flight.reduction.finish(own, accumulate=adds)
+                if slot.memory_in(self._accelerator) is None:
+                    self._own.squares = sum_of_squares(own)  # while it is here
         self._move("land")
-        self._end_flight(self._flight)
+        self._end_flight(flight)
+        if not flight.stays:
+            self.write_sum()
+
+    def _add_to_sum(self, flight: _Flight, *, adds: bool) -> None:
+        slot = self._own.gradient
+        if self._sum is None:
+            self._sum = self._accelerator.room(slot.numel, slot.dtype)
+            if adds:
+                slot.read(self._sum).wait(self._sum.device)
+        flight.reduction.finish(self._sum, accumulate=adds)
+
+    def _add_to_before(self, flight: _Flight) -> None:
+        assert flight.before is not None
+        own, reading = flight.before
+        flight.before = None  # where the write fails, the landing is tried again, and reads again
+        after: Transfer = reading
+        try:
+            reading.wait(own.device)
+            flight.reduction.finish(own, accumulate=True)
+            self._own.squares = sum_of_squares(own)
+            after = self._own.gradient.write(own)
+        finally:
+            self._pool.release(own, after)
+
+    def write_sum(self) -> None:
+        """Bring a mean that stayed on the accelerator to where it rests."""
+        if self._sum is not None:
+            self._own.squares = sum_of_squares(self._sum)
+            self._own.gradient.write(self._sum)
+            self._sum = None
 
     def _end_flight(self, flight: _Flight) -> None:
-        self._read = flight.pending
-        self._return_scratch(flight.scratch, _Readers(flight.pending) if flight.pending.has_readers else None)
+        self._lent = flight.reduction
+        self._return_scratch(flight.scratch, None if flight.reduction.is_released else _Release(flight.reduction))
+        if flight.before is not None:
+            self._pool.release(*flight.before)
         self._flight = None
 
-    def _wait_readers(self) -> None:
+    def _wait_released(self) -> None:
         """The rows are about to be written to."""
-        if self._read is not None:
-            self._read.wait_readers()
-            self._read = None
+        if self._lent is not None:
+            self._lent.wait_released()
+            self._lent = None
 
     def start_gather(self) -> None:
-        """Where the optimizer is unsharded, every rank needs every row of the mean: once, unless it is changed."""
+        """Start to gather the mean's rows, once, if the optimizer is unsharded: then every rank needs all of them."""
         if not self._policy.optimizer.sharded and self._gathering is None:
             assert self._rows is not None
             self._gathering = self._collectives.all_gather(
@@ -298,7 +405,7 @@ class GradientBucket:
     def wait_gather(self) -> None:
         """Block until what `start_gather` started has arrived."""
         if self._gathering is not None:
-            self._wait_readers()
+            self._wait_released()
             self._gathering.wait()  # which raises again where it did before
             self._gathering = None
 
@@ -307,10 +414,11 @@ class GradientBucket:
         self.wait_gather()  # it would write into the next step's sums
         if self._flight is not None:  # its transfers still write to the scratch
             scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)
-            self._flight.pending.finish(scratch, accumulate=False)
+            self._flight.reduction.finish(scratch, accumulate=False)
             self._end_flight(self._flight)
         self._return_scratch(self._scratch)
-        self._microbatch = _Microbatch(self._everything)
+        self._sum = None
+        self._microbatch = _Microbatch(set(self._everything))
         self._summed.clear()
         for shard in self.shards:
             shard.gradient.empty()
@@ -326,7 +434,7 @@ class GradientBucket:
             self._pool.release(one, after)
         scratch.clear()
 
-    def _zero(self, flat: Tensor, indices: frozenset[int]) -> None:
+    def _zero(self, flat: Tensor, indices: Set[int]) -> None:
         for piece in self.layout.pieces:
             if piece.index in indices:
                 flat[piece.start : piece.start + piece.numel].zero_()
@@ -338,6 +446,11 @@ class GradientBucket:
         return [memory for memory in found if memory is not None]
 
     def buffers(self) -> list[FlatBuffer]:
-        """Of these, the memory that can be given back, and has a content."""
+        """Return the memory among these that can be given back and has a content."""
         found = [shard.gradient.buffer for shard in self.shards if not shard.gradient.is_empty]
         return [buffer for buffer in found if buffer is not None]
+
+
+def _part(piece: Piece, gradient: Tensor) -> Tensor:
+    """Return what lies in the piece of a flattened gradient."""
+    return gradient[piece.parameter_start : piece.parameter_start + piece.numel]

@@ -1,4 +1,4 @@
-"""Owns the arithmetic of the global gradient norm and of clipping. Called by bucket and the sharded optimizer.
+"""Owns the arithmetic of the global gradient norm and of clipping.
 
 The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64: so the
 norm, and with it a clipped step, has the same bits whoever holds the shards.
@@ -9,10 +9,13 @@ What is computed on an accelerator stays there, as a tensor of shape []: nobody 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from zeroshard.torch_private import foreach_mul_, foreach_norm
 
 ROW_NUMEL = 1024
 """Elements whose squares are summed in fp32; the rows are then summed in fp64. One fp32 sum over 16 M elements is off by
@@ -36,21 +39,23 @@ def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _sums_of_squares(flats: list[Tensor]) -> Sequence[Tensor]:
-    device, dtype = flats[0].device, flats[0].dtype
+    device = flats[0].device
+    dtype = flats[0].dtype
     if device.type == "cpu":
         return [_sum_of_squares(flat) for flat in flats]
     # Few launches, however many there are; the sums run within blocks of threads, so fp32 does.
-    norms = torch._foreach_norm(flats, 2, dtype=torch.promote_types(dtype, torch.float32))
+    norms = foreach_norm(flats, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).double().square().unbind()
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Of one."""
+    """Return the sum of squares of one gradient."""
     return sums_of_squares([flat])[0]
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:
-    rest_numel, dtype = flat.numel() % ROW_NUMEL, torch.promote_types(flat.dtype, torch.float32)
+    rest_numel = flat.numel() % ROW_NUMEL
+    dtype = torch.promote_types(flat.dtype, torch.float32)
     if rest_numel:
         rows, rest = flat.split([flat.numel() - rest_numel, rest_numel])
         total: Tensor = _sum_of_rows(rows, dtype) + torch.linalg.vector_norm(rest, dtype=dtype).double().square()
@@ -63,8 +68,14 @@ def _sum_of_rows(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return norms.double().square().sum()
 
 
+def digest_of(flat: Tensor) -> bytes:
+    """Return 16 bytes that equal gradients share: their sum and the sum of their squares. The host waits for them."""
+    both = torch.stack([flat.sum(dtype=torch.float64), sum_of_squares(flat).to(torch.float64)])
+    return struct.pack("<dd", *both.tolist())
+
+
 def clip_coefficient(total_norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most `max_norm` (as torch.nn.utils.clip_grad_norm_)."""
+    """Return the factor for gradients, so that their norm is at most `max_norm` (as torch.nn.utils.clip_grad_norm_)."""
     return min(max_norm / (total_norm + 1e-6), 1.0)
 
 
@@ -76,7 +87,7 @@ def norm_of(squares: Tensor) -> float | Tensor:
 
 
 def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
-    """What to multiply scaled gradients by, so that their norm is at most `max_norm`; 1 where the norm is not finite.
+    """Return the factor for scaled gradients, so that their norm is at most `max_norm`; 1 where the norm is not finite.
 
     Args:
         norm: of the gradients without their scale.
@@ -99,9 +110,9 @@ def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
             for flat in alike:
                 flat.mul_(coefficient)
         elif isinstance(coefficient, Tensor):
-            torch._foreach_mul_(alike, coefficient.to(alike[0].dtype))
+            foreach_mul_(alike, coefficient.to(alike[0].dtype))
         else:
-            torch._foreach_mul_(alike, coefficient)
+            foreach_mul_(alike, coefficient)
 
 
 def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Owns the order in which buckets are reduced, and how many reductions travel at once. Called by schedule.
+"""Owns the order in which buckets are reduced, and how many reductions travel at once.
 
 [Note: order]
 Collectives of one kind must start in the same order on every rank. Gradients become complete in an order that may differ (a rank
@@ -13,6 +13,11 @@ another waits for one of its reductions, so a unit whose backward is over is clo
 unit is waited for. And no reduction starts before that (`in_turn`): when a unit's last gradient comes depends on the rank, and when
 it is closed does not. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
 So gathers and reductions start in one order on all ranks, too, which backends need whose kernels wait for their turn on the device.
+
+[Note: room]
+Gradients that rest in CPU memory are copied there behind the backward. Where the accelerator has room, the computation waits for
+no copy: scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last one.
+Each step asks once, when its first reduction starts: activations have had their peak by then.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from itertools import chain
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
+from zeroshard.storage.base import DeviceStorage
+from zeroshard.storage.buffers import BufferPool
 
 Group = tuple[GradientBucket, ...]
 """Buckets that are reduced at once."""
@@ -39,13 +46,23 @@ class Reductions:
             once.
         overlap: gathers run behind the computation. Off: each is waited for where it starts.
         in_turn: a unit's reductions start when it is closed: several are brought together inside a backward.
+        accelerator: asked for room, where gradients rest elsewhere. See [Note: room].
+        pool: the buckets'.
     """
 
     def __init__(
         self, units: Sequence[Sequence[GradientBucket]], collectives: Collectives, limit_numel: int, *, overlap: bool,
-        in_turn: bool = False,
+        in_turn: bool, accelerator: DeviceStorage, pool: BufferPool,
     ) -> None:  # fmt: skip
-        self._collectives, self._limit, self._overlap = collectives, limit_numel, overlap
+        self._collectives = collectives
+        self._accelerator = accelerator
+        self._pool = pool
+        self._keeps_sums: bool | None = None
+        """Means that rest elsewhere stay on the accelerator until the last microbatch. None: this step has not asked."""
+        self._kept_sums = False
+        """The last step's."""
+        self._limit = limit_numel
+        self._overlap = overlap
         self._in_turn = in_turn
         self._in_flight: deque[Group] = deque()
         self._in_flight_numel = 0
@@ -53,11 +70,11 @@ class Reductions:
         self.set_units(units)
 
     def set_units(self, units: Sequence[Sequence[GradientBucket]]) -> None:
-        """Between steps: these are the model's buckets from now on. Their order is agreed upon anew."""
-        turned = [tuple(reversed(unit)) for unit in reversed(units) if unit]  # a first guess, see [Note: order]
-        if not self._collectives.launches_together:
-            turned = [(bucket,) for unit in turned for bucket in unit]
-        self._set_order(turned)
+        """Replace the model's buckets, between steps. Ranks agree on their order again."""
+        order = list[Group]()  # a first guess, see [Note: order]
+        for unit in reversed(units):
+            order += self._collectives.launches(unit[::-1])
+        self._set_order([group for group in order if group])
         self._completed: dict[Group, None] = {}
         self._is_agreed = False
 
@@ -89,7 +106,7 @@ class Reductions:
             self.start_ready(buckets)
 
     def end_microbatch(self) -> None:
-        """All of this microbatch's gradients are here: reduce the rest, in the fixed order."""
+        """Reduce the rest of this microbatch's gradients, in the fixed order: all of them are here."""
         for group in self._order[self._next :]:
             self._reduce(group)
         for bucket in self._buckets():
@@ -100,9 +117,29 @@ class Reductions:
     def _buckets(self) -> Iterator[GradientBucket]:
         return chain.from_iterable(self._order)
 
+    def _look_for_room(self) -> None:
+        """Decide what of the accelerator's memory this step takes for speed. See [Note: room]."""
+        away = sum(bucket.nbytes_away for bucket in self._buckets())
+        numel = sum(bucket.layout.numel for bucket in self._buckets())
+        if not away:
+            self._keeps_sums = False
+            return
+        # What the last step took is in the peak already.
+        two_units = -(-away * min(self._limit, numel) // numel)
+        more = max(two_units - self._pool.spare_nbytes, 0)
+        self._pool.spare_nbytes = two_units if self._accelerator.has_room(more) else 0
+        sums = 0 if self._kept_sums else away
+        self._keeps_sums = not self.is_last_microbatch and self._accelerator.has_room(more + sums)
+        self._kept_sums = self._keeps_sums
+
     def _reduce(self, group: Group) -> None:
+        if self._keeps_sums is None:
+            self._look_for_room()
+        keeps_sums = bool(self._keeps_sums)
         with self._collectives.together():
-            started = tuple([bucket for bucket in group if bucket.reduce_gradients(self.is_last_microbatch)])
+            started = tuple(
+                [bucket for bucket in group if bucket.reduce_gradients(self.is_last_microbatch, keeps_sums)]
+            )
         if not started:
             return
         self._in_flight.append(started)
@@ -136,6 +173,7 @@ class Reductions:
                 "reduced. Run the last backward of a step outside of `accumulate()`."
             )
         for bucket in self._buckets():
+            bucket.write_sum()  # of microbatches of which none was declared the last
             bucket.wait_gather()
         self._agree_on_order()
 
@@ -147,14 +185,17 @@ class Reductions:
         first = self._collectives.exchange(numbers, "the order of buckets")[0]
         by_number = {group[0].number: group for group in self._order}
         self._set_order([by_number[number] for number in struct.unpack(f"<{len(self._order)}I", first)])
-        self._completed, self._is_agreed = {}, True
+        self._completed = {}
+        self._is_agreed = True
 
     def forget(self) -> None:
         """zero_grad(), or a backward that broke off: nothing of this step is wanted any longer, nor what went wrong with it."""
         for bucket in self._buckets():
             bucket.forget()
+        self._keeps_sums = None
         self._in_flight.clear()
-        self._in_flight_numel, self._next = 0, 0
+        self._in_flight_numel = 0
+        self._next = 0
 
 
 def _is_ready(group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""Owns what accelerate must be told, and does not ask. Called by the package named deepspeed.
+"""Owns the backend that accelerate needs to know, and does not ask for.
 
 On a CPU, accelerate knows no backend for DeepSpeed: it lets `deepspeed.comm.init_distributed(None)` join the ranks, and then takes
 "no backend" for "one process" (accelerate/state.py, `PartialState.__init__`): every rank would load all data and write all files.

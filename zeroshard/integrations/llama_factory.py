@@ -1,4 +1,4 @@
-"""Owns the entries "zeroshard" of LLaMA-Factory v1's registries: `dist_config.name` and `optim_config.name`. Called by users.
+"""Owns the entries "zeroshard" of LLaMA-Factory v1's registries: `dist_config.name` and `optim_config.name`.
 
 import zeroshard.integrations.llama_factory as entry; entry.register()     # then llamafactory.v1's run_sft, run_dpo, ...
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.config.arguments import nearest
+from zeroshard.config.fields import nearest
 from zeroshard.errors import UsageError
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
@@ -29,12 +29,12 @@ _PLUGINS = "llamafactory.v1.plugins.trainer_plugins."
 
 
 class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
-    """Its whole state comes to rank 0 after every so many steps: those after which rank 0, alone, saves `state_dict()`."""
+    """An optimizer whose whole state comes to rank 0 after the steps at which only rank 0 saves `state_dict()`."""
 
     consolidate_every = 0
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As ever. The state is consolidated where `consolidate_every` divides the number of steps."""
+        """Step, and consolidate the state where `consolidate_every` divides the number of steps."""
         loss = super().step(closure, **kwargs)
         self._steps = getattr(self, "_steps", 0) + 1
         if self.consolidate_every and self._steps % self.consolidate_every == 0:
@@ -62,7 +62,9 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return model
     device = next(model.parameters()).device
-    return nn.parallel.DistributedDataParallel(model, device_ids=None if device.index is None else [device.index])
+    if device.index is None:
+        return nn.parallel.DistributedDataParallel(model)
+    return nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
 
 
 def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> ConsolidatingOptimizer:
@@ -75,7 +77,8 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
     """
     options = {key: value for key, value in optim_config.items() if key != "name"}
     kind = options.pop("optimizer", "AdamW")
-    every, elementwise = options.pop("consolidate_every", 0), options.pop("elementwise", None)
+    every = options.pop("consolidate_every", 0)
+    elementwise = options.pop("elementwise", None)
     cls = getattr(torch.optim, str(kind), None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise UsageError(f"optim_config: torch.optim has no {kind!r}.")

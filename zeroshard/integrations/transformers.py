@@ -6,34 +6,390 @@ class MyTrainer(ZeroTrainerMixin, SFTTrainer): ...                      # any ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import math
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from zeroshard.errors import UsageError
-from zeroshard.integrations.trainer_parts import LossScale, OuterModel, OuterOptimizer, is_ours, whole_state_dict
-from zeroshard.integrations.trainer_settings import Zero, read_settings, refuse_arguments, refuse_optimizer
-from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.lr_schedules import Floor, create_scheduler
-from zeroshard.shard import shard
+from zeroshard.access.unsharded import is_taken, unsharded
+from zeroshard.checkpoint.live_model import adapter_parameters
+from zeroshard.config.load import Config, load_config
+from zeroshard.errors import ConfigError, UsageError
+from zeroshard.optim.from_config import create_loss_scaler, create_optimizer
+from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from zeroshard.optim.lr_schedules import create_scheduler
+from zeroshard.policy import Policy, Precision
 from zeroshard.sharded import Sharded
+from zeroshard.sharding import shard
 from zeroshard.step.elementwise import looks_at_whole_parameters
-from zeroshard.unsharded import is_taken, unsharded
+from zeroshard.torch_private import compiled_call_of
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
+Zero = Policy | int | str | os.PathLike[str] | Mapping[str, Any]
+"""A policy, the number of a ZeRO stage, or a DeepSpeed config (a path, or a mapping)."""
 _SCHEDULER = "scheduler.pt"
 _logger = logging.get_logger(__name__)
 
 
 _Trainer: Any = object
-"""To type checkers: whatever Trainer comes after."""
+"""The base class, to type checkers: the Trainer that comes after the mixin."""
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a training.
+
+    Attributes:
+        policy, precision: where model states rest, and in which dtypes.
+        config: the DeepSpeed config, where one was given.
+        shard_arguments: what else `zeroshard.shard` is told.
+        autocast_dtype: the dtype of torch.autocast around the forward, or None.
+    """
+
+    policy: Policy
+    precision: Precision
+    config: Config | None
+    shard_arguments: Mapping[str, Any]
+    autocast_dtype: torch.dtype | None = None
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point inputs are cast to: the parameters', where it was chosen here."""
+        return self.precision.param_dtype
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16."""
+        return torch.float16 in (self.precision.param_dtype, self.autocast_dtype)
+
+    @property
+    def skips_steps_that_are_not_finite(self) -> bool:
+        """Always, but under bf16 where a config says that it may go on."""
+        return self.config is None or self.config.skips_steps_that_are_not_finite
+
+    def create_loss_scaler(self) -> LossScaler:
+        """Make a dynamic scaler under fp16, else a scale of 1."""
+        if self.config is not None and self.config.scales_loss:
+            return create_loss_scaler(self.config)
+        if self.precision.param_dtype is torch.float16:
+            return DynamicLossScaler()
+        return StaticLossScaler()
+
+
+def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: int = 1) -> Settings:
+    """Resolve `zero=` with transformers' TrainingArguments.
+
+    Args:
+        model: tells its hidden size to keys that are "auto".
+        total_steps: optimizer steps of the whole training, for a schedule whose length is "auto".
+
+    Raises:
+        ConfigError: the config cannot be used, or says other than the arguments.
+        UsageError: `zero` is none of the things that it may be.
+    """
+    if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):
+        raise UsageError(
+            f"zero={zero!r}: give a zeroshard.Policy, a stage (0 to 3), or a DeepSpeed config (a path or a dict)."
+        )
+    if isinstance(zero, int):
+        zero = Policy.stage(zero)
+    if isinstance(zero, Policy):
+        return Settings(zero, _precision_of(args), None, {})
+    config = load_config(zero, args.world_size, model, _auto_values(args, total_steps))
+    _refuse_contradictions(config, args)
+    says = config.schema.fp16.enabled or config.schema.bf16.enabled or config.autocast_dtype is not None
+    precision = config.precision
+    if not says and precision.param_dtype is None:
+        precision = replace(precision, param_dtype=_precision_of(args).param_dtype)
+        precision = precision.over_microbatches(args.gradient_accumulation_steps)
+    return Settings(config.policy, precision, config, config.shard_arguments, config.autocast_dtype)
+
+
+def _precision_of(args: Any) -> Precision:
+    """16 bits for parameters and gradients, fp32 for what the optimizer updates, as DeepSpeed and FSDP have it."""
+    if not (args.bf16 or args.fp16):
+        return Precision()
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    return Precision(dtype).over_microbatches(args.gradient_accumulation_steps)
+
+
+def _auto_values(args: Any, total_steps: int) -> dict[str, Any]:
+    """The values that transformers puts instead of "auto"."""
+    micro = args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro * accumulation * args.world_size,
+        "gradient_clipping": args.max_grad_norm,
+        "lr": args.learning_rate,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": max(1, args.get_warmup_steps(total_steps)),
+        "total_num_steps": total_steps,
+        "fp16": args.fp16,
+        "bf16": args.bf16,
+        "bfloat16": args.bf16,
+    }
+
+
+def _refuse_contradictions(config: Config, args: Any) -> None:
+    """Refuse settings that contradict each other in two places."""
+    schema = config.schema
+    if schema.activation_checkpointing.checkpoint_units is not None:
+        raise ConfigError(
+            "activation_checkpointing.checkpoint_units is for initialize; under a Trainer, set gradient_checkpointing=True in "
+            "TrainingArguments."
+        )
+    said: dict[str, tuple[Any, Any, str]] = {}
+    if config.names_batch_size:
+        said["train_micro_batch_size_per_gpu"] = (
+            config.batch.micro, args.per_device_train_batch_size, "per_device_train_batch_size",
+        )  # fmt: skip
+    if schema.gradient_accumulation_steps is not None or schema.train_batch_size is not None:
+        said["gradient_accumulation_steps"] = (
+            config.batch.accumulation, args.gradient_accumulation_steps, "gradient_accumulation_steps",
+        )  # fmt: skip
+    if "gradient_clipping" in schema.model_fields_set:
+        said["gradient_clipping"] = (schema.gradient_clipping, args.max_grad_norm, "max_grad_norm")
+    for name in ("fp16", "bf16"):
+        block = getattr(schema, name)
+        if "enabled" in block.model_fields_set:
+            said[f"{name}.enabled"] = (block.enabled, getattr(args, name), name)
+    if schema.optimizer is not None:
+        params = schema.optimizer.params
+        names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+        said |= {f"optimizer.params.{k}": (params[k], getattr(args, n), n) for k, n in names.items() if k in params}
+    different = [
+        f"  {key} = {there!r}, and {name}={here!r} in TrainingArguments"
+        for key, (there, here, name) in said.items()
+        if there != here
+    ]
+    if different:
+        raise ConfigError(
+            'the config and TrainingArguments contradict each other; set both alike, or the config\'s to "auto":\n'
+            + "\n".join(different)
+        )
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise where TrainingArguments ask for what ZeroTrainer cannot do beside, and name it."""
+    clashes = {
+        "deepspeed": (args.deepspeed, "give the config to ZeroTrainer: zero=config"),
+        "fsdp": (args.fsdp, "zeroshard is in its place: zero=3 shards parameters too"),
+        "parallelism_config": (getattr(args, "parallelism_config", None), "the stock Trainer takes its sp_size"),
+        "fp16_full_eval": (args.fp16_full_eval, "evaluation runs in the dtypes of the training"),
+        "bf16_full_eval": (args.bf16_full_eval, "evaluation runs in the dtypes of the training"),
+        "fp16 and bf16": (args.fp16 and args.bf16, "a model trains in one precision"),
+        "optim=lomo": ("lomo" in str(args.optim).lower(), "it updates inside of the backward, before gradients are reduced"),
+        "optim=..._layerwise": ("layerwise" in str(args.optim).lower(), "it updates inside of the backward"),
+    }  # fmt: skip
+    for name, (asked, instead) in clashes.items():
+        if asked:
+            raise UsageError(f"TrainingArguments({name}) does not go with ZeroTrainer: {instead}.")
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"one process sees {args.n_gpu} accelerators: start one for each, torchrun --nproc-per-node {args.n_gpu} SCRIPT."
+        )
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """Raise where an optimizer does something of its own to parameters between steps."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise UsageError(
+            "ZeroTrainer shards the optimizer itself: give it the optimizer class that ZeroRedundancyOptimizer was given, and "
+            "zero=1; or a stock Trainer the ZeroRedundancyOptimizer."
+        )
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise UsageError(
+            f"{type(optimizer).__name__} writes to the parameters when evaluation begins and ends (schedule-free): it cannot "
+            "be sharded. Take another optimizer."
+        )
+
+
+# ---------------------------------------------------------------------- what the loop sees: model, optimizer, loss scaler
+
+
+class OuterModel(nn.DataParallel[nn.Module]):
+    """The model as the training loop sees it. A DataParallel, of one device, to who unwraps models."""
+
+    def __init__(self, module: nn.Module, sharded: Sharded | None, settings: Settings) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self._sharded = sharded
+        self._autocast_dtype = settings.autocast_dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, under autocast where the config has it."""
+        if self._autocast_dtype is None:
+            return self.module(*args, **kwargs)
+        with torch.autocast(next(self.module.parameters()).device.type, self._autocast_dtype):
+            return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the step."""
+        if self._sharded is not None:
+            self._sharded.optimizer.zero_grad()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """The sharded optimizer as the training loop sees it.
+
+    Args:
+        skips: a step whose gradients are not finite is not taken. False: no step waits for the norm.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, sharded: Sharded, scaler: LossScaler, *, skips: bool) -> None:
+        super().__init__(sharded.optimizer, device_placement=False)
+        self._sharded = sharded
+        self._loss_scaler = scaler
+        self._skips = skips
+        self._norm: float | Tensor | None = None
+
+    def clip(self, max_norm: float | None) -> float | Tensor:
+        """Clip, and return the norm before: a number where steps may be skipped."""
+        norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
+        self._norm = float(norm) if self._skips else norm
+        return self._norm
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters, once a step's microbatches are through."""
+        if closure is not None:
+            raise UsageError("a sharded optimizer takes no closure.")
+        if not self.gradient_state.sync_gradients:
+            return
+        norm = self._norm
+        if norm is None:
+            norm = self.clip(None)
+        self._norm = None
+        self._is_overflow = self._skips and not math.isfinite(norm)
+        if self._is_overflow:
+            names = ", ".join(self._sharded.sharded_step.not_finite()[:3])
+            _logger.warning(f"the step is skipped: gradients are not finite (norm {norm}; first in {names}).")
+        else:
+            self.optimizer.step()
+        self._loss_scaler.update(self._is_overflow)
+
+
+class LossScale:
+    """A loss scaler as accelerate's backward and the Trainer's checkpoints see it."""
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale the loss in fp32: a loss in half precision times 65536 is infinite."""
+        return loss.float() * self._scaler.scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scaler's state, in the form of torch's GradScaler."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a loss scaler's state, in the form of torch's GradScaler."""
+        self._scaler.load_state_dict(state)
+
+
+class NeedsOtherRanks:
+    """The value of `_is_fsdp_managed_module`, by which transformers asks whether all ranks must run a model equally often.
+
+    It is true while a forward gathers parameters. A copy of the model, or a pickled one, gets False.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = weakref.ref(sharded)
+
+    def __bool__(self) -> bool:
+        sharded = self._sharded()
+        return sharded is not None and sharded.needs_other_ranks
+
+    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
+        return bool, ()
+
+
+def generate_together(sharded: Sharded) -> None:
+    """Have `generate` of transformers' models go on until the last rank is done, while parameters are sharded.
+
+    Not of a compiled model: torch.compile traces a module with this attribute as one of FSDP's own.
+    """
+    answer: Any = NeedsOtherRanks(sharded)
+    for module in sharded.model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module.can_generate():
+            module._is_fsdp_managed_module = answer
+
+
+def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[str, Tensor]:
+    """The model's state dict, for rank 0, in the dtypes it trains in. Every rank must call it.
+
+    Sharded parameters come one at a time, into rank 0's CPU memory; unsharded ones are the model's own tensors.
+
+    Args:
+        adapters_alone: of a PEFT model, leave out the frozen base but for its embeddings.
+    """
+    model = sharded.model
+    if not sharded.policy.parameters.sharded:
+        if sharded.rank != 0:
+            return {}
+        return model.state_dict()
+    kept = set[int]()
+    if adapters_alone:
+        kept = _embeddings(model)
+        kept |= {id(parameter) for parameter in adapter_parameters(model)}
+    found: dict[int, Tensor] = {}
+    whole: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if adapters_alone and id(parameter) not in kept:
+            continue
+        if id(parameter) not in found:
+            value = sharded.states.get(name)
+            assert value is not None
+            found[id(parameter)] = value.new_empty(0)
+            if sharded.rank == 0:
+                found[id(parameter)] = value.to("cpu", parameter.dtype)
+        whole[name] = found[id(parameter)]
+    whole |= sharded.checkpoints.live.buffers
+    if sharded.rank != 0:
+        return {}
+    return whole
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """PEFT saves them with an adapter where they were changed."""
+    modules = [getattr(model, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
+    return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
+
+
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Whether a Trainer's checkpoint holds one of zeroshard's."""
+    return Path(folder, "latest").is_file()
+
+
+# ---------------------------------------------------------------------- the Trainer
 
 
 class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -53,6 +409,9 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     sharded: Sharded | None
     optimizer: Any
     lr_scheduler: Any
+
+    _whole: dict[str, Any] | None = None
+    """The model's state dict, while `save_model` runs."""
 
     def __init__(self, *args: Any, zero: Zero = 2, **kwargs: Any) -> None:
         self._zero = zero
@@ -91,9 +450,9 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         """The config's, where it names one."""
         config = read_settings(self._zero, self.args, self.model, num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schema.scheduler is not None:
-            of = optimizer if optimizer is not None else self.optimizer
-            made, floor = create_scheduler(config.schema.scheduler, of), config.schema.min_lr
-            self.lr_scheduler = Floor(made, of, floor) if floor else made
+            if optimizer is None:
+                optimizer = self.optimizer
+            self.lr_scheduler = create_scheduler(config.schema.scheduler, optimizer, config.schema.min_lr)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -104,13 +463,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Shard the model. What is returned is not the model itself: so neither Trainer nor accelerate wraps it."""
+        """Shard the model. The result is not the model itself, so neither Trainer nor accelerate wraps it."""
         if isinstance(model, OuterModel):
             return model
-        if (
-            self._outer is not None and self._outer.module is model
-        ):  # trained before, or with a batch that was too large
-            return self._outer
+        if self._outer is not None and self._outer.module is model:
+            return self._outer  # trained before, or with a batch that was too large
         if not training:
             return OuterModel(model, None, self._settings)
         self._release()
@@ -122,9 +479,13 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             model, self.optimizer, settings.policy, precision=settings.precision,
             elementwise=looks_at_whole_parameters(type(self.optimizer)) is False, **settings.shard_arguments,
         )  # fmt: skip
+        if settings.policy.parameters.sharded and compiled_call_of(model) is None:
+            generate_together(self.sharded)
         scaler = settings.create_loss_scaler()
-        self.accelerator.scaler = LossScale(scaler) if settings.scales_loss else None
-        self.optimizer = OuterOptimizer(self.sharded, scaler)
+        self.accelerator.scaler = None
+        if settings.scales_loss:
+            self.accelerator.scaler = LossScale(scaler)
+        self.optimizer = OuterOptimizer(self.sharded, scaler, skips=settings.skips_steps_that_are_not_finite)
         self._outer = OuterModel(model, self.sharded, settings)
         return self._outer
 
@@ -137,7 +498,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ the step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One microbatch; only the last of a step needs to reduce gradients."""
+        """Run one microbatch; only the last of a step needs to reduce gradients."""
         assert self.sharded is not None
         with self.sharded.accumulate(not self.accelerator.sync_gradients):
             loss: Tensor = super().training_step(*args, **kwargs)
@@ -148,37 +509,69 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         """Floating-point inputs in the dtype of the parameters."""
         data = super()._prepare_input(data)
         dtype = self._settings.input_dtype
-        casts = self.sharded is not None and dtype is not None and isinstance(data, Tensor) and data.is_floating_point()
-        return data.to(dtype) if casts else data
+        if self.sharded is not None and dtype is not None and isinstance(data, Tensor) and data.is_floating_point():
+            return data.to(dtype)
+        return data
 
-    def _clip_grad_norm(self, model: nn.Module | None) -> float:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Every rank evaluates with rank 0's running statistics, which are those that a checkpoint holds."""
+        if self.sharded is not None:
+            self.sharded.broadcast_buffers()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict with `synced_gpus`, as `generate_together` does, also where the model is compiled."""
+        if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
+            self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
+        return super().prediction_step(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module | None) -> float | Tensor:
         return self._outer_optimizer.clip(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        return self._outer_optimizer.clip(None) if grad_norm is None else grad_norm
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | Tensor | None = None) -> float | Tensor:
+        if grad_norm is None:
+            return self._outer_optimizer.clip(None)
+        return grad_norm
 
     @property
     def _outer_optimizer(self) -> OuterOptimizer:
         assert isinstance(self.optimizer, OuterOptimizer)
         return self.optimizer
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Ranks that generate stop at different lengths: under sharded parameters they go on together until the last has."""
-        if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
-            self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
-        return super().prediction_step(*args, **kwargs)
-
     # ------------------------------------------------------------------ checkpoints
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for `from_pretrained`. Every rank must call it.
+
+        All ranks gather the values here: releases of transformers before 5.23 call `_save` only on the rank that writes.
+        """
+        try:
+            with self._adapters_whole():
+                if self.sharded is not None:
+                    self._whole = whole_state_dict(self.sharded, adapters_alone=self._is_adapted)
+                super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
+    @contextmanager
+    def _adapters_whole(self) -> Iterator[None]:
+        """Allow PEFT to run its prompt encoders and make state dicts of its modules, which it does on the rank that writes."""
+        with ExitStack() as stack:
+            if self.sharded is not None and self.sharded.policy.parameters.sharded:
+                stack.enter_context(unsharded(adapter_parameters(self.model)))
+            yield
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None:
+            state_dict = self._whole
         if self.sharded is not None and state_dict is None:
             state_dict = whole_state_dict(self.sharded, adapters_alone=self._is_adapted)
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.sharded is not None and self.lr_scheduler is not None
-        tag, values = f"global_step{self.state.global_step}", {"global_step": self.state.global_step}
-        self.sharded.save(output_dir, tag, values, exclude_frozen=self._is_adapted)
+        values = {"global_step": self.state.global_step}
+        self.sharded.save(output_dir, f"global_step{self.state.global_step}", values, exclude_frozen=self._is_adapted)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
@@ -216,13 +609,15 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Inside, whole parameters may be written to, by every rank alike."""
-        with unsharded(self.model, modifier_rank=0) if self.sharded is not None else nullcontext():
+        """Allow every rank to write the same to whole parameters inside."""
+        with ExitStack() as stack:
+            if self.sharded is not None:
+                stack.enter_context(unsharded(self.model, modifier_rank=0))
             yield
 
     @property
     def _is_adapted(self) -> bool:
-        """Whether it is a PEFT model, of which checkpoints hold what is trained alone."""
+        """Whether it is a PEFT model, of which checkpoints hold only trained parameters."""
         return hasattr(self.model, "peft_config") and hasattr(self.model, "base_model")
 
 
@@ -235,7 +630,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type
 
 
 class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """For a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state, for any number of ranks."""
+    """A callback of a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A checkpoint may follow."""
@@ -243,12 +638,12 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
             self._consolidate(kwargs["optimizer"])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint may follow."""
+        """Consolidate the state, since a checkpoint may follow."""
         if control.should_save:
             self._consolidate(kwargs["optimizer"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is saved if it is the best is known only after."""
+        """The best model may be saved after this."""
         if args.save_strategy == SaveStrategy.BEST:
             self._consolidate(kwargs["optimizer"])
 

@@ -1,1 +1,1 @@
-"""Who holds which element, and what is brought together at once: integers and names."""
+"""The layout: which rank holds which element, and which parameters are one unit. Integers and names."""

@@ -1,7 +1,8 @@
-"""Owns who shares a bucket: finds the units of any model. Called once, by shard.
+"""Owns the grouping of parameters into buckets: finds the units of any model.
 
-Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks), in models that nobody
-prepared; what remains, and parameters that several units share (tied weights), belong to the root. `Units` says otherwise.
+Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks), in models
+without preparation. All other parameters, and those that several units share (tied weights), belong to the root. `Units` overrides
+it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.layout.distributed import placement_of
 from zeroshard.layout.names import name_of
+from zeroshard.layout.placement import Placement
 from zeroshard.policy import Units
+from zeroshard.torch_private import distributed_as, is_distributed, local_of, part_as, show_local
 
 MIXTURES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -25,18 +30,55 @@ MIXTURES = (
 )
 """Mixtures of experts that are leaf modules in any case, as they are to DeepSpeed."""
 
+MANY_UNITS = 128
+TINY_NUMEL = 10_000
+"""Among more than `MANY_UNITS` units, a block of fewer elements than this belongs to what contains it: each unit costs a step
+a few messages, which take longer than the block computes."""
+
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A user's parameter with its true shape; `fqns` are all names under which the model knows it, first name first."""
+    """A user's parameter.
+
+    Attributes:
+        fqns: all its names in the model, first name first.
+        shape: that of the part on this rank: its own, or that of a DTensor's local tensor.
+        placement: the place of this part in the whole.
+    """
 
     fqns: tuple[str, ...]
     parameter: nn.Parameter
     shape: torch.Size
+    placement: Placement
 
     @property
     def fqn(self) -> str:
         return self.fqns[0]
+
+    @cached_property
+    def is_distributed(self) -> bool:
+        """Whether it is a DTensor."""
+        return is_distributed(self.parameter)
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank shows of it."""
+        return local_of(self.parameter) if self.is_distributed else self.parameter.data
+
+    def show(self, values: Tensor) -> None:
+        """Have it look at these values."""
+        if self.is_distributed:
+            show_local(self.parameter, values)
+        else:
+            self.parameter.data = values
+
+    def as_parameter(self, local: Tensor) -> Tensor:
+        """Make a tensor that is distributed as the parameter is, of what this rank has of it."""
+        return distributed_as(self.parameter, local) if self.is_distributed else local
+
+    def own_part(self, gradient: Tensor) -> Tensor:
+        """Return this rank's part of a gradient. All ranks of a DTensor must call it: a sum over them may still have to be made."""
+        return part_as(self.parameter, gradient) if self.is_distributed else gradient
 
 
 @dataclass(frozen=True)
@@ -50,19 +92,27 @@ class Group:
     dtype: torch.dtype
     persistent: bool
     """Small enough not to be sharded at rest."""
+    kind: str = ""
+    """Of DTensors, how they are divided: they are a group of their own."""
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
     """The (fqn, module) pairs that are unsharded one at a time, without the root, in the order of registration."""
     rule = rule or Units()
-    return list(_units_below("", model, _leaves(model, rule), max(rule.min_numel, 1)))
+    leaves = _leaves(model, rule)
+    if model in leaves:
+        return []
+    units = list(_units_below("", model, leaves, max(rule.min_numel or 0, 1)))
+    if rule.min_numel is None and len(units) > MANY_UNITS:
+        units = list(_units_below("", model, leaves, TINY_NUMEL))
+    return units
 
 
 def _units_below(
     prefix: str, module: nn.Module, leaves: set[nn.Module], min_numel: int
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        fqn = name_of(f"{prefix}.{name}" if prefix else name)
+        fqn = name_of(f"{prefix}.{name}".lstrip("."))
         is_block = isinstance(module, nn.ModuleList | nn.Sequential) and _is_callable(child)
         if child in leaves or (is_block and sum(p.numel() for p in child.parameters()) >= min_numel):
             yield fqn, child
@@ -71,36 +121,37 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """The modules that were declared to be one unit each."""
-    declared = [
-        *[(f"class {name}", _is_of_class, name) for name in rule.leaf_classes],
-        *[(f"name {name}", _is_named, name) for name in rule.leaf_names],
-        *[(f"suffix {name}", _ends_in, name) for name in rule.leaf_suffixes],
-    ]
+    """The modules that were declared to be one unit each. The model itself is one where a class names it, and nothing inside it."""
+    modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
+    declared: list[tuple[str, set[nn.Module]]] = []
+    for name in rule.leaf_classes:
+        matching = {module for _, module in modules if _is_of_class(module, name)}
+        if not matching and _is_of_class(model, name):
+            matching = {model}
+        declared.append((f"class {name}", matching))
+    for name in rule.leaf_names:
+        declared.append((f"name {name}", {module for fqn, module in modules if fnmatchcase(fqn, name)}))
+    for name in rule.leaf_suffixes:
+        declared.append((f"suffix {name}", {module for fqn, module in modules if fqn.endswith(name)}))
     found: set[nn.Module] = set()
-    for what, test, name in declared:
-        matching = [(fqn, module) for fqn, module in model.named_modules() if fqn and test(fqn, module, name)]
-        containers = [fqn for fqn, module in matching if not _is_callable(module)]
-        if not matching or containers:
-            problem = f"{containers[0]} is a container, which is never called itself" if containers else "none is so"
-            raise UsageError(f"a leaf module of {what} was declared, and {problem} in this {type(model).__name__}.")
-        found |= {module for _, module in matching}
-    usual = [
-        module for fqn, module in model.named_modules() if fqn and any(_is_of_class(fqn, module, m) for m in MIXTURES)
-    ]
-    return found.union(usual)
+    for what, matching in declared:
+        containers = [fqn for fqn, module in modules if module in matching and not _is_callable(module)]
+        if containers:
+            raise UsageError(
+                f"a leaf module of {what} was declared, and {containers[0]} is a container, which is never called: declare the "
+                f'modules inside it (leaf_names=("{containers[0]}.*",)), or the module that runs them.'
+            )
+        if not matching:
+            raise UsageError(
+                f"a leaf module of {what} was declared, and none is so in {type(model).__name__}: name them, or their classes, "
+                "as model.named_modules() lists them."
+            )
+        found |= matching
+    return found.union(module for _, module in modules if any(_is_of_class(module, name) for name in MIXTURES))
 
 
-def _is_of_class(_: str, module: nn.Module, name: str) -> bool:
+def _is_of_class(module: nn.Module, name: str) -> bool:
     return any(name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for kind in type(module).__mro__)
-
-
-def _is_named(fqn: str, _: nn.Module, pattern: str) -> bool:
-    return fnmatchcase(name_of(fqn), pattern)
-
-
-def _ends_in(fqn: str, _: nn.Module, suffix: str) -> bool:
-    return name_of(fqn).endswith(suffix)
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -109,12 +160,12 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None = None) -> list[Group]:
-    """Who shares a flat buffer.
+    """Group the parameters that share a flat buffer. Of DTensors that is what this rank holds, apart from others.
 
     Args:
         optimized: `id`s of the parameters that the optimizer updates; a trainable parameter outside of it is left as
-            plain PyTorch leaves it, with a local gradient that nobody uses.
-        rule: what the user says of units.
+            plain PyTorch leaves it, with a local gradient that is never used.
+        rule: the user's rule for units.
     """
     rule = rule or Units()
     units = [("", model), *find_units(model, rule)]
@@ -127,28 +178,44 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name_of(fqn))
 
-    members: dict[tuple[int, bool, torch.dtype, torch.device, bool], list[NamedParameter]] = defaultdict(list)
+    members: dict[tuple[int, bool, torch.dtype, torch.device, bool, str], list[NamedParameter]] = defaultdict(list)
     for parameter in model.parameters():
         _refuse_unshardable(names[id(parameter)][0], parameter)
         is_persistent = id(parameter) in persistent
-        home = users[id(parameter)][0] if len(users[id(parameter)]) == 1 and not is_persistent else 0
+        home = 0  # the root
+        if len(users[id(parameter)]) == 1 and not is_persistent:
+            home = users[id(parameter)][0]
         trainable = parameter.requires_grad and id(parameter) in optimized
-        entry = NamedParameter(tuple(names[id(parameter)]), parameter, parameter.shape)
-        members[home, is_persistent, parameter.dtype, parameter.device, trainable].append(entry)
+        fqns = tuple(names[id(parameter)])
+        placement = placement_of(fqns[0], parameter)
+        entry = NamedParameter(fqns, parameter, torch.Size(placement.local_shape), placement)
+        key = (home, is_persistent, parameter.dtype, parameter.device, trainable, _kind_of(entry))
+        members[key].append(entry)
 
     groups = []
-    for (home, is_persistent, dtype, _, trainable), named in sorted(members.items(), key=lambda item: item[0][:2]):
+    for (home, is_persistent, dtype, _, trainable, kind), named in sorted(
+        members.items(), key=lambda item: item[0][:2]
+    ):
         fqn, module = units[home]
         label = "small parameters" if is_persistent else fqn or "the root module"
-        label += "" if trainable else " (frozen)"
-        groups.append(Group(label, module, tuple(named), trainable, dtype, is_persistent))
+        if not trainable:
+            label += " (frozen)"
+        groups.append(Group(label, module, tuple(named), trainable, dtype, is_persistent, kind))
     return groups
+
+
+def _kind_of(entry: NamedParameter) -> str:
+    """Name what makes parameters unlike others of their module: cut ones are counted on each of a mesh's ranks, others once."""
+    if not entry.is_distributed:
+        return ""
+    return " (whole DTensors)" if entry.placement.is_whole else " (tensor-parallel)"
 
 
 def _persistent(model: nn.Module, rule: Units) -> set[int]:
     """`id`s of the parameters that are too small to be sharded: the smallest first, as many as the total allows."""
     small = sorted((p for p in model.parameters() if p.numel() < rule.persistent_numel), key=Tensor.numel)
-    found, total = set(), 0
+    found = set()
+    total = 0
     for parameter in small:
         total += parameter.numel()
         if rule.max_persistent_numel is None or total <= rule.max_persistent_numel:

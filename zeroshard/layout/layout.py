@@ -1,4 +1,4 @@
-"""Owns the arithmetic of who holds which element. Pure integers: no tensor, no rank state. Called by unit and bucket.
+"""Owns the arithmetic of which rank holds which element: integers only, no tensor and no state of a rank.
 
 A unit's parameters lie one after another in one flat buffer. The buffer is cut into buckets, and each bucket into
 `world_size` equal shards (world_size 2, p = padding):
@@ -9,7 +9,7 @@ A unit's parameters lie one after another in one flat buffer. The buffer is cut 
 
 An optimizer that looks at whole matrices (Muon) gets a layout that cuts no parameter, see `lay_out_whole`.
 
-The layout depends on shapes, `world_size` and `bucket_numel` alone, never on the policy: so an optimizer sees the same
+The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy: so an optimizer sees the same
 1-D views under every policy, and a fused kernel, whose last bits depend on where a tensor starts and ends, gives the
 same bits.
 """
@@ -30,6 +30,34 @@ SOLO_NUMEL = 1 << 20
 straight from the tensor that autograd made, without a copy into a buffer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` to `stop` of the flattened parameter `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, start: int, stop: int) -> Span | None:
+        """The elements that also lie between `start` and `stop`; None where there are none."""
+        low = max(self.start, start)
+        high = min(self.stop, stop)
+        if low >= high:
+            return None
+        return Span(self.name, low, high)
+
+    def within(self, outer: int) -> slice:
+        """The place of these elements in a tensor that begins at element `outer`."""
+        return slice(self.start - outer, self.stop - outer)
+
+    def __str__(self) -> str:
+        return f"elements {self.start} to {self.stop} of {self.name}"
+
+
 @dataclass(frozen=True)
 class Piece:
     """The part of one parameter that lies in one range of the flat buffer. Offsets are in elements."""
@@ -37,9 +65,9 @@ class Piece:
     index: int
     """Which parameter of the unit."""
     parameter_start: int
-    """Where the piece begins in the flattened parameter."""
+    """Its start in the flattened parameter."""
     start: int
-    """Where the piece begins in the range that was asked about."""
+    """Its start in the range that was asked about."""
     numel: int
 
 
@@ -52,18 +80,19 @@ class BucketLayout:
     world_size: int
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.numel
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.world_size
 
-    @property
+    @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """The ranges [start, stop) of the bucket that belong to no parameter."""
-        gaps, used = [], 0
+        gaps = []
+        used = 0
         for piece in sorted(self.pieces, key=lambda piece: piece.start):
             if used < piece.start:
                 gaps.append((used, piece.start))
@@ -74,10 +103,12 @@ class BucketLayout:
 
     def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
         """The pieces of one of the shards; `start` counts from its start."""
-        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        low = shard * self.shard_numel
+        high = low + self.shard_numel
         found = []
         for piece in self.pieces:
-            start, stop = max(piece.start, low), min(piece.start + piece.numel, high)
+            start = max(piece.start, low)
+            stop = min(piece.start + piece.numel, high)
             if start < stop:
                 offset = piece.parameter_start + (start - piece.start)
                 found.append(Piece(piece.index, offset, start - low, stop - start))
@@ -86,13 +117,13 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Where each parameter of a unit lies, and where the buckets are cut."""
+    """The places of a unit's parameters in its flat buffer, and the cuts between buckets."""
 
     numels: tuple[int, ...]
     starts: tuple[int, ...]
     buckets: tuple[BucketLayout, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.buckets[-1].stop if self.buckets else 0
 
@@ -141,10 +172,12 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
             numel = -(-fill // quantum) * quantum
             buckets.append(BucketLayout(cursor, numel, world_size, tuple(pieces)))
             pieces.clear()
-            cursor, fill = cursor + numel, 0
+            cursor += numel
+            fill = 0
 
     for order, index in enumerate(solo + shared):
-        numel, done = numels[index], 0
+        numel = numels[index]
+        done = 0
         fill = -(-fill // ALIGNMENT) * ALIGNMENT
         if (fill and (order < len(solo) or fill + numel > limit)) or order == len(solo):
             close()
@@ -152,7 +185,8 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
         while done < numel:
             part = min(numel - done, limit - fill)
             pieces.append(Piece(index, done, fill, part))
-            done, fill = done + part, fill + part
+            done += part
+            fill += part
             if done < numel:
                 close()
     close()
@@ -172,8 +206,9 @@ def lay_out_whole(numels: Sequence[int], world_size: int) -> UnitLayout:
         homes[index] = (rank, loads[rank])
         loads[rank] += -(-numels[index] // ALIGNMENT) * ALIGNMENT
     starts = [homes[index][0] * max(loads) + homes[index][1] for index in range(len(numels))]
-    pieces = sorted((start, index) for index, start in enumerate(starts) if numels[index])
-    bucket = BucketLayout(
-        0, max(loads) * world_size, world_size, tuple(Piece(index, 0, start, numels[index]) for start, index in pieces)
-    )
-    return UnitLayout(tuple(numels), tuple(starts), (bucket,) if bucket.numel else ())
+    in_order = sorted((start, index) for index, start in enumerate(starts) if numels[index])
+    pieces = tuple(Piece(index, 0, start, numels[index]) for start, index in in_order)
+    if not pieces:
+        return UnitLayout(tuple(numels), tuple(starts), ())
+    bucket = BucketLayout(0, max(loads) * world_size, world_size, pieces)
+    return UnitLayout(tuple(numels), tuple(starts), (bucket,))

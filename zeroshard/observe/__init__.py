@@ -1,1 +1,1 @@
-"""See docs/design.md, "The rooms"."""
+"""Reports of a run: memory, monitors, plots and logs."""

@@ -1,4 +1,4 @@
-"""Owns the lines that move on a terminal while something lasts: a training, a save, a load. Called by whatever lasts, and by cli.
+"""Owns the lines that move on a terminal while something lasts: a training, a save, a load.
 
 They are on stderr, of rank 0, and nowhere where stderr is no terminal. No thread draws them while ranks train: who works says how
 far it has come, and draws what is due. So a data loader's worker is never forked from under a lock that a thread holds.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DELAY_SECONDS = 2.0
-"""What is over sooner has no line."""
+"""A task that ends sooner has no line."""
 REFRESH_SECONDS = 0.25
 SWITCH = "ZEROSHARD_PROGRESS"
 """The environment variable that turns lines off, where it is 0."""
@@ -29,42 +29,40 @@ _BAR_CELLS = 20
 _GB = 1e9
 
 Advance: TypeAlias = Callable[[float], object]
-"""Says that so much more is done."""
+"""Takes the amount that was done since the last call."""
 
 
 def ignore(amount: float) -> None:
-    """The `Advance` of who shows nothing."""
+    """Stand for an `Advance` where nothing is shown."""
 
 
 class Row:
-    """One thing that lasts.
-
-    Attributes:
-        what: what it is called.
-        total, done: how much there is to do, where that is known, and how much was done.
-        since: when it began, by the monotonic clock.
-    """
+    """A task that lasts: its name, the amount to do (None: unknown) and done, and its start by the monotonic clock."""
 
     def __init__(
         self, what: str, total: float | None, display: Display, *, done: float = 0.0, delay: float = DELAY_SECONDS
     ) -> None:
-        self.what, self.total, self.done = what, total, done
+        self.what = what
+        self.total = total
+        self.done = done
         self.since = monotonic()
-        self._due, self._display = self.since + delay, display
+        self._due = self.since + delay
+        self._display = display
         self._seen = deque([(self.since, done)], maxlen=_SEEN)
 
     def advance(self, amount: float) -> None:
-        """So much more is done."""
+        """Add to the amount done."""
         self.done += amount
         self._display.refresh()
 
     def at(self, done: float, total: float) -> None:
-        """So much is done, of so much."""
-        self.done, self.total = done, total
+        """Set the amounts done and to do."""
+        self.done = done
+        self.total = total
         self._display.refresh()
 
     def note(self, now: float) -> None:
-        """Remember how far it has come, for its speed."""
+        """Remember the amount done, for the speed."""
         self._seen.append((now, self.done))
 
     def is_due(self, now: float) -> bool:
@@ -73,39 +71,47 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Done in a second, of late."""
+        """The amount done in a second, lately."""
         then, before = self._seen[0]
         now, done = self._seen[-1]
-        return (done - before) / (now - then) if now > then else 0.0
+        if now <= then:
+            return 0.0
+        return (done - before) / (now - then)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until it is done, where that can be said."""
+        """The time until the end; None: unknown."""
         if self.total is None or self.done <= 0 or self.speed <= 0:
             return None
         return max(self.total - self.done, 0.0) / self.speed
 
     def figures(self) -> list[str]:
-        """What is known of it, the most wanted first: what does not fit on the line is left out."""
-        count = f"{self.done:g} of {self.total:g}" if self.total is not None else ""
-        return [part for part in (count, clock(monotonic() - self.since)) if part]
+        """Return the figures, the most wanted first: those that do not fit on the line are left out."""
+        parts = [clock(monotonic() - self.since)]
+        if self.total is not None:
+            parts.insert(0, f"{self.done:g} of {self.total:g}")
+        return parts
 
 
 class BytesRow(Row):
-    """One whose work is counted in bytes."""
+    """A row whose work is counted in bytes."""
 
     def figures(self) -> list[str]:
-        left = self.seconds_left
-        of = f" of {self.total / _GB:.2f}" if self.total is not None else ""
-        parts = [f"{self.done / _GB:.2f}{of} GB", f"{self.speed / _GB:.2f} GB/s"]
-        return [*parts, f"{clock(left)} left"] if left is not None else parts
+        parts = [f"{self.done / _GB:.2f} GB", f"{self.speed / _GB:.2f} GB/s"]
+        if self.total is not None:
+            parts[0] = f"{self.done / _GB:.2f} of {self.total / _GB:.2f} GB"
+        if self.seconds_left is not None:
+            parts.append(f"{clock(self.seconds_left)} left")
+        return parts
 
 
 def clock(seconds: float) -> str:
-    """For people: 0:42, 12:05, 3:01:40."""
+    """Format a duration: 0:42, 12:05, 3:01:40."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
 
 
 class Display:
@@ -117,7 +123,8 @@ class Display:
     """
 
     def __init__(self, *, speaks: bool = True, animated: bool = False) -> None:
-        self.speaks, self._animated = speaks, animated
+        self.speaks = speaks
+        self._animated = animated
         self._rows: list[Row] = []
         self._live: Live | None = None
         self._drawn_at = 0.0
@@ -129,15 +136,15 @@ class Display:
 
     @contextmanager
     def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
-        """Inside, `what` lasts; whoever does it calls `advance` of the row."""
+        """Show a row while the task inside lasts, which calls the row's `advance`."""
         kind = BytesRow if in_bytes else Row
-        row = kind(what, total, self, delay=0 if self._animated else DELAY_SECONDS)
+        row = kind(what, total, self, delay=DELAY_SECONDS * (not self._animated))
         with self.shown(row):
             yield row
 
     @contextmanager
     def shown(self, row: Row, *, stays: bool = False) -> Iterator[None]:
-        """Inside, a row has its line. `stays`: what it said last stands there after."""
+        """Show a row inside. `stays`: its last line stays."""
         if not self.is_on:
             yield
             return
@@ -172,7 +179,7 @@ class Display:
     def _start(self) -> Live:
         from rich.live import Live
 
-        # What is written to a file is none of the terminal's business.
+        # Writes to a file do not pass through the terminal.
         both = sys.stdout is not None and sys.stdout.isatty()
         live = Live(
             self, console=_console(), auto_refresh=self._animated, transient=True, redirect_stdout=both,
@@ -183,8 +190,9 @@ class Display:
 
     @contextmanager
     def above(self) -> Iterator[None]:
-        """What is printed inside stands above the lines."""
-        live, self._live = self._live, None
+        """Print what is inside above the lines."""
+        live = self._live
+        self._live = None
         if live is not None:
             live.stop()
         try:
@@ -212,10 +220,11 @@ def _line(row: Row, width: int, ascii_only: bool) -> Text:
     line = Text(row.what, no_wrap=True, overflow="ellipsis")
     if row.total and width >= 4 * _BAR_CELLS:
         full = min(round(_BAR_CELLS * row.done / row.total), _BAR_CELLS)
-        line.append("  " if row.what else "").append(("#" if ascii_only else "━") * full, "cyan")
-        line.append(("-" if ascii_only else "━") * (_BAR_CELLS - full), "bright_black")
+        done, missing = "#-" if ascii_only else "━━"
+        line.append("  " * bool(row.what)).append(done * full, "cyan")
+        line.append(missing * (_BAR_CELLS - full), "bright_black")
     for part in row.figures():
         if line.cell_len + 2 + len(part) >= width:
             break
-        line.append(f"{'  ' if line.cell_len else ''}{part}")
+        line.append("  " * bool(line.cell_len)).append(part)
     return line

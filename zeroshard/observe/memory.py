@@ -1,4 +1,4 @@
-"""Owns the count of bytes that live on this rank, and their peak, and what the ZeRO formulas say. Called by shard, engine, cli."""
+"""Owns the count of bytes that live on this rank, their peak, and the ZeRO formulas."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ from torch import Tensor
 
 from zeroshard.policy import DTypes, Policy
 from zeroshard.schedule.unit import Unit
-from zeroshard.storage.buffer_pool import BufferPool
-
-STATES_PER_PARAMETER = {
-    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "RMSprop": 1, "Adagrad": 1,
-    "SGD": 1,
-}  # fmt: skip
-"""Tensors of optimizer state for each parameter element (SGD: with momentum)."""
+from zeroshard.storage.buffers import BufferPool
+from zeroshard.torch_private import storage_id
 
 
 def memory_report(
-    units: Sequence[Unit],
-    states: Iterable[Tensor],
-    pool: BufferPool,
-    parked_nbytes: int = 0,
-    emptied: Iterable[int] = (),
-) -> dict[str, int]:
+    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, parked_nbytes: int = 0, emptied: Iterable[int] = (),
+) -> dict[str, int]:  # fmt: skip
     """Bytes of live storage of the accelerator on this rank, each storage counted once.
 
     Args:
@@ -34,7 +25,8 @@ def memory_report(
         emptied: addresses of storages that have no memory now.
 
     Returns:
-        parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too).
+        parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too). Where master
+            weights are all that rests, these.
         gradients: those kept between microbatches and steps, until `zero_grad`.
         optimizer: the optimizer's state, and master weights where they are tensors of their own.
         buffers: scratch for communication, and what is parked.
@@ -62,26 +54,27 @@ def _parameters(unit: Unit) -> Iterator[Tensor]:
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages of these tensors, but for those in `seen`, which learns the others. Asks for no address."""
+    """Count the bytes of the storages of these tensors that are not in `seen`, and add them to it. Asks for no address."""
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        # Python's identity of the wrapper is not stable.
-        if storage.nbytes() and storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes and storage_id(tensor) not in seen:
+            seen.add(storage_id(tensor))
+            total += nbytes
     return total
 
 
 def peak_nbytes(device: torch.device) -> int:
-    """The most that this process has had at once: of the accelerator, by its allocator; on a CPU, of resident memory.
+    """Return the peak of this process: of the accelerator, by its allocator; on a CPU, of resident memory.
 
     0 where the accelerator's allocator does not count. Nobody waits for the device.
     """
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     module = torch.get_device_module(device)
-    return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else 0
+    if not hasattr(module, "max_memory_allocated"):
+        return 0
+    return int(module.max_memory_allocated(device))
 
 
 def formula(
@@ -97,16 +90,20 @@ def formula(
     if ranks_per_host is None:
         ranks_per_host = policy.within if isinstance(policy.within, int) else world_size
 
-    def share(sharded: bool) -> float:
-        return numel / world_size if sharded else numel
-
-    ranks = ranks_per_host if policy.parameters.per_host else world_size
-    parameters = numel / ranks if policy.parameters.sharded else numel
-
-    # In fp32 the master weights are the parameters themselves, and only in 16 bits tensors of their own.
-    master = 0 if dtypes.master == dtypes.param else dtypes.master.itemsize
-    return {
-        "parameters": dtypes.param.itemsize * parameters,
-        "gradients": dtypes.accumulate.itemsize * share(policy.gradients.sharded),
-        "optimizer": (master + states * dtypes.master.itemsize) * share(policy.optimizer.sharded),
+    nbytes = {
+        "parameters": dtypes.param.itemsize,
+        "gradients": dtypes.accumulate.itemsize,
+        "optimizer": states * dtypes.master.itemsize,
     }
+    if policy.keeps_masters_only:
+        nbytes["parameters"] = dtypes.master.itemsize
+    elif dtypes.master != dtypes.param:  # in fp32 the master weights are the parameters themselves
+        nbytes["optimizer"] += dtypes.master.itemsize
+    found = {}
+    for state, each in nbytes.items():
+        residency = getattr(policy, state)
+        ranks = 1
+        if residency.sharded:
+            ranks = ranks_per_host if residency.per_host else world_size
+        found[state] = each * (numel / ranks)
+    return found

@@ -1,4 +1,4 @@
-"""Owns where figures of a run are kept: JSON lines, CSV files, TensorBoard, Weights & Biases, Comet. Called by log and progress.
+"""Owns the figures of a step, and where a run keeps them: JSON lines, CSV files, TensorBoard, Weights & Biases, Comet.
 
 A package is imported only where its block is enabled, and only on rank 0.
 """
@@ -8,33 +8,102 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import math
 import os
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from zeroshard.config.schema import CometBlock, MonitorBlock, Schema, WandbBlock
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.observe.figures import StepFigures
 
 STEPS = "steps.jsonl"
+_ALWAYS = ("step", "samples", "loss", "lr", "loss_scale", "grad_norm", "applied")
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The figures of a step. `seconds`, `sent`, `memory` and `peak` are this rank's; `loss` is the mean over ranks.
+
+    Attributes:
+        samples: since the start.
+        at: the time, in seconds since 1970.
+        has_loss: the backwards were the engine's, which saw the loss.
+        samples_per_second, sent: since the last figures; `sent` in bytes by collective.
+        tokens_per_second: where the caller gave the number of tokens of a sample.
+        seconds: of one step, by part.
+        memory: bytes of live storage by model state.
+        peak: the most bytes that the accelerator's allocator had given out, or that the process had where there is none.
+    """
+
+    step: int
+    samples: int
+    loss: float
+    lr: float
+    loss_scale: float
+    grad_norm: float
+    applied: bool
+    has_loss: bool
+    samples_per_second: float
+    tokens_per_second: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    peak: int = 0
+    at: float = field(default_factory=time.time)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is known; a number that is not finite is null, since JSON has none."""
+        entry = asdict(self)
+        entry["at"] = round(self.at, 3)
+        if not entry.pop("has_loss"):
+            del entry["loss"]
+        for key, value in entry.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                entry[key] = None
+        return {key: value for key, value in entry.items() if value or key in _ALWAYS}
+
+
+class Sent:
+    """Bytes sent since the last look, from counters that others read and clear too.
+
+    Args:
+        before: the counters at the beginning.
+    """
+
+    def __init__(self, before: Mapping[str, int]) -> None:
+        self._before = dict(before)
+
+    def take(self, now: Mapping[str, int]) -> dict[str, int]:
+        """Return the bytes since the last call, by collective."""
+        since = {}
+        for name, count in now.items():
+            more = count - self._before.get(name, 0)
+            if more < 0:  # cleared
+                more = count
+            if more:
+                since[name] = more
+        self._before = dict(now)
+        return since
 
 
 class Monitor(Protocol):
     """Keeps figures."""
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Keep what is known of a step: `events` is that by name, in DeepSpeed's words."""
+        """Keep a step's figures; `events` are the same under DeepSpeed's names."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the record."""
 
 
 def _append_to(path: Path) -> IO[str]:
-    """A file that goes on: a line that was only half written, by a run that was killed, stays a line of its own."""
+    """Open a file to append to. A half-written line of a run that was killed stays a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
@@ -45,17 +114,15 @@ def _append_to(path: Path) -> IO[str]:
 
 
 class FileMonitor(ABC):
-    """Keeps figures in files. When one cannot be written any longer, as on a full disk, the training goes on without.
+    """Keeps figures in files. When `path` cannot be written any longer, as on a full disk, the training goes on without it."""
 
-    Attributes:
-        path: what is written to, for the sentence that says so.
-    """
-
-    path: Path
-    _failed = False
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, IO[str]] = {}
+        self._failed = False
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Keep a step's figures, or warn once that this is over."""
+        """Keep a step's figures, or warn once that the log has ended."""
         if self._failed:
             return
         try:
@@ -68,56 +135,47 @@ class FileMonitor(ABC):
             )
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self._files():
+        for file in self._open.values():
             with suppress(OSError):  # what a full disk did not take
                 file.close()
+        self._open.clear()
 
     @abstractmethod
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None: ...
 
-    @abstractmethod
-    def _files(self) -> list[IO[str]]:
-        """Those that are open, which are forgotten."""
-
 
 class JsonLinesMonitor(FileMonitor):
-    """All that is known, one JSON object a step, in `folder/steps.jsonl`. Before them a line that says what is run.
+    """Writes one JSON object a step to `folder/steps.jsonl`, after a line about the run.
 
     Args:
-        about: of the run: the world size, the policy, versions.
+        about: the run's world size, policy and versions.
 
     Raises:
-        UsageError: the file cannot be written, which is said before the first step.
+        UsageError: the file cannot be written; raised before the first step.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.path, self._about = folder / STEPS, dict(about)
+        super().__init__(folder / STEPS)
+        self._about = dict(about)
         try:
             _append_to(self.path).close()
         except OSError as error:
             raise UsageError(
                 f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process may write to."
             ) from error
-        self._file: IO[str] | None = None
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        if self._file is None:
-            self._file = _append_to(self.path)
-            self._file.write(json.dumps({"run": self._about}) + "\n")
-        self._file.write(json.dumps(figures.as_json()) + "\n")
-
-    def _files(self) -> list[IO[str]]:
-        file, self._file = self._file, None
-        return [] if file is None else [file]
+        if STEPS not in self._open:
+            self._open[STEPS] = _append_to(self.path)
+            self._open[STEPS].write(json.dumps({"run": self._about}) + "\n")
+        self._open[STEPS].write(json.dumps(figures.as_json()) + "\n")
 
 
 class CsvMonitor(FileMonitor):
-    """One file a figure, `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) for each step."""
+    """Writes one file a figure, `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) for each step."""
 
     def __init__(self, block: MonitorBlock) -> None:
-        self.path = Path(block.output_path) / block.job_name
-        self._open: dict[str, IO[str]] = {}
+        super().__init__(Path(block.output_path) / block.job_name)
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         for name, value in events.items():
@@ -129,11 +187,6 @@ class CsvMonitor(FileMonitor):
                     csv.writer(self._open[name]).writerow(["samples", name])
             csv.writer(self._open[name]).writerow([figures.samples, value])
 
-    def _files(self) -> list[IO[str]]:
-        files = list(self._open.values())
-        self._open.clear()
-        return files
-
 
 class TensorBoardMonitor:
     """Event files in `output_path/job_name`."""
@@ -143,12 +196,10 @@ class TensorBoardMonitor:
         self._writer = writer(log_dir=str(Path(block.output_path) / block.job_name))
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Add a scalar for each figure."""
         for name, value in events.items():
             self._writer.add_scalar(name, value, figures.samples)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -160,11 +211,9 @@ class WandbMonitor:
         self._run = wandb.init(project=block.project, group=block.group, entity=block.team)
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Log the figures at this number of samples."""
         self._run.log(dict(events), step=figures.samples)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 
@@ -174,11 +223,12 @@ class CometMonitor:
     def __init__(self, block: CometBlock) -> None:
         comet = _import("comet_ml", "comet", "comet_ml")
         names = ("project", "workspace", "api_key", "experiment_key", "online", "mode")
-        told = {name: getattr(block, name) for name in names if getattr(block, name) is not None}
-        self._experiment = comet.start(**told)
+        given = {name: getattr(block, name) for name in names if getattr(block, name) is not None}
+        self._experiment = comet.start(**given)
         if block.experiment_name is not None:
             self._experiment.set_name(block.experiment_name)
-        self._interval, self._next = block.samples_log_interval, 0
+        self._interval = block.samples_log_interval
+        self._next = 0
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Log the figures, unless the last point is less than the interval ago."""
@@ -187,16 +237,11 @@ class CometMonitor:
             self._experiment.log_metrics(dict(events), step=figures.samples)
 
     def close(self) -> None:
-        """End the experiment."""
         self._experiment.end()
 
 
 def create_monitors(schema: Schema, about: Callable[[], Mapping[str, Any]]) -> list[Monitor]:
-    """The monitors that the config enables. Raises `ConfigError` where a package is missing.
-
-    Args:
-        about: says what is run, see `JsonLinesMonitor`.
-    """
+    """Make the monitors that the config enables. Raises `ConfigError` where a package is missing."""
     made: list[Monitor] = []
     if schema.json_monitor.enabled:
         block = schema.json_monitor

@@ -1,4 +1,4 @@
-"""Owns the answer to why the loss is scaled: which gradients vanish in fp16, at this scale and at others. Called by engine.
+"""Owns the answer to why the loss is scaled: which gradients vanish in fp16, at this scale and at others.
 
 A backward is run again at every scale. An element that is zero at one scale and not at the largest scale whose gradients are
 all finite has underflowed there; one that is zero even then counts as truly zero, so the shares are lower bounds.
@@ -15,13 +15,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from zeroshard.observe.plots import require_matplotlib
+
 SCALES = tuple(2.0**power for power in range(0, 25, 4))
 _LOWEST, _HIGHEST = -64, 16
-"""Powers of two between which the histogram tells gradients apart."""
+"""Powers of two between which the histogram separates gradients."""
 
 
 class GradientCount:
-    """What one backward at one scale left: for each parameter its zeros, and whether all is finite."""
+    """Counts of one backward at one scale: the zeros of each parameter's gradient, and whether all is finite."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -43,7 +45,7 @@ class GradientCount:
 
 @dataclass(frozen=True)
 class UnderflowReport:
-    """What share of each parameter's gradient elements is zero because of underflow, by loss scale.
+    """The share of each parameter's gradient elements that underflow to zero, by loss scale.
 
     Attributes:
         scale: the present loss scale.
@@ -64,8 +66,13 @@ class UnderflowReport:
         table = Table(title="gradient elements that vanish in fp16, %", title_justify="left")
         table.add_column("loss scale")
         for scale in self.shares:
-            mark = " (now)" if scale == self.scale else " (overflows)" if scale in self.overflows else ""
-            table.add_column(f"{scale:,.0f}{mark}" if scale >= 1 else f"{scale:g}{mark}", justify="right")
+            mark = ""
+            if scale == self.scale:
+                mark = " (now)"
+            elif scale in self.overflows:
+                mark = " (overflows)"
+            name = f"{scale:,.0f}" if scale >= 1 else f"{scale:g}"
+            table.add_column(name + mark, justify="right")
         for fqn in next(iter(self.shares.values())):
             table.add_row(fqn, *[f"{100 * shares[fqn]:.2f}" for shares in self.shares.values()])
         table.add_section()
@@ -73,7 +80,12 @@ class UnderflowReport:
         return table
 
     def plot(self, path: str | Path) -> None:
-        """Draw the histogram with fp16's limits at the present scale, and the share lost at each scale (PNG or SVG)."""
+        """Draw the histogram with fp16's limits at the present scale, and the share lost at each scale (PNG or SVG).
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        require_matplotlib("UnderflowReport.plot")
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -119,8 +131,9 @@ def summarise(
     size = len(names)
     overflows = frozenset(count.scale for count, row in zip(counts, totals, strict=True) if row[0])
     clean = [index for index, count in enumerate(counts) if count.scale not in overflows]
-    reference = totals[max(clean, key=lambda index: counts[index].scale)] if clean else totals[0]
-    shares, total = {}, {}
+    reference = totals[max(clean, key=lambda index: counts[index].scale, default=0)]
+    shares = {}
+    total = {}
     for count, row in zip(counts, totals, strict=True):
         lost = (row[1 : 1 + size] - reference[1 : 1 + size]).clamp(min=0)
         elements = row[1 + size : 1 + 2 * size].clamp(min=1)

@@ -1,1 +1,1 @@
-"""See docs/design.md, "The rooms"."""
+"""Optimizers, schedules and loss scalers."""

@@ -1,4 +1,4 @@
-"""Owns the optimizer that a config's `optimizer` block names. Called by engine."""
+"""Owns the optimizer and the loss scaler that a config names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config.arguments import check_arguments, nearest
+from zeroshard.config.fields import check_arguments, nearest
+from zeroshard.config.load import Config
 from zeroshard.config.schema import OptimizerBlock
 from zeroshard.errors import ConfigError
 from zeroshard.layout.bucketing import find_units
 from zeroshard.optim.lion import Lion
+from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
 
 _NAMES = {
@@ -32,12 +34,17 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the torch optimizer that the block names over `parameters` (tensors, or param groups).
 
-    "Adam" means AdamW's mathematics unless `adam_w_mode` is false, as in DeepSpeed. Fused kernels are the default.
+    "Adam" means AdamW's mathematics unless `adam_w_mode` is false, as in DeepSpeed. Defaults are those of the class that DeepSpeed
+    0.19.8 takes: without `torch_adam`, Adam and AdamW decay nothing. Fused kernels are the default.
 
     Args:
         model: tells Muon which matrices lie inside blocks; those outside (embeddings, heads) go to AdamW.
+
+    Raises:
+        ConfigError: there is no such optimizer, or it does not take these params.
     """
-    params, name = dict(block.params), block.type.lower()
+    params = dict(block.params)
+    name = block.type.lower()
     if name in _NOT_OFFERED:
         raise ConfigError(
             f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Known here: Adam, AdamW, SGD, Adagrad, "
@@ -49,10 +56,12 @@ def create_optimizer(
             f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Known here: Adam, AdamW, SGD, "
             "Adagrad, Lion, Muon, and any class of torch.optim."
         )
-    if cls in (torch.optim.Adam, torch.optim.AdamW, MuonWithAdamW):
-        params.pop("torch_adam", None)  # DeepSpeed's: whose kernels
+    if cls is MuonWithAdamW:
+        params = _muon(params)
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         cls = _adam(cls, params)
+    if cls is Lion:
+        params = {"lr": 1e-3, "betas": (0.9, 0.999)} | params
     if cls is MuonWithAdamW and model is not None:
         parameters = _muon_groups(parameters, model)
     if "max_grad_norm" in params:
@@ -74,6 +83,22 @@ def create_optimizer(
     return made
 
 
+def create_loss_scaler(config: Config) -> LossScaler:
+    """Make the scaler that the `fp16` block describes; a scale of 1 where the loss is not scaled."""
+    block = config.schema.fp16
+    if not config.scales_loss:
+        return StaticLossScaler()
+    if block.loss_scale:
+        return StaticLossScaler(block.loss_scale)
+    return DynamicLossScaler(
+        2.0**block.initial_scale_power,
+        block.loss_scale_window,
+        block.hysteresis,
+        block.consecutive_hysteresis,
+        block.min_loss_scale,
+    )
+
+
 def _known() -> list[str]:
     return [name for name, value in vars(torch.optim).items() if isinstance(value, type)] + ["Lion", "Muon"]
 
@@ -82,20 +107,45 @@ def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torc
     """DeepSpeed's arguments of Adam that are none of torch's."""
     if not params.pop("bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction = false is not offered: torch's Adam always corrects.")
+    if not params.pop("torch_adam", False):
+        params.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels decay nothing by default, torch's AdamW 0.01
     decays_apart = params.pop("adam_w_mode", True)
-    if cls is torch.optim.Adam and decays_apart:
-        params.setdefault("weight_decay", 0.0)  # DeepSpeed's Adam decays nothing by default; torch's AdamW 0.01
-        return torch.optim.AdamW
-    return cls
+    return torch.optim.AdamW if decays_apart else cls
+
+
+def _muon(params: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's arguments of Muon and its Adam, with its defaults and its scale of an update (a matrix's aspect ratio)."""
+    given = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
+    if "ns_method" in given:
+        raise ConfigError(
+            "optimizer.params.ns_method is not offered: torch's Muon has one Newton-Schulz iteration. Leave it out."
+        )
+    if not params.get("adam_w_mode", True):
+        raise ConfigError(
+            "optimizer.params.adam_w_mode = false is not offered with Muon: its Adam is AdamW. Leave it out."
+        )
+    rates = {} if "lr" in given else {"muon_lr": 0.02, "adam_lr": 3e-4}
+    return {"weight_decay": 0.0, "eps": 1e-10, "adjust_lr_fn": "original", **rates, **given}
 
 
 def _muon_groups(parameters: Iterable[Any], model: nn.Module) -> list[Any]:
-    """Loose parameters, parted into matrices inside the model's blocks and all others."""
+    """Part each param group, and loose parameters, into matrices inside the model's blocks and all others."""
     inside = {id(p) for _, block in find_units(model) for p in block.parameters()}
     given = list(parameters)
-    if any(isinstance(item, dict) for item in given) or not inside:
+    if not inside:
         return given
-    matrices = [p for p in given if p.ndim == 2 and id(p) in inside]
-    others = [p for p in given if p.ndim != 2 or id(p) not in inside]
-    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
-    return [group for group in groups if group["params"]]
+    groups = [item for item in given if isinstance(item, dict)]
+    loose = [item for item in given if not isinstance(item, dict)]
+    if loose:
+        groups.append({"params": loose})
+    parted = []
+    for group in groups:
+        if "use_muon" in group:
+            parted.append(group)
+            continue
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for use_muon in (True, False):
+            chosen = [p for p in members if (p.ndim == 2 and id(p) in inside) is use_muon]
+            if chosen:
+                parted.append({**group, "params": chosen, "use_muon": use_muon})
+    return parted

@@ -1,4 +1,4 @@
-"""Owns the Lion optimizer, which torch.optim lacks. Called by from_config, and by users."""
+"""Owns the Lion optimizer, which torch.optim lacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
+from zeroshard.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 
 class Lion(torch.optim.Optimizer):
@@ -44,10 +45,11 @@ class Lion(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
             momenta = [self.state[p]["exp_avg"] for p in parameters]
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            directions = torch._foreach_lerp(gradients, momenta, beta1)
-            torch._foreach_sign_(directions)
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-            torch._foreach_add_(parameters, directions, alpha=-lr)
-            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+            lr = group["lr"]
+            beta1, beta2 = group["betas"]
+            directions = foreach_lerp(gradients, momenta, beta1)
+            foreach_sign_(directions)
+            foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            foreach_add_(parameters, directions, alpha=-lr)
+            foreach_lerp_(momenta, gradients, 1 - beta2)
         return loss

@@ -1,4 +1,4 @@
-"""Owns the loss scale of fp16 training: what the loss is multiplied by, and when it moves. Called by engine, and by users.
+"""Owns the loss scale of fp16 training: what the loss is multiplied by, and when it moves.
 
 fp16 holds nothing between 0 and 6e-8: small gradients would vanish. The loss is multiplied by a scale before the backward, the
 gradients are divided by that same scale after, and the scale grows while all gradients are finite (Micikevicius et al.,
@@ -34,7 +34,7 @@ class LossScaler(ABC):
         """A step is over: its gradients overflowed, or did not. Raises `LossScaleError` where there is no way down."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
+        """Return the state that `load_state_dict` takes."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class LossScaler(ABC):
 @final
 @dataclass
 class StaticLossScaler(LossScaler):
-    """One scale for the whole run; 1.0 is no scaling."""
+    """A loss scaler with one scale for the whole run; 1.0 is no scaling."""
 
     scale: float = 1.0
 
@@ -72,7 +72,7 @@ class DynamicLossScaler(LossScaler):
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
     _left: int = 0
-    """What is left of the hysteresis."""
+    """The rest of the hysteresis."""
     _step: int = 0
     _last_overflow: int = -1
 
@@ -97,7 +97,8 @@ class DynamicLossScaler(LossScaler):
         """Go on where another was saved, if it was dynamic; window, hysteresis and smallest scale are this one's own."""
         if "_step" in saved:
             self.scale = float(saved["scale"])
-            self._left, self._step = int(saved["_left"]), int(saved["_step"])
+            self._left = int(saved["_left"])
+            self._step = int(saved["_step"])
             self._last_overflow = int(saved["_last_overflow"])
 
     def _lower(self) -> None:

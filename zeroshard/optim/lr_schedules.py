@@ -1,4 +1,4 @@
-"""Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's. Called by engine.
+"""Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's.
 
 A schedule counts optimizer steps from i = -1; its constructor sets the rate for i = -1, and the n-th `step()` that for i = n - 1.
 The formulas are DeepSpeed 0.19's, to the last step.
@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.config.arguments import check_arguments, nearest
+from zeroshard.config.fields import check_arguments, nearest
 from zeroshard.config.schema import SchedulerBlock
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, UsageError
 
 PerGroup = float | Sequence[float]
 """One number for all param groups, or one for each."""
 
 _SECOND_BETA = 0.99
-"""Of Adam, where momentum is moved."""
+"""Adam's second beta, where the schedule moves momentum."""
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each param group, where it is a tensor, too."""
-    return [group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
+    """Return the learning rate of each param group; it may be a tensor there."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
@@ -41,7 +41,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
 
 
 class LRSchedule(ABC):
-    """Sets the `lr` of every param group from the number of optimizer steps alone."""
+    """Sets the `lr` of every param group only from the number of optimizer steps."""
 
     last_batch_iteration: int
 
@@ -68,7 +68,7 @@ class LRSchedule(ABC):
         _set_rates(self.optimizer, self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
+        """Return the state that `load_state_dict` takes."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,10 @@ class LRSchedule(ABC):
 
     def _per_group(self, value: PerGroup, name: str, optimizer: torch.optim.Optimizer) -> list[float]:
         count = len(optimizer.param_groups)
-        values = list(value) if isinstance(value, Sequence) else [value] * count
+        if isinstance(value, Sequence):
+            values = list(value)
+        else:
+            values = [value] * count
         if len(values) != count:
             raise ConfigError(f"scheduler.params.{name}: {len(values)} values for {count} param groups.")
         return values
@@ -101,8 +104,9 @@ class _WarmsUp(LRSchedule):
             return 0.0
         if i >= self.warmup_num_steps:
             return 1.0
-        linear = self.warmup_type == "linear"
-        return i / self.warmup_num_steps if linear else math.log(i + 1) / math.log(self.warmup_num_steps)
+        if self.warmup_type == "linear":
+            return i / self.warmup_num_steps
+        return math.log(i + 1) / math.log(self.warmup_num_steps)
 
     def _warn_if_longer(self, total: int) -> None:
         if total < self.warmup_num_steps:
@@ -112,7 +116,7 @@ class _WarmsUp(LRSchedule):
 
 
 class WarmupLR(_WarmsUp):
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then constant.
+    """A schedule from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then constant.
 
     With N = max(2, warmup_num_steps), for i < N: lr = min + (max - min) * gamma, where gamma = ln(i + 1) / ln(N) ("log") or
     i / N ("linear"); gamma = 1 after. At i = -1 the rate is min, and at i = 0 gamma is 0: so the first two steps run at min.
@@ -131,9 +135,10 @@ class WarmupLR(_WarmsUp):
         self, optimizer: torch.optim.Optimizer, warmup_min_lr: PerGroup = 0.0, warmup_max_lr: PerGroup | None = None,
         warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        largest = rates(optimizer) if warmup_max_lr is None else warmup_max_lr
+        if warmup_max_lr is None:
+            warmup_max_lr = rates(optimizer)
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr", optimizer)
-        self.max_lrs = self._per_group(largest, "warmup_max_lr", optimizer)
+        self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr", optimizer)
         self._set_warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -141,13 +146,12 @@ class WarmupLR(_WarmsUp):
         return self._rise(self.last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
         gamma = self._gamma()
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then down to 0 at `total_num_steps` T: gamma = max(0, (T - i) / max(1, T - N)) for i >= N."""
+    """Warm up as `WarmupLR`, then fall to 0 at `total_num_steps` T: gamma = max(0, (T - i) / max(1, T - N)) for i >= N."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: PerGroup = 0.0,
@@ -181,17 +185,18 @@ class WarmupCosineLR(_WarmsUp):
         self.total_num_steps = _steps(total_num_steps, "total_num_steps")
         self._set_warmup(warmup_num_steps, warmup_type)
         self._warn_if_longer(self.total_num_steps)
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
         self.org_lrs = rates(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
         return [rate * self.get_lr_ratio() for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What each group's own rate is multiplied by at the present step."""
-        i, steps = self.last_batch_iteration, self.warmup_num_steps
+        """Return the factor of each group's own rate at the present step."""
+        i = self.last_batch_iteration
+        steps = self.warmup_num_steps
         if i < 0:
             return 0.0
         if i < steps:
@@ -213,14 +218,15 @@ class LRRangeTest(LRSchedule):
     ) -> None:  # fmt: skip
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr", optimizer)
         self.step_size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
-        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
         interval = (self.last_batch_iteration + 1) / self.step_size
-        growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
-        return [rate * growth for rate in self.min_lr]
+        if self.staircase:
+            interval = math.floor(interval)
+        return [rate * (1 + self.step_rate * interval) for rate in self.min_lr]
 
 
 class OneCycle(LRSchedule):
@@ -241,15 +247,18 @@ class OneCycle(LRSchedule):
         cycle_min_mom: PerGroup = 0.8, cycle_max_mom: PerGroup = 0.9, decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
+        if cycle_second_step_size is None:
+            cycle_second_step_size = cycle_first_step_size
+        if cycle_second_stair_count is None:
+            cycle_second_stair_count = cycle_first_stair_count
         self._first = float(cycle_first_step_size)
-        self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
+        self._second = float(cycle_second_step_size)
         if self._first <= 0 or self._second < 0:
             raise ConfigError(
                 "scheduler.params: cycle_first_step_size must be positive and cycle_second_step_size not negative, not "
                 f"{cycle_first_step_size!r} and {cycle_second_step_size!r}."
             )
-        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self._stairs = (cycle_first_stair_count, second_stairs)
+        self._stairs = (cycle_first_stair_count, cycle_second_stair_count)
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr", optimizer)
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr", optimizer)
         self._min_momentum = self._per_group(cycle_min_mom, "cycle_min_mom", optimizer)
@@ -261,7 +270,6 @@ class OneCycle(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
         if self.last_batch_iteration < self._first + self._second:
             s = self._position()
             return [low + (high - low) * s for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -280,22 +288,27 @@ class OneCycle(LRSchedule):
         return [(first, _SECOND_BETA) for first in firsts]
 
     def _position(self) -> float:
-        """Where in the cycle: 0 at its ends, 1 at its top."""
-        total, count = self._first + self._second, self.last_batch_iteration + 1
+        """Return the position in the cycle: 0 at its ends, 1 at its top."""
+        total = self._first + self._second
+        count = self.last_batch_iteration + 1
         ratio = self._first / total
         x = 1.0 + count / total - math.floor(1 + count / total)
-        rising = x <= ratio
-        stairs = self._stairs[0] if rising else self._stairs[1]
+        stairs = self._stairs[x > ratio]
         if stairs > 0:
             # Whole steps, not x: a quotient a hair below a stair would fall a whole stair short.
             offset = count % total
-            stair = offset * stairs / self._first if offset <= self._first else (total - offset) * stairs / self._second
-            return math.floor(stair) / stairs
-        return x / ratio if rising else (x - 1) / (ratio - 1)
+            if offset <= self._first:
+                return math.floor(offset * stairs / self._first) / stairs
+            return math.floor((total - offset) * stairs / self._second) / stairs
+        if x <= ratio:
+            return x / ratio
+        return (x - 1) / (ratio - 1)
 
     def _decay_factor(self, rate: float) -> float:
         size = self._decay[0]
-        return 1 + rate * (self.last_batch_iteration - self._first - self._second + 1) / size if size else 1.0
+        if not size:
+            return 1.0
+        return 1 + rate * (self.last_batch_iteration - self._first - self._second + 1) / size
 
     def _apply(self) -> None:
         super()._apply()
@@ -307,14 +320,16 @@ class OneCycle(LRSchedule):
 
 
 class Floor:
-    """Any scheduler, with rates that never go below `min_lr`."""
+    """A wrapper of any scheduler, with rates that never go below `min_lr`."""
 
     def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> None:
-        self.schedule, self.optimizer, self.min_lr = schedule, optimizer, min_lr
+        self.schedule = schedule
+        self.optimizer = optimizer
+        self.min_lr = min_lr
         self._hold()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As the schedule's own; it finds the rates as it left them (some of torch's compute the next rate from the last)."""
+        """Step the schedule, which finds the rates as it left them (some of torch's compute the next rate from the last)."""
         _set_rates(self.optimizer, self._unfloored)
         self.schedule.step(*args, **kwargs)
         self._hold()
@@ -324,18 +339,24 @@ class Floor:
         _set_rates(self.optimizer, [max(rate, self.min_lr) for rate in self._unfloored])
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each param group as it is set now."""
         return rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
         return {"schedule": self.schedule.state_dict(), "unfloored": self._unfloored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken."""
         self.schedule.load_state_dict(state["schedule"])
         _set_rates(self.optimizer, state["unfloored"])
         self._hold()
+
+
+def refuse_without_metrics(scheduler: Any) -> None:
+    """Raise where a scheduler's step takes a metric, which `engine.step()` was not given."""
+    inner = scheduler.schedule if isinstance(scheduler, Floor) else scheduler
+    if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau moves by a metric: call engine.step(lr_kwargs={'metrics': loss}), with the same value on every rank."
+        )
 
 
 def _steps(value: Any, name: str) -> int:
@@ -349,8 +370,15 @@ SCHEDULES: dict[str, type[LRSchedule]] = {
 }
 
 
-def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
-    """Make the schedule that the block names."""
+def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> Any:
+    """Return the scheduler with a floor under its rates, where there is one."""
+    if not min_lr:
+        return scheduler
+    return Floor(scheduler, optimizer, min_lr)
+
+
+def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
+    """Make the schedule that the block names, with a floor under its rates."""
     cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
     if not isinstance(cls, type) or not hasattr(cls, "step"):
         raise ConfigError(
@@ -359,8 +387,8 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer) ->
         )
     check_arguments(cls, block.params, "scheduler")
     try:
-        return cls(optimizer, **block.params)
+        return floored(cls(optimizer, **block.params), optimizer, min_lr)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"scheduler.params: {block.type} refuses them: {error}") from error

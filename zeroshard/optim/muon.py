@@ -1,4 +1,4 @@
-"""Owns Muon for a whole model: torch's Muon on matrices, torch's AdamW on the rest. Called by from_config, and by users."""
+"""Owns Muon for a whole model: torch's Muon on matrices, torch's AdamW on the rest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-_ADAMW = ("betas", "fused")
+_ADAMW = ("betas", "eps", "fused")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer, two updates. torch.optim.Muon orthogonalises the update of a matrix and takes nothing but matrices.
+    """An optimizer with two updates. torch.optim.Muon orthogonalises the update of a matrix and takes nothing but matrices.
 
     Args:
         params: parameters, or param groups. A group with `"use_muon": True` or `False` goes there; in others, matrices (2
@@ -21,35 +21,42 @@ class MuonWithAdamW(torch.optim.Optimizer):
         lr, weight_decay: of both, where `muon_lr` and `adam_lr` say nothing else.
         momentum, nesterov, ns_steps, adjust_lr_fn: as torch.optim.Muon. The default of `adjust_lr_fn` here is
             "match_rms_adamw", so that one lr suits both (Liu et al., arXiv:2502.16982, section 2.2).
-        betas, fused: as torch.optim.AdamW.
+        betas, eps, fused: as torch.optim.AdamW.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1, *, muon_lr: float | None = None,
         adam_lr: float | None = None, momentum: float = 0.95, nesterov: bool = True, ns_steps: int = 5,
-        adjust_lr_fn: str | None = "match_rms_adamw", betas: tuple[float, float] = (0.9, 0.95), fused: bool = True,
+        adjust_lr_fn: str | None = "match_rms_adamw", betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+        fused: bool = True,
     ) -> None:  # fmt: skip
         defaults = {
             "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn, "betas": tuple(betas), "fused": fused,
         }  # fmt: skip
-        given = [item if isinstance(item, dict) else {"params": [item]} for item in params]
+        rates = {True: muon_lr, False: adam_lr}
+        own_options: dict[bool, dict[str, Any]] = {True: {}, False: {"eps": eps}}  # torch's Muon has an eps of its own
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
-        for number, item in enumerate(given):
+        for number, item in enumerate(params):
+            if isinstance(item, Tensor):
+                item = {"params": [item]}  # noqa: PLW2901
             options = {key: value for key, value in item.items() if key not in ("params", "use_muon")}
-            members = [item["params"]] if isinstance(item["params"], Tensor) else item["params"]
+            members = item["params"]
+            if isinstance(members, Tensor):
+                members = [members]
+            if not options and len(members) == 1:
+                number = -1  # noqa: PLW2901  loose parameters, each an item of its own here, share their groups
             for parameter in members:
                 use_muon = bool(item.get("use_muon", parameter.ndim == 2))
-                # Loose parameters, each an item of its own here, share the groups of number -1.
-                key = (number if options or len(members) > 1 else -1, use_muon)
-                rate = muon_lr if use_muon else adam_lr
-                start = {"params": [], "use_muon": use_muon, "lr": lr if rate is None else rate, **options}
-                groups.setdefault(key, start)["params"].append(parameter)
+                start = {"params": [], "use_muon": use_muon, "lr": lr, **own_options[use_muon], **options}
+                if rates[use_muon] is not None and "lr" not in options:
+                    start["lr"] = rates[use_muon]
+                groups.setdefault((number, use_muon), start)["params"].append(parameter)
         super().__init__(list(groups.values()), {**defaults, "lr": lr})
         self._inner: list[torch.optim.Optimizer] = []
         for use_muon, cls, names in ((True, torch.optim.Muon, _MUON), (False, torch.optim.AdamW, _ADAMW)):
             own = [group for group in self.param_groups if group["use_muon"] is use_muon]
-            known = {name: defaults[name] for name in names if name in defaults}
+            known = {name: value for name, value in (defaults | own_options[use_muon]).items() if name in names}
             if own:
                 self._inner.append(cls(own, lr=lr, weight_decay=weight_decay, **known))  # type: ignore[arg-type]
         self._connect()
@@ -62,7 +69,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             inner.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
+        """Restore the state, as torch's optimizers do."""
         super().load_state_dict(state_dict)
         self._connect()
 

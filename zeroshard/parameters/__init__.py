@@ -1,1 +1,1 @@
-"""Parameters: sharded at rest, brought together, given back."""
+"""Parameters: sharded at rest, unsharded, resharded."""

@@ -1,30 +1,51 @@
-"""Owns what all units and buckets of a model share. Made by shard."""
+"""Owns the objects that all units and buckets of a model share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
+from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.everyone import Everyone
+from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.policy import DTypes, Policy, Precision
-from zeroshard.storage.buffer_pool import BufferPool
-from zeroshard.storage.flat_buffer import FlatBuffer
+from zeroshard.storage.buffers import BufferPool, FlatBuffer
 from zeroshard.storage.storages import Storages
 
 
 @dataclass
 class Live:
-    """Elements of sharded units that are unsharded now, and will be given back."""
+    """The figures that change while a model trains, and that all its units share.
+
+    Attributes:
+        numel: elements of sharded units that are unsharded now, and will be given back.
+        parked: the model states that are away until `reload_states`.
+        gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
+        drop_gradients: called when the user has set `grad` of every parameter that had one to None.
+        data_was_read: of some parameter, by the user, who may write through it where no version counter shows it.
+    """
 
     numel: int = 0
+    parked: frozenset[str] = frozenset()
+    gradient_operation: Callable[..., Any] = lambda *_: NotImplemented
+    drop_gradients: Callable[[], object] = lambda: None
+    data_was_read: bool = False
+
+    def note_data(self) -> None:
+        """Note that the user read some parameter's `data`."""
+        self.data_was_read = True
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all buckets of a model share."""
+    """The objects that all buckets of a model share."""
 
     policy: Policy
     precision: Precision
@@ -36,14 +57,38 @@ class Context:
     """No parameter is cut: the optimizer looks at whole tensors."""
     live: Live = field(default_factory=Live)
     whole_class: type[nn.Parameter] = nn.Parameter
-    """Of parameters whose values are here; one for all units, since torch.compile asks for it."""
+    """The class of parameters whose values are here; one for all units, since torch.compile asks for it."""
+    distributed_class: type[nn.Parameter] | None = None
+    """The same of DTensors; None where there are none."""
+    others: Collectives = field(default_factory=Alone)
+    """Of the ranks over which DTensors are cut already, this one among them: those of another dimension of a mesh."""
+
+    @cached_property
+    def everyone(self) -> Collectives:
+        """The ranks of both, for small messages."""
+        if self.others.world_size == 1:
+            return self.collectives
+        return Everyone(self.collectives, self.others)
+
+    def class_of(self, entry: NamedParameter) -> type[nn.Parameter]:
+        """Return the class of a parameter whose values are here."""
+        if not entry.is_distributed:
+            return self.whole_class
+        assert self.distributed_class is not None
+        return self.distributed_class
 
     def dtypes(self, own_dtype: torch.dtype) -> DTypes:
-        """Of the model states of a parameter whose own dtype is `own_dtype`."""
-        return self.precision.resolve(own_dtype, rounds_each_sum=self.collectives.rounds_each_sum)
+        """Return the dtypes of a parameter's model states; its own dtype is `own_dtype`."""
+        return self.precision.resolve(own_dtype, self.collectives.sum_dtype)
+
+    def close(self) -> None:
+        """Give back connections, memory and files."""
+        self.collectives.close()
+        self.others.close()
+        self.storages.close()
 
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        """For the parameters of a unit. What is sharded at rest comes and goes all the time."""
+        """Make the flat buffer for a unit's parameters. Memory that is sharded at rest comes and goes all the time."""
         return self.storages.accelerator.flat_buffer(
             f"parameters of {label}", numel, dtype, comes_and_goes=self.policy.parameters.sharded
         )
@@ -51,7 +96,7 @@ class Context:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What a bucket is: the two halves of it, parameters and gradients, are made from the same one.
+    """The description of a bucket, from which both of its halves, parameters and gradients, are made.
 
     Attributes:
         number: counts the model's buckets, the same on every rank.

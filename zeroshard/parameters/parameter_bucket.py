@@ -1,29 +1,32 @@
-"""Owns the parameters of one bucket: what rests on this rank, and the way from there to the unsharded rows and back.
+"""The bytes of parameters: what rests on this rank, and the way from there to the unsharded rows and back.
 
-Called by unit. Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
+Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
 
     rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
     resting    [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
                        holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
 
 and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: what rests, and the
-master weights, which are the same slot where the dtype allows.
+master weights. They are one slot where the dtype allows, and where the policy has master weights rest alone (`rests_as_masters`):
+then these are rounded on their way to the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import final
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Pending
-from zeroshard.collectives.reduction import CHUNK_NUMEL
+from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Work
 from zeroshard.errors import StorageError
-from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.parameters.context import BucketSpec, Context, Live
 from zeroshard.storage.base import Slot
-from zeroshard.storage.transfers import Transfer
+from zeroshard.storage.buffers import FlatBuffer
+from zeroshard.storage.transfers import LANDED, Transfer
 
 
 class ParameterBucket:
@@ -38,26 +41,31 @@ class ParameterBucket:
     def __init__(
         self, spec: BucketSpec, rows: Tensor, whole: Tensor, whole_at_rest: Slot | None, context: Context
     ) -> None:
-        self.number, self.label, self.layout, self.trainable = spec.number, spec.label, spec.layout, spec.trainable
-        self.rows, self.storages = rows, context.storages
-        self._dtypes, self._policy, self._collectives, self._pool = (
-            spec.dtypes,
-            context.policy,
-            context.collectives,
-            context.pool,
-        )
+        self.number = spec.number
+        self.label = spec.label
+        self.layout = spec.layout
+        self.trainable = spec.trainable
+        self.rows = rows
+        self.storages = context.storages
+        self._dtypes = spec.dtypes
+        self._policy = context.policy
+        self._collectives = context.collectives
+        self._pool = context.pool
         self._accelerator = context.storages.accelerator
         whole = whole.view(rows.shape)
         rows.copy_(whole)
         collectives = context.collectives
         self._holders = collectives.inside if self._policy.parameters.per_host else collectives
-        """Those over whose ranks the parameters are cut at rest."""
+        """The collectives over whose ranks the parameters are cut at rest."""
         self._replicas = None if self._holders is collectives else collectives.across
-        """Those over the ranks that hold the same block, each of which updates a row of it."""
+        """The collectives over the ranks that hold the same block, each of which updates a row of it."""
         self._blocks = rows.view(self._holders.world_size, -1)
         self._own_block = self._blocks[self._holders.shard]
         self._resting: Slot | None = None
-        if self._policy.parameters.sharded:
+        has_masters = self.trainable and self._dtypes.master != self._dtypes.param
+        if has_masters and self._policy.keeps_masters_only:
+            self._resting = self._new_master(whole[self.own_shard])
+        elif self._policy.parameters.sharded:
             self._resting = self.storages.parameter_slot(
                 self._policy, self.label, self._own_block.numel(), self._dtypes.param
             )
@@ -65,19 +73,17 @@ class ParameterBucket:
             self._resting.wait()
         self._rows_are_at_rest = self._resting is None and whole_at_rest is None
         self._held = self._make_rests(whole_at_rest)
-        """By number, where the shards rest that this rank updates or holds."""
+        """The slots of the shards that this rank updates or holds, by number."""
         updated = [self.own_shard] if self._policy.optimizer.sharded else self._held
         self.rests = {shard: self._held[shard] for shard in updated}
-        """Of these, those that it updates."""
+        """The shards among these that this rank updates."""
         self.masters = {
             rank: self._make_master(rest, whole[rank]) for rank, rest in self.rests.items() if self.trainable
         }
         # On their way to the rows: this rank's part from where it rests, and the other ranks' parts.
         self._reloading: Transfer | None = None
-        self._gathering: Pending | None = None
-        self.is_rounded = False
-        """What the rows show, or will, has lost digits on its way: it is to be computed with, and never becomes what rests."""
-        self._spreading: Pending | None = None
+        self._gathering: Work | None = None
+        self._spreading: Work | None = None
         """The other hosts' rows of the block, on their way to where it rests."""
 
     def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
@@ -104,37 +110,28 @@ class ParameterBucket:
 
     def _make_master(self, rest: Slot, values: Tensor) -> Slot:
         # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
-        if self.updates_parameters_in_place:
-            return rest
+        return rest if rest.dtype == self._dtypes.master else self._new_master(values)
+
+    def _new_master(self, values: Tensor) -> Slot:
         home = self.storages.optimizer(self._policy)
         master = home.slot(f"master weights of {self.label}", self.layout.shard_numel, self._dtypes.master)
         master.write(values)
+        # no test can miss this wait: it bounds memory, and orders nothing. Whoever reads the slot waits for the write, which
+        # keeps its source; without it the whole values of many units would be alive at start-up.
         master.wait()
         return master
 
     # ------------------------------------------------------------------ together
 
-    def unshard(self, *, is_late: bool = False, to_compute: bool = False) -> None:
-        """The parameters are about to be used: start to bring them together. The rows have storage.
+    def unshard(self, make_room: Callable[[], None] | None = None) -> None:
+        """Start to gather the parameters: they are about to be used.
 
         Args:
-            is_late: they have none until they are waited for, and `reload` is called then.
-            to_compute: they may be rounded on their way.
+            make_room: gives the rows their storage when they need it, which may be as late as in `wait_unsharded`. Default: they
+                have it.
         """
         if self._resting is not None and self._gathering is None:
-            self._bring("all-gather of", reload=not is_late, to_compute=to_compute)
-
-    def unround(self) -> None:
-        """Rows that were brought rounded become what rests. Every rank must call it."""
-        if self.is_rounded:
-            self._bring("all-gather of")
-            self.wait_unsharded()
-
-    def round(self) -> None:
-        """The end of `unround`: rows are as they are computed with. It takes no other rank."""
-        if self._resting is not None and self._holders.rounds_parameters and not self.is_rounded:
-            self._holders.round_to_compute(self._blocks)
-            self.is_rounded = True
+            self._bring("all-gather of", make_room)
 
     def sync(self) -> None:
         """The optimizer has updated what rests on this rank: bring what the others hold of it up to date."""
@@ -142,17 +139,21 @@ class ParameterBucket:
             self._bring("all-gather of updated")
         self._spread("updated")
 
-    def _bring(self, what: str, *, reload: bool = True, to_compute: bool = False) -> None:
+    def _bring(self, what: str, make_room: Callable[[], None] | None = None) -> None:
         self.settle()
-        if reload:
+
+        def prepare() -> None:
+            if make_room is not None:
+                make_room()
             self.reload()
-        resting = self._resting.memory_in(self._accelerator) if self._resting is not None else None
-        gather = self._holders.gather_to_compute if to_compute else self._holders.all_gather
-        self.is_rounded = to_compute and self._holders.rounds_parameters
-        self._gathering = gather(self._blocks, self.number, f"{what} {self.label}", resting)
+
+        own: Tensor | None = None
+        if self._resting is not None and self._resting.dtype == self.rows.dtype:  # else it is rounded into its row
+            own = self._resting.memory_in(self._accelerator)
+        self._gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", own, prepare)
 
     def _spread(self, what: str) -> None:
-        """This rank's row of the block was changed: start to bring it to the ranks of other hosts that hold it, and theirs here."""
+        """Start to send this rank's changed row of the block to the ranks of other hosts that hold it, and theirs here."""
         if self._resting is None or self._replicas is None:
             return
         self.settle()
@@ -171,12 +172,6 @@ class ParameterBucket:
             self._spreading.wait()  # which raises again where it did before
             self._spreading = None
 
-    @property
-    def can_be_read_at_rest(self) -> bool:
-        """The other ranks read this rank's part where it rests: its row is filled for this rank alone, by `reload`."""
-        in_memory = self._resting is not None and self._resting.memory_in(self._accelerator) is not None
-        return in_memory and self._holders.reads_in_place and not self._holders.sends
-
     def reload(self) -> None:
         """This rank's row is what rests, wherever that is."""
         if not self._rows_are_at_rest:
@@ -191,11 +186,12 @@ class ParameterBucket:
 
     def _finish_reload(self) -> None:
         if self._reloading is not None:
-            reloading, self._reloading = self._reloading, None
+            reloading = self._reloading
+            self._reloading = None
             reloading.wait(self.rows.device)
 
     def abandon_unshard(self) -> None:
-        """The unit could not be brought together: nothing is on its way any longer."""
+        """Forget a gather of the unit that failed: nothing is on its way any longer."""
         with suppress(StorageError):
             self._finish_reload()
         if self._gathering is not None:
@@ -214,20 +210,25 @@ class ParameterBucket:
             self._gathering = None
 
     @property
-    def is_gathering(self) -> bool:
-        """An all-gather of the parameters is in flight."""
-        return self._gathering is not None
+    def gathering(self) -> Work | None:
+        """The all-gather of the parameters that is in flight."""
+        return self._gathering
 
     # ------------------------------------------------------------------ who owns a written value
 
     def take_rows(self, *, masters: bool = True) -> None:
         """The unsharded parameters were written to on this rank: what rests here, and the `masters`, follow."""
         self.settle()
-        for rank, rest in self._held.items() if not self._rows_are_at_rest else ():
-            rest.write(self.rows[rank]).wait(self.rows.device)
-        for rank, master in self.masters.items() if masters else ():
-            if master is not self.rests[rank]:
-                self._take_row(master, self.rows[rank])
+        if not self._rows_are_at_rest:
+            for rank, rest in self._held.items():
+                if rest.dtype == self.rows.dtype:
+                    rest.write(self.rows[rank]).wait(self.rows.device)
+                else:
+                    self._take_row(rest, self.rows[rank])
+        if masters:
+            for rank, master in self.masters.items():
+                if master is not self.rests[rank]:
+                    self._take_row(master, self.rows[rank])
 
     def take_rests(self) -> None:
         """The master weights follow what rests here."""
@@ -242,29 +243,20 @@ class ParameterBucket:
             torch.where(new == old.to(new.dtype), old, new.to(old.dtype), out=old)
 
     def take_hidden_writes(self) -> bool:
-        """Master weights follow what was written through `.data`, of which nothing tells but the values. Returns whether any
-        was found.
+        """Compare the parameters with the master weights beside them, which follow where they differ. Returns whether they did.
 
-        An accelerator is not asked, since that would stop it (see hidden_writes.py); nor are masters that rest elsewhere
-        brought for it.
+        This finds writes that no version counter shows. It reads both, and an accelerator ends its work first.
         """
         found = False
-        for rank, master in self.masters.items() if self._accelerator.answers_at_once else ():
-            memory = self._memory_beside(rank, master)
-            if memory is not None and not _shows(self.rows[rank], memory):
+        for rank, master in self.masters.items():
+            if master is self.rests[rank]:
+                continue
+            with master.borrowed(self._accelerator, self._pool) as values:
+                is_same = _shows(self.rows[rank], values)
+            if not is_same:
                 self._take_row(master, self.rows[rank])
                 found = True
         return found
-
-    def masters_shown(self) -> Iterator[tuple[Tensor, AbstractContextManager[Tensor]]]:
-        """On an accelerator: each row [S] that shows master weights which lie there, and these [S], to be written to."""
-        for rank, master in self.masters.items() if not self._accelerator.answers_at_once else ():
-            if self._memory_beside(rank, master) is not None:
-                yield self.rows[rank], master.borrowed(self._accelerator, self._pool, write=True)
-
-    def _memory_beside(self, rank: int, master: Slot) -> Tensor | None:
-        """Master weights that are a copy beside the parameters, and here."""
-        return None if master is self.rests[rank] else master.memory_in(self._accelerator)
 
     def take_own_row(self) -> None:
         """The unsharded parameters leave: where they are the master weights, what the user did to them stays."""
@@ -289,10 +281,12 @@ class ParameterBucket:
         for rank, master in self.masters.items():
             if master is not self.rests[rank]:
                 with master.borrowed(self._accelerator, self._pool) as values:
+                    # no test can miss this wait: `Slot.write` asks for it. What rests beside master weights is of another
+                    # dtype, so a cast copy travels, and nobody reads the scratch that is given back next.
                     self.rests[rank].write(values).wait(values.device)
         self._spread("set")
         if regather:
-            self._bring("all-gather of set", to_compute=self.is_rounded)
+            self._bring("all-gather of set")
             self.wait_unsharded()
 
     def differs_from_rest(self) -> bool:
@@ -301,14 +295,17 @@ class ParameterBucket:
             return False
         self.settle()
         with self._resting.borrowed(self._accelerator, self._pool) as at_rest:
-            same = torch.equal(self._own_block.view(torch.uint8), at_rest.view(torch.uint8))
+            if at_rest.dtype == self.rows.dtype:
+                same = torch.equal(self._own_block.view(torch.uint8), at_rest.view(torch.uint8))
+            else:  # a zero that was written keeps its master's digits, and so its master's sign
+                same = torch.equal(self._own_block, at_rest.to(self.rows.dtype)) or _shows(self._own_block, at_rest)
         return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
 
     # ------------------------------------------------------------------ what lives
 
     @property
     def own_rest(self) -> Slot:
-        """This rank's shard of the parameters at rest."""
+        """Return this rank's shard of the parameters at rest."""
         return self.rests[self.own_shard]
 
     @property
@@ -318,13 +315,13 @@ class ParameterBucket:
 
     @property
     def is_sharded_at_rest(self) -> bool:
-        """Only a part of the parameters rests here."""
+        """Whether only a part of the parameters rests here."""
         return self._resting is not None
 
     @property
-    def updates_parameters_in_place(self) -> bool:
-        """The master weights are the parameters at rest themselves."""
-        return self._dtypes.master == self._dtypes.param
+    def has_copies(self) -> bool:
+        """Whether parameters rest beside their master weights: these are tensors of their own."""
+        return any(master is not self.rests[rank] for rank, master in self.masters.items())
 
     def tensors(self, kind: str) -> list[Tensor]:
         """The tensors at rest, "parameters" or "master", as far as they are the accelerator's memory."""
@@ -342,3 +339,91 @@ def _shows(row: Tensor, master: Tensor) -> bool:
     """Whether a row is its master weights in its own dtype. NaN is what it is."""
     parts = zip(row.split(CHUNK_NUMEL), master.split(CHUNK_NUMEL), strict=True)
     return all(torch.equal(shown.view(torch.int16), kept.to(row.dtype).view(torch.int16)) for shown, kept in parts)
+
+
+class Away(ABC):
+    """How parameters come back to the flat buffer, and leave it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start to gather them."""
+
+    def land(self) -> None:
+        """Block until what `start` began has arrived; the buckets' all-gathers are waited for elsewhere."""
+        return
+
+    @abstractmethod
+    def leave(self, *, changed: bool) -> None:
+        """Bring them to where they rest, if they `changed` since they came, and give the storage back."""
+
+
+@final
+class ShardedAway(Away):
+    """The way of parameters of which every rank has only its shard between uses."""
+
+    def __init__(
+        self, flat: FlatBuffer, buckets: Sequence[ParameterBucket], live: Live, collectives: Collectives
+    ) -> None:
+        self._flat = flat
+        self._buckets = buckets
+        self._live = live
+        self._collectives = collectives
+        live.numel += flat.tensor.numel()
+
+    def start(self) -> None:
+        try:
+            with self._collectives.together():
+                for bucket in self._buckets:
+                    bucket.unshard(self._make_room)
+        except BaseException:
+            for bucket in self._buckets:
+                bucket.abandon_unshard()
+            raise
+        self._live.numel += self._flat.tensor.numel()
+
+    def _make_room(self) -> None:
+        if self._flat.nbytes:  # an earlier bucket's all-gather has asked
+            return
+        self._flat.allocate()
+        for bucket in self._buckets:
+            bucket.start_reload()
+
+    def leave(self, *, changed: bool) -> None:
+        assert not changed  # each bucket took its own row before
+        self._flat.free()
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Stop counting the unsharded memory as live: it is the user's, and will not be given back."""
+        self._live.numel -= self._flat.tensor.numel()
+
+
+@final
+class InCpuMemory(Away):
+    """The way of parameters that rest in CPU memory between steps, on every rank; a reader brings them back, without other ranks.
+
+    Attributes:
+        slot: where they rest.
+        is_current: what rests there is what the parameters were when the step ended.
+    """
+
+    def __init__(self, flat: FlatBuffer, slot: Slot) -> None:
+        self._flat = flat
+        self.slot = slot
+        self.is_current = False
+        self._reloading: Transfer = LANDED
+
+    def start(self) -> None:
+        self._flat.allocate()
+        self._reloading = self.slot.read(self._flat.tensor)
+
+    def land(self) -> None:
+        self._reloading.wait(self._flat.tensor.device)
+        self._reloading = LANDED
+
+    def leave(self, *, changed: bool) -> None:
+        if changed:
+            self.slot.write(self._flat.tensor)
+            self.is_current = True
+        self.slot.wait(self._flat.tensor.device)  # the next user of the memory comes after what is copied from it
+        self._flat.free()

@@ -1,1 +1,5 @@
 """Activation checkpointing."""
+
+from zeroshard.recompute import checkpointing
+
+__all__ = ["checkpointing"]

@@ -1,7 +1,7 @@
 """Owns activation checkpointing: a function, or a model's units, whose activations are computed again in the backward.
 
 It is torch's own (non-reentrant) checkpointing; `Checkpointing` adds where the saved inputs rest, and what is measured.
-Gradients are those without it, to the bit, dropout included. Called by users (through zeroshard.checkpointing), initialize.
+Gradients are those without it, to the bit, dropout included.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.config.load import Config
 from zeroshard.config.schema import ActivationCheckpointingBlock
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import find_units
 from zeroshard.policy import Units
 from zeroshard.recompute.saved_inputs import HostCopies, Keeper, Partition, Recall, Slots, keep
+from zeroshard.torch_private import tree_flatten, tree_unflatten, version_of
 
 _Version = tuple[weakref.ref[Tensor], int]
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What is done beyond torch's checkpointing. The names are those of the config's block.
+    """Options beyond torch's checkpointing. The names are those of the config's block.
 
     Attributes:
         partition_activations: inputs that are the same on all ranks of `model_parallel_group` are kept sharded over it.
@@ -57,7 +58,7 @@ class Checkpointing:
 
     @classmethod
     def of(cls, block: ActivationCheckpointingBlock) -> Checkpointing:
-        """What a config says."""
+        """Read the options of a config's block."""
         return cls(**block.model_dump(exclude={"checkpoint_units"}))
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class Checkpointing:
 
 @dataclass
 class Cost:
-    """What the checkpoints of one name cost since the last `reset`: seconds in forward and recompute, bytes of saved inputs."""
+    """The cost of the checkpoints of one name: seconds in forward and recompute, bytes of saved inputs."""
 
     calls: int = 0
     forward: float = 0.0
@@ -88,11 +89,21 @@ class Checkpointer:
     def __init__(self, options: Checkpointing | None = None) -> None:
         self.options = options or Checkpointing()
         self.costs: dict[str, Cost] = {}
-        on_host = self.options.cpu_checkpointing
-        slots = self.options.number_checkpoints if self.options.contiguous_memory_optimization else None
-        self._slots = Slots(slots, on_host) if slots else None
+        self._slots: Slots | None = None
+        if self.options.contiguous_memory_optimization and self.options.number_checkpoints:
+            self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
         self._wrapped: list[tuple[nn.Module, Any]] = []
+
+    @classmethod
+    def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
+        """Checkpoint the units that a config names; None where it names none."""
+        block = config.schema.activation_checkpointing
+        if block.checkpoint_units is None:
+            return None
+        checkpointer = cls(Checkpointing.of(block))
+        checkpointer.checkpoint_units(model, block.checkpoint_units, config.units)
+        return checkpointer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
         return self  # a copy of a model whose units are checkpointed shares it
@@ -102,7 +113,7 @@ class Checkpointer:
         return self.run(getattr(function, "__qualname__", type(function).__qualname__), function, *args, **kwargs)
 
     def run(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As `checkpoint`, under a name for the table."""
+        """Checkpoint as `checkpoint` does, under a name for the table."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -121,14 +132,14 @@ class Checkpointer:
     # ------------------------------------------------------------------ saved inputs
 
     def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
-        """What torch's checkpointing hands its inputs to; nothing where it may keep them as it does."""
+        """The hooks that take the inputs of torch's checkpointing; none where it may keep them itself."""
         options = self.options
         if not (options.profile or options.partition_activations or options.cpu_checkpointing or self._slots):
             return nullcontext()
         # Weights, masks and positions are not activations: moving them would only copy what stays anyway.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), leaf._version) for leaf in tensors}
-        return saved_tensors_hooks(partial(self._pack, name, activations), _unpack)
+        activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf)) for leaf in tensors}
+        return saved_tensors_hooks(partial(self._pack, name, activations), lambda recall: recall())
 
     def _pack(self, name: str, activations: Mapping[tuple[int, torch.Size], _Version], tensor: Tensor) -> Recall:
         key = (tensor.data_ptr(), tensor.shape)
@@ -136,12 +147,9 @@ class Checkpointer:
             return keep(tensor)
         if self.options.profile:
             self.costs.setdefault(name, Cost()).nbytes += tensor.nbytes
-        return partial(_unless_changed, self._keeper(tensor.device)(tensor), *activations[key])
-
-    def _keeper(self, device: torch.device) -> Keeper:
-        if device not in self._keepers:
-            self._keepers[device] = self._make_keeper(device)
-        return self._keepers[device]
+        if tensor.device not in self._keepers:
+            self._keepers[tensor.device] = self._make_keeper(tensor.device)
+        return partial(_unless_changed, self._keepers[tensor.device](tensor), *activations[key])
 
     def _make_keeper(self, device: torch.device) -> Keeper:
         keeper: Keeper = self._slots or keep
@@ -161,7 +169,9 @@ class Checkpointer:
     # ------------------------------------------------------------------ costs
 
     def _measured(self, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        cost = self.costs.setdefault(name, Cost()) if self.options.profile else None
+        cost = None
+        if self.options.profile:
+            cost = self.costs.setdefault(name, Cost())
         return _Clock(cost, is_forward=True), _Clock(cost, is_forward=False)
 
     def table(self) -> Table:
@@ -194,7 +204,7 @@ class Checkpointer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """What `checkpoint_units` wrapped."""
+        """The modules that `checkpoint_units` wrapped."""
         return [module for module, _ in self._wrapped]
 
     def remove(self) -> None:
@@ -210,7 +220,9 @@ class _Clock(AbstractContextManager[None]):
     """Waits for the accelerator at both ends, and adds to a cost; entered once for each backward of the graph."""
 
     def __init__(self, cost: Cost | None, *, is_forward: bool) -> None:
-        self._cost, self._is_forward, self._start = cost, is_forward, 0.0
+        self._cost = cost
+        self._is_forward = is_forward
+        self._start = 0.0
 
     def __enter__(self) -> None:
         _synchronize()
@@ -229,16 +241,12 @@ class _Clock(AbstractContextManager[None]):
 
 
 def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
-    """As torch does without hooks: an input that was changed in place since is no input to compute from."""
+    """Return the input, unless it was changed in place since: torch refuses that too, where no hooks are."""
     alive = reference()
-    if alive is not None and alive._version != version:
+    if alive is not None and version_of(alive) != version:
         raise RuntimeError(
             "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be computed again."
         )
-    return recall()
-
-
-def _unpack(recall: Recall) -> Tensor:
     return recall()
 
 
@@ -248,7 +256,8 @@ def _synchronize() -> None:
 
 
 def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
-    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if isinstance(patterns, str):
+        patterns = [patterns]
     found: list[tuple[str, nn.Module]] = []
     for pattern in patterns:
         matching = [(name, module) for name, module in model.named_modules() if name and fnmatchcase(name, pattern)]

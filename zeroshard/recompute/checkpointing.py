@@ -1,4 +1,4 @@
-"""Owns activation checkpointing in the shape that DeepSpeed users know. Called by users.
+"""Owns activation checkpointing in the shape that DeepSpeed users know.
 
     zeroshard.checkpointing.configure(deepspeed_config="zero2.json")
     x = zeroshard.checkpointing.checkpoint(block, x)
@@ -26,15 +26,11 @@ _DEFAULT = Checkpointer()
 
 
 def configure(
-    mpu_: Any = None,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
+    mpu_: Any = None, deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
     profile: bool | None = None,
-) -> Checkpointer:
+) -> Checkpointer:  # fmt: skip
     """Say how `checkpoint` keeps its inputs, for this process.
 
     Args:
@@ -55,7 +51,9 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    group = mpu_.get_model_parallel_group() if hasattr(mpu_, "get_model_parallel_group") else mpu_
+    group = mpu_
+    if hasattr(mpu_, "get_model_parallel_group"):
+        group = mpu_.get_model_parallel_group()
     assert group is None or isinstance(group, dist.ProcessGroup)
     said = {key: value for key, value in given.items() if value is not None}
     reset()
@@ -69,7 +67,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def configured() -> Checkpointer:
-    """What `checkpoint` uses: its costs, and their table."""
+    """The checkpointer that `checkpoint` uses: its costs, and their table."""
     return _configured[0] if _configured else _DEFAULT
 
 

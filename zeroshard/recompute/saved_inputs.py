@@ -1,14 +1,16 @@
-"""Owns where the saved inputs of a checkpoint rest between forward and backward. Called by checkpointer.
+"""Owns the places where saved inputs of a checkpoint rest between forward and backward.
 
 torch's checkpointing hands each input that it saves to the saved-tensor hooks around it. A keeper is the first of such a pair of
 hooks: it takes a tensor in the forward and returns how to get it back, to be called in the backward as often as the graph is used.
-What is returned lives as long as the graph.
+That function lives as long as the graph.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -40,7 +42,8 @@ class Partition:
     """
 
     def __init__(self, collectives: Collectives, inner: Keeper) -> None:
-        self._collectives, self._inner = collectives, inner
+        self._collectives = collectives
+        self._inner = inner
 
     def __call__(self, tensor: Tensor) -> Recall:
         ranks = self._collectives.world_size
@@ -49,7 +52,8 @@ class Partition:
         own = tensor.new_zeros(numel)
         part = tensor.detach().reshape(-1)[start : start + numel]
         own[: part.numel()].copy_(part)
-        recall, shape = self._inner(own), tensor.shape
+        recall = self._inner(own)
+        shape = tensor.shape
 
         def gather() -> Tensor:
             rows = tensor_like.new_empty(ranks, numel)
@@ -61,8 +65,15 @@ class Partition:
         return gather
 
 
+KEPT_COUNT = 2
+"""Inputs that stay on the device while they are copied: the computation waits for the copy of the one before these."""
+
+
 class HostCopies:
     """Keeps inputs in (pinned) CPU memory. Copies run on a stream of their own, and come back one checkpoint ahead of use.
+
+    All memory of the device belongs to the stream that computes, which waits for a copy before the memory is given back. So
+    it is used again in that stream's order, however far the host is ahead.
 
     Args:
         slots: the memory for the copies; default: memory that torch's allocator of pinned memory keeps for reuse.
@@ -72,12 +83,17 @@ class HostCopies:
         self._slots = slots
         self._stream: torch.Stream | None = None
         self._alive: list[weakref.ref[_HostCopy]] = []
+        self._leaving: deque[tuple[torch.Event, Tensor]] = deque()
+        """Inputs whose copies may still run."""
 
     def __call__(self, tensor: Tensor) -> Recall:
         stream = self._stream_for(tensor.device)
         self._alive = [copy for copy in self._alive if copy() is not None]
-        memory = _host_memory(tensor.shape, tensor) if self._slots is None else self._slots.take(tensor)
-        copy = _HostCopy(tensor, memory, stream, self._alive, len(self._alive))
+        if self._slots is None:
+            memory = _host_memory(tensor.shape, tensor)
+        else:
+            memory = self._slots.take(tensor)
+        copy = _HostCopy(tensor, memory, stream, self._alive, self._leaving)
         if self._slots is not None:
             self._slots.hold(copy)
         self._alive.append(weakref.ref(copy))
@@ -90,38 +106,50 @@ class HostCopies:
 
 
 class _HostCopy:
-    """One input in CPU memory; `earlier` are the copies before it, of which the last is needed next."""
+    """An input in CPU memory.
+
+    Args:
+        earlier: the copies before it, of which the last is needed next. The list grows.
+        leaving: see `HostCopies`.
+    """
 
     def __init__(
-        self,
-        tensor: Tensor,
-        host: Tensor,
-        stream: torch.Stream | None,
-        earlier: list[weakref.ref[_HostCopy]],
-        number: int,
-    ) -> None:
-        self._host, self._device, self._stream, self._earlier, self._number = (
-            host,
-            tensor.device,
-            stream,
-            earlier,
-            number,
-        )
+        self, tensor: Tensor, host: Tensor, stream: torch.Stream | None, earlier: list[weakref.ref[_HostCopy]],
+        leaving: deque[tuple[torch.Event, Tensor]],
+    ) -> None:  # fmt: skip
+        self._host = host
+        self._device = tensor.device
+        self._stream = stream
+        self._earlier = earlier
+        self._number = len(earlier)
+        self._leaving = leaving
         self._back: Tensor | None = None
         self._is_recalled = False
         if stream is None:
             host.copy_(tensor.detach())
             return
-        stream.wait_stream(torch.accelerator.current_stream())  # type: ignore[attr-defined]
+        current = torch.accelerator.current_stream()
+        stream.wait_stream(current)  # type: ignore[attr-defined]
         with stream:
             host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)
+            leaving.append((stream.record_event(), tensor.detach()))
+        while len(leaving) > KEPT_COUNT:
+            event, _kept = leaving.popleft()
+            current.wait_event(event)
+
+    def __del__(self) -> None:
+        if self._back is not None:  # nobody took what was on its way: the copy may still write
+            assert self._stream is not None
+            # no test can miss this wait: a graph that is dropped in the middle of its backward needs no input any more.
+            self._back.record_stream(self._stream)
 
     def start(self) -> None:
         """Bring it back, behind what is computed now."""
         if self._back is None and self._stream is not None:
+            self._back = torch.empty_like(self._host, device=self._device)
+            self._stream.wait_stream(torch.accelerator.current_stream())  # type: ignore[attr-defined]
             with self._stream:
-                self._back = self._host.to(self._device, non_blocking=True)
+                self._back.copy_(self._host, non_blocking=True)
 
     def recall(self) -> Tensor:
         """The input on its own device."""
@@ -129,13 +157,14 @@ class _HostCopy:
         if self._stream is None:
             return self._host.to(self._device)
         self.start()
-        tensor, self._back = self._back, None
+        tensor = self._back
+        self._back = None
         assert tensor is not None
         current = torch.accelerator.current_stream()
         current.wait_stream(self._stream)  # type: ignore[attr-defined]
-        tensor.record_stream(current)
-        earlier = [copy for copy in (ref() for ref in self._earlier[: self._number]) if copy is not None]
-        before = [copy for copy in earlier if not copy._is_recalled]
+        self._leaving.clear()
+        earlier = [reference() for reference in self._earlier[: self._number]]
+        before = [copy for copy in earlier if copy is not None and not copy._is_recalled]
         if before:
             before[-1].start()
         return tensor
@@ -152,7 +181,8 @@ class Slots:
     """
 
     def __init__(self, count: int, on_host: bool = False) -> None:
-        self._count, self._on_host = count, on_host
+        self._count = count
+        self._on_host = on_host
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._next: dict[tuple[object, ...], int] = {}
         self._kept: set[int] = set()
@@ -168,9 +198,9 @@ class Slots:
     def __call__(self, tensor: Tensor) -> Recall:
         slot = self.take(tensor)
         slot.copy_(tensor.detach())
-        held = _InSlot(slot)
-        self.hold(held)
-        return held.recall
+        recall = partial(_same, slot)  # lives as long as the graph
+        self.hold(recall)
+        return recall
 
     def take(self, tensor: Tensor) -> Tensor:
         """A slot for a copy of `tensor`."""
@@ -185,7 +215,10 @@ class Slots:
         self._next[key] = number + 1
         if key not in self._buffers:
             shape = torch.Size((self._count, *tensor.shape))
-            self._buffers[key] = _host_memory(shape, tensor) if self._on_host else tensor.new_empty(shape)
+            if self._on_host:
+                self._buffers[key] = _host_memory(shape, tensor)
+            else:
+                self._buffers[key] = tensor.new_empty(shape)
         return self._buffers[key][number]
 
     def hold(self, owner: object) -> None:
@@ -199,9 +232,5 @@ class Slots:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
-class _InSlot:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def recall(self) -> Tensor:
-        return self._tensor
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,1 +1,1 @@
-"""What happens when in a step: hooks, units, order."""
+"""The order of events in a step: hooks, units, and the schedule between them."""

@@ -1,4 +1,4 @@
-"""Owns what torch.compile is told of our hooks, and what compiled models may not ask for. Called by hooks, module_hooks and shard.
+"""Owns the marks on our hooks for torch.compile, and the refusals of options that compiled models may not have.
 
 [Note: compiled models]
 torch.compile reads Python once, and runs what it made of it wherever its guards hold: on classes, dtypes and shapes of tensors, on
@@ -22,12 +22,13 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.unit import Unit
+from zeroshard.torch_private import compiled_call_of
 
 BORDER = (
     "zeroshard brings a unit's parameters together here, which no graph may contain. For fullgraph=True compile the units one by "
     "one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
 )
-"""What torch says where a graph ends at a border, and what it raises where none may end (fullgraph)."""
+"""The reason that torch logs where a graph ends at a border, and raises where none may end (fullgraph)."""
 
 _CUDA_GRAPHS = (
     "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one before it gave "
@@ -35,7 +36,7 @@ _CUDA_GRAPHS = (
     "mode='max-autotune-no-cudagraphs', or the default."
 )
 _WRAPPER = "get_compiler_config"
-"""What torch.compile gives all that it makes: the public way to ask with which options."""
+"""The attribute of each function that torch.compile returns; it gives the options, by a public name."""
 _NEAREST = 12
 """Frames between a hook of a unit and the call of torch.compile that runs the unit, where there is one: fewer than that."""
 
@@ -43,10 +44,24 @@ _NEAREST = 12
 def refuse_cuda_graphs(model: nn.Module) -> None:
     """Raise where a module was compiled with CUDA graphs."""
     for fqn, module in model.named_modules():
-        for compiled in (module, module._compiled_call_impl):
+        for compiled in (module, compiled_call_of(module)):
             get = getattr(compiled, _WRAPPER, None)
             if get is not None:
                 _refuse(get(), fqn or "the model")
+
+
+def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
+    """Raise where units have DTensors: torch.compile describes those by their local tensors, whose memory is a unit's.
+
+    Args:
+        module: the module that runs in compiled code.
+    """
+    for unit in units:
+        if unit.named[0].is_distributed:
+            raise UsageError(
+                f"{unit.named[0].fqn} is a DTensor, and {type(module).__name__} runs inside torch.compile, which cannot describe "
+                "sharded DTensors: leave torch.compile out, or the tensor parallelism."
+            )
 
 
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
@@ -67,7 +82,7 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
 
 def _configs_of_callers(depth: int | None) -> Iterator[Any]:
-    """What the compiled functions on the stack were compiled with. torch has no public way to ask."""
+    """Yield the options of the compiled functions on the stack. torch has no public way to ask."""
     for frame in islice(_frames(), depth):
         if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
             yield getattr(frame.f_locals.get("self"), "compiler_config", None)

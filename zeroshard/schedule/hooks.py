@@ -1,4 +1,4 @@
-"""Owns the hooks on the user's modules and parameters, and the phase they imply. Called by torch; calls schedule.
+"""Owns the hooks on the user's modules and parameters, and the phase they imply.
 
 [Note: when a unit is whole in the backward]
 A module's output tells when its backward begins: its unit comes together then, with the next one on its way. Outputs may escape
@@ -23,18 +23,16 @@ import enum
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.parameters.shown import forget_grad, grad_of
-from zeroshard.schedule.compiled import begin_use, end_use, is_compiled
-from zeroshard.schedule.forward_stream import ForwardStream
+from zeroshard.parameters.appearance import forget_grad, grad_of
+from zeroshard.schedule.compiled import begin_use, end_use, is_compiled, refuse_distributed_units
 from zeroshard.schedule.module_hooks import (
     Call,
     Outermost,
@@ -48,15 +46,23 @@ from zeroshard.schedule.module_hooks import (
     refuse_transforms,
     units_at_rest,
 )
+from zeroshard.schedule.one_thread import OneThread
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
-from zeroshard.schedule.states import State
-from zeroshard.schedule.unit import Unit
+from zeroshard.schedule.unit import Unit, UnitState
+from zeroshard.torch_private import (
+    at_end_of_backward,
+    backward_reaches,
+    in_backward,
+    make_last,
+    refuses_saved_tensors_hooks,
+    tree_leaves,
+)
 
 
 class Phase(enum.Enum):
-    """What the model is doing, as far as hooks can tell."""
+    """The phase of the model, as far as hooks can see."""
 
     IDLE_OR_FORWARD = "forward"
     BACKWARD = "backward"
@@ -71,7 +77,7 @@ class Hooks:
         """The schedule, while a backward that has not reached any parameter goes around it."""
         self._phase = Phase.IDLE_OR_FORWARD
         self._ending: Callable[[], object] = lambda: None
-        """What autograd will call when the present backward ends, as long as that may come."""
+        """The callback that autograd runs when this backward ends, as long as that may come."""
         self._leaves_graph = False
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
         self._open_calls: Counter[nn.Module] = Counter()
@@ -80,7 +86,9 @@ class Hooks:
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
         self._brought: dict[nn.Module, list[Unit]] = {}
-        self._hook_of, self._in_compiled_code = module_hook(), False
+        self._hook_of = module_hook()
+        self._in_compiled_code = False
+        self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self._handles: list[RemovableHandle] = []
@@ -89,8 +97,9 @@ class Hooks:
 
     def attach(self) -> None:
         """Put hooks on the modules and parameters of the schedule's units."""
-        self._is_removed = False
-        model, schedule = self._root, self._schedule
+        self.is_removed = False
+        model = self._root
+        schedule = self._schedule
         units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
             for module in unit.modules:
@@ -99,8 +108,9 @@ class Hooks:
         self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
         self._run_of = {unit: run for run in self._units.values() for unit in run}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
+        self._one_thread = OneThread(schedule.units)
         self._pushed: list[object] = []
-        """Who has put hooks on saved tensors, and not taken them off."""
+        """The callers that have put hooks on saved tensors, and not taken them off."""
         self._base = 0
         self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
         self._outer = Outermost()
@@ -118,21 +128,29 @@ class Hooks:
         self._handles += hooks_for_state_dicts({**units_at_rest(self._units), **self._owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
-                hook = parameter_hook_of(self._post_accumulate, number, index)
-                self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
+                hook: Callable[[Tensor], None] = parameter_hook_of(self._post_accumulate, number, index)
+                # Elsewhere each gradient is brought to the stream of the forward; those of DTensors may still be sums to make.
+                if self._stream.is_only_one and not entry.is_distributed:
+                    hook = unit.waiting.joining(index, hook, unit.appearance.whole_class)
+                handle = entry.parameter.register_post_accumulate_grad_hook(hook)
+                self._on_gradients.append((entry.parameter, handle))
 
     def remove(self) -> None:
         """Take all hooks off."""
-        self._is_removed = True
+        self.is_removed = True
         self._outer.remove()
-        for handle in [*self._handles, *self._on_leaves]:
+        on_gradients = [handle for _, handle in self._on_gradients]
+        for handle in [*self._handles, *on_gradients, *self._on_leaves]:
             handle.remove()
+        self._on_gradients.clear()
         self._handles.clear()
         self._on_leaves.clear()
 
     @contextmanager
     def probe(self, take: Take) -> Iterator[None]:
         """Backwards inside belong to no step: `take` gets their gradients, and nothing is reduced."""
+        if not in_backward():
+            self._forget_what_broke_off()
         schedule = self._schedule
         assert isinstance(schedule, Schedule)
         self._schedule = Probe(schedule, take)
@@ -141,11 +159,18 @@ class Hooks:
         finally:
             self._schedule = schedule
 
+    def _keep_places(self) -> None:
+        """The user's hooks come inside of ours on modules, and before ours on gradients, also those that are registered later."""
+        self._outer.keep()
+        for parameter, handle in self._on_gradients:
+            make_last(parameter, handle)
+
     # ------------------------------------------------------------------ forward
 
     def _pre_root_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _in_backward():
-            self._outer.keep()
+        if not in_backward():
+            self._one_thread.begin(module, is_outermost=True)
+            self._keep_places()
             del self._pushed[self._base :]
             self._saved.recover(len(self._pushed))
             for other in [*self._brought]:
@@ -160,7 +185,8 @@ class Hooks:
             schedule.break_off()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recompute, is_root = _in_backward(), module is self._root
+        recompute = in_backward()
+        is_root = module is self._root
         if recompute:
             self._begin_backward()
         else:
@@ -168,8 +194,12 @@ class Hooks:
             self._forget_what_broke_off()
             if is_root:
                 self._schedule.begin_forward()
+            else:
+                self._one_thread.begin(module, is_outermost=False)
         refuse_transforms(self._units[module])
         self._in_compiled_code = is_compiled(module, all_callers=is_root) or (self._in_compiled_code and not is_root)
+        if self._in_compiled_code:
+            refuse_distributed_units(module, self._schedule.units)
         self._schedule.unshard(self._units[module], backward=recompute)
         begin_use(self._units[module])
         self._push(module, self._units[module])
@@ -179,23 +209,26 @@ class Hooks:
                 self._hook(tensor, self._hook_of(self._input_gradient_known, module))
 
     def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if self._one_thread.is_another and not in_backward():  # this forward was refused
+            return
         self._pop(module)
-        if _in_backward() and not torch.is_grad_enabled():
+        if in_backward() and not torch.is_grad_enabled():
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
-            call = Call(self._calls_to_come, module, counted=not _in_backward())
+            call = Call(self._calls_to_come, module, counted=not in_backward())
             for tensor in outputs:
                 self._hook(tensor, self._hook_of(self._pre_backward, module, call))
-        if not _in_backward():
+        if not in_backward():
             if not (is_root and torch.is_grad_enabled()):
                 self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
             end_use(self._units[module])
+            self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
-        """What autograd saves of sharded parameters is looked after, until the caller calls `_pop`."""
+        """Watch what autograd saves of sharded parameters, until the caller calls `_pop`."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
-        if wanted and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if wanted and refuses_saved_tensors_hooks():
             # torch.func's transforms allow no hooks: what they save is read from a unit that stays whole.
             wanted = False
             for unit in units:
@@ -219,10 +252,10 @@ class Hooks:
     # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
 
     def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             self._forget_what_broke_off()
         self._close(module)  # a call that raised
-        missing = [unit for unit in self._owned[module] if unit.state is not State.UNSHARDED]
+        missing = [unit for unit in self._owned[module] if unit.state is not UnitState.UNSHARDED]
         if missing:
             refuse_transforms(missing)
             _unshard(missing)
@@ -236,23 +269,25 @@ class Hooks:
     def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
         self._pop(module)
         units = self._close(module)
-        if _in_backward():
+        if in_backward():
             return  # what a recomputation brings together, the backward still needs
-        for tensor in _differentiable(output) if units and torch.is_grad_enabled() else []:
-            self._hook(tensor, self._hook_of(self._pre_part_backward, units))
+        if units and torch.is_grad_enabled():
+            for tensor in _differentiable(output):
+                self._hook(tensor, self._hook_of(self._pre_part_backward, units))
         for unit in units:
             unit.reshard()
 
     def _pre_part_backward(self, units: Sequence[Unit], gradient: Tensor) -> None:
-        if self._is_removed:
+        if self.is_removed:
             return
         self._begin_backward()
         _unshard(units)
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
-        """What is computed inside from units that are whole for a while may be differentiated after."""
-        before, own = self._base, object()
+        """Keep results differentiable that are computed inside from units that are whole for a while."""
+        before = self._base
+        own = object()
         self._push(own, units)
         self._base = len(self._pushed)  # a forward inside leaves it there
         try:
@@ -264,7 +299,7 @@ class Hooks:
     # ------------------------------------------------------------------ backward
 
     def _begin_backward(self) -> None:
-        if self._is_removed:  # the graph is from before
+        if self.is_removed:  # the graph is from before
             return
         if self._ending() is None:  # autograd has dropped it, uncalled: that backward is no longer running
             self._forget_what_broke_off()
@@ -273,24 +308,26 @@ class Hooks:
             begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
             if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
                 # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
-                self._aside, self._schedule = self._schedule, Probe(self._schedule, ignore)
-            # torch has no public way to hear that a backward has ended; DDP and FSDP use this one.
+                self._aside = self._schedule
+                self._schedule = Probe(self._schedule, ignore)
             ending = self._hook_of(self._end_backward)
-            self._ending = weakref.ref(ending)
-            torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
+            self._ending = weakref.ref(ending, self._end_use_of_broken)
+            at_end_of_backward(ending)
+
+    def _end_use_of_broken(self, _: object) -> None:
+        """Autograd has dropped the end of a backward: where it was not called, gradients from before are seen again.
+
+        The rest of what broke off is forgotten later, and not in the middle of an exception.
+        """
+        if self._phase is Phase.BACKWARD:
+            end_use(self._schedule.units)
 
     def _reaches_parameters(self) -> bool:
-        """Whether this backward will give any parameter a gradient. One for the sake of inputs (torch.autograd.grad) does not.
-
-        torch has no public way to ask; its own checkpointing uses this one.
-        """
+        """Whether this backward will give any parameter a gradient. One for the sake of inputs (torch.autograd.grad) does not."""
         trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
             # Asked for anew each time: who keeps these nodes keeps the parameters. The first answer is nearly always yes.
-            return any(
-                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined]
-                for parameter in trainable
-            )
+            return any(backward_reaches(get_gradient_edge(parameter).node) for parameter in trainable)
         except (
             RuntimeError,
             AttributeError,
@@ -298,13 +335,13 @@ class Hooks:
             return False
 
     def _before_saved_read(self, unit: Unit) -> None:
-        """An operation of a backward, or somebody who looks at the graph, wants a saved parameter."""
-        if not _in_backward():
-            unit.unshard(to_compute=True)
+        """Prepare the read of a saved parameter, by an operation of a backward or by a look at the graph."""
+        if not in_backward():
+            unit.unshard()
             return
         self._begin_backward()
         self._hold_for_graph((unit,))
-        if unit.state is not State.UNSHARDED:
+        if unit.state is not UnitState.UNSHARDED:
             self._schedule.unshard(self._run_of[unit], backward=True)
 
     def _hold_for_graph(self, units: Sequence[Unit]) -> None:
@@ -315,8 +352,10 @@ class Hooks:
                 self._schedule.hold(unit)
 
     def _pre_backward(self, module: nn.Module, call: Call, gradient: Tensor) -> None:
-        if self._is_removed:
+        if self.is_removed:
             return
+        if self._phase is not Phase.BACKWARD:
+            self._keep_places()
         self._begin_backward()
         call.begin()
         if module is not self._root:  # which begins with its last child, at the same tensor
@@ -338,7 +377,9 @@ class Hooks:
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
         if self._aside is not None:  # it does reach parameters
-            probe, self._schedule, self._aside = self._schedule, self._aside, None
+            probe = self._schedule
+            self._schedule = self._aside
+            self._aside = None
             assert isinstance(probe, Probe)
             for unit in probe.closed:
                 self._schedule.close(unit)
@@ -348,12 +389,13 @@ class Hooks:
             return
         forget_grad(parameter)
         with self._stream.here():
-            self._schedule.add_gradient(unit, index, gradient.detach())
+            self._schedule.add_gradient(unit, index, gradient)
+            unit.waiting.let_join(self._ending)
             if unit.has_all_gradients:
                 self._give_back(unit.modules)
 
     def _input_gradient_known(self, module: nn.Module, gradient: Tensor) -> None:
-        if self._is_removed:
+        if self.is_removed:
             return
         self._open_calls[module] -= 1
         self._give_back([module])
@@ -366,15 +408,18 @@ class Hooks:
                     unit.reshard()
 
     def _end_backward(self) -> None:
-        schedule, leaves_graph = self._schedule, self._leaves_graph
+        schedule = self._schedule
+        leaves_graph = self._leaves_graph
         self._end_phase()
         with self._stream.here():
             schedule.end_backward(leaves_graph=leaves_graph)
 
     def _end_phase(self) -> None:
         if self._aside is not None:
-            self._schedule, self._aside = self._aside, None
-        self._phase, self._leaves_graph = Phase.IDLE_OR_FORWARD, False
+            self._schedule = self._aside
+            self._aside = None
+        self._phase = Phase.IDLE_OR_FORWARD
+        self._leaves_graph = False
         self._open_calls.clear()
         self._calls_to_come = Counter()  # what is left of the last backward's calls counts for nothing
         self._in_progress.clear()
@@ -386,15 +431,48 @@ class Hooks:
 
 def _unshard(units: Sequence[Unit]) -> None:
     for unit in units:
-        unit.start_unshard(to_compute=True)
+        unit.start_unshard()
     for unit in units:
-        unit.unshard(to_compute=True)
-
-
-def _in_backward() -> bool:
-    """Whether this thread is running a backward: a forward that starts now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+        unit.unshard()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+_NOWHERE = nullcontext()
+"""The context of work that stays on its stream."""
+
+
+class ForwardStream:
+    """The stream that a model runs on, which may be one of the user's own. On a CPU there is none, and nothing happens.
+
+    Autograd runs a node on the stream of its forward, but adds up gradients where the parameter was first seen, and ends where the
+    backward was called. Scratch and units come and go in the order of one stream: that of the forward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_only_one = device.type == "cpu"
+        self._stream: torch.Stream | None = None
+
+    def begin(self) -> None:
+        """Note the stream on which a forward starts."""
+        if not self.is_only_one:
+            self._stream = torch.accelerator.current_stream(self._device)
+
+    def here(self) -> AbstractContextManager[None]:
+        """Run what is started inside on that stream: after earlier work of the stream, and before later work."""
+        if self._stream is None:
+            return _NOWHERE
+        now = torch.accelerator.current_stream(self._device)
+        return _NOWHERE if now == self._stream else self._between(now, self._stream)
+
+    @contextmanager
+    def _between(self, now: torch.Stream, stream: torch.Stream) -> Iterator[None]:
+        stream.wait_stream(now)  # type: ignore[attr-defined]
+        try:
+            with stream:
+                yield
+        finally:  # also after an error: what was begun goes on there
+            now.wait_stream(stream)  # type: ignore[attr-defined]

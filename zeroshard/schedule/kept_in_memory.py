@@ -1,4 +1,4 @@
-"""Owns a state dict that is filled while units come and go: values in CPU memory, or, where nobody wants them, nothing."""
+"""Owns a state dict that is filled while units come and go: values in CPU memory, or nothing, where they are not needed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.torch_private import is_distributed
+
 
 class KeptInMemory(OrderedDict[str, Any]):
-    """For `module.state_dict(destination=...)`, see module_hooks.
+    """A destination for `module.state_dict(destination=...)`, see module_hooks.
 
     Args:
         keeps: copy what is set into CPU memory. Else a tensor leaves its shape and dtype alone, on the meta device.
@@ -22,6 +24,8 @@ class KeptInMemory(OrderedDict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(value, Tensor):
+            if is_distributed(value):
+                value = value.detach().full_tensor()  # type: ignore[attr-defined]
             value = value.detach().to(self._device, copy=True)
         super().__setitem__(key, value)
 

@@ -1,4 +1,4 @@
-"""Owns the way from groups of parameters to units: which policy and dtypes each gets. Called by shard."""
+"""Owns the way from groups of parameters to units: which policy and dtypes each gets."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _policy_of(group: Group, policy: Policy, *, leaves: bool) -> Policy:
     """Small parameters stay unsharded on the accelerator; beyond the ratio that leaves it, so do optimizer states."""
     here = Place.ACCELERATOR
     if group.persistent:
-        wire = replace(policy.wire, weights=None)
-        policy = replace(policy, parameters=Residency(sharded=False, place=here), wire=wire)
+        policy = replace(policy, parameters=Residency(sharded=False, place=here))
     if not leaves:
-        optimizer, gradients = replace(policy.optimizer, place=here), replace(policy.gradients, place=here)
+        optimizer = replace(policy.optimizer, place=here)
+        gradients = replace(policy.gradients, place=here)
         policy = replace(policy, optimizer=optimizer, gradients=gradients)
     return policy

@@ -1,7 +1,4 @@
-"""Owns how our hooks sit on the user's modules: around all others, and in state dicts; and one call of a module.
-
-Called by hooks.
-"""
+"""Owns the place of our hooks on the user's modules: around all others, and in state dicts; and one call of a module."""
 
 from __future__ import annotations
 
@@ -18,15 +15,16 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.compiled import BORDER
-from zeroshard.schedule.states import State
-from zeroshard.schedule.unit import Unit
+from zeroshard.schedule.unit import Unit, UnitState
+from zeroshard.torch_private import in_transform, make_outermost, own_parameters
 
 
 class _Hook:
     """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
-        self._method, self._args = method, args
+        self._method = method
+        self._args = args
 
     def __call__(self, *args: Any) -> Any:
         return self._method(*self._args, *args)
@@ -57,7 +55,8 @@ class PartCall:
     """
 
     def __init__(self, whole: type[nn.Parameter]) -> None:
-        self.whole, self.is_open = whole, False
+        self.whole = whole
+        self.is_open = False
 
 
 @functools.cache
@@ -77,7 +76,7 @@ def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
     class Before(PartHook):
         def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():
-                own = [parameter for parameter in module._parameters.values() if parameter is not None]
+                own = [parameter for parameter in own_parameters(module).values() if parameter is not None]
                 if all(type(parameter) is self.call.whole for parameter in own):
                     return
             run(self, module, args, kwargs)
@@ -92,7 +91,7 @@ def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
 
 @functools.cache
 def parameter_hook() -> type[WeakHook]:
-    """As `module_hook`, for hooks that a parameter keeps: a backward may run inside of a compiled function."""
+    """Make the class of hooks that a parameter keeps, like `module_hook`: a backward may run inside of a compiled function."""
 
     class ParameterHook(WeakHook):
         __call__ = torch.compiler.disable(WeakHook.__call__, reason=BORDER)
@@ -105,7 +104,8 @@ class WeakHook:
     parameter must not own what owns it; modules keep `Hooks` alive."""
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
-        self._method, self._args = weakref.WeakMethod(method), args
+        self._method = weakref.WeakMethod(method)
+        self._args = args
 
     def __call__(self, *args: Any) -> None:
         method = self._method()
@@ -122,14 +122,16 @@ def ignore(*_: Any) -> None:
 
 
 class Call:
-    """One call of a module in a forward; counted until its backward begins, or its graph is dropped (a recomputation never is)."""
+    """A call of a module in a forward; counted until its backward begins, or its graph is dropped (a recomputation never is)."""
 
     def __init__(self, to_come: Counter[nn.Module], module: nn.Module, *, counted: bool) -> None:
-        self._to_come, self._module, self._counted = to_come, module, counted
+        self._to_come = to_come
+        self._module = module
+        self._counted = counted
         to_come[module] += counted
 
     def begin(self) -> None:
-        """Its backward begins."""
+        """Note that its backward begins."""
         self._to_come[self._module] -= self._counted
         self._counted = False
 
@@ -161,15 +163,10 @@ class Outermost:
     def keep(self) -> None:
         """Take the outermost places again, if other hooks came since."""
         for module, first, last in self._hooks:
-            before, after = module._forward_pre_hooks, module._forward_hooks
-            if next(reversed(after)) != last.id:
-                after[last.id] = after.pop(last.id)
-            if next(iter(before)) != first.id:
-                for other in [number for number in before if number != first.id]:
-                    before[other] = before.pop(other)
+            make_outermost(module, first, last)
 
     def remove(self) -> None:
-        """Take them off."""
+        """Take the hooks off."""
         for _, first, last in self._hooks:
             first.remove()
             last.remove()
@@ -177,7 +174,7 @@ class Outermost:
 
 
 def units_at_rest(units: Mapping[nn.Module, Sequence[Unit]]) -> dict[nn.Module, list[Unit]]:
-    """Of each module, the units that are sharded at rest, if any."""
+    """Return, for each module that has any, its units that are sharded at rest."""
     found = {module: [unit for unit in run if unit.sharded_at_rest] for module, run in units.items()}
     return {module: held for module, held in found.items() if held}
 
@@ -194,9 +191,9 @@ def owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit
 
 
 def refuse_transforms(units: Sequence[Unit]) -> None:
-    """Inside of a transform of torch.func nothing can be written to what was made outside."""
-    away = [unit for unit in units if unit.sharded_at_rest and unit.state is not State.UNSHARDED]
-    if away and torch._C._functorch.peek_interpreter_stack() is not None:
+    """Refuse to gather inside of a transform of torch.func, where nothing can be written to tensors from outside."""
+    away = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
+    if away and in_transform():
         raise UsageError(
             f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot be brought "
             "together: use torch.autograd.grad, or Policy.stage(2) or below."
@@ -230,10 +227,11 @@ class _Held:
     """
 
     def __init__(self, units: Sequence[Unit], names: Mapping[str, int]) -> None:
-        self._units, self._names = units, names
+        self._units = units
+        self._names = names
 
     def before_save(self, *_: Any) -> None:
-        self._bring("state_dict")
+        self._bring("state_dict()")
 
     def _bring(self, operation: str) -> None:
         for unit in self._units:
@@ -251,7 +249,7 @@ class _Held:
         self._give_back()
 
     def before_load(self, *_: Any) -> None:
-        self._bring("load_state_dict")
+        self._bring("load_state_dict()")
 
     def after_load(self, *_: Any) -> None:
         self._give_back()
@@ -260,7 +258,6 @@ class _Held:
         for unit in self._units:
             unit.unpin()
             unit.reshard()
-            unit.round()
 
     def __reduce__(self) -> Any:  # a copy of the module gets hooks that do nothing
         return _HeldNothing, ()

@@ -1,4 +1,4 @@
-"""Owns backwards that belong to no step: their gradients are looked at and forgotten. Called by hooks, in the schedule's place."""
+"""Owns backwards that belong to no step: their gradients are looked at and forgotten."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ class Probe:
 
     def __init__(self, schedule: Schedule, take: Take) -> None:
         self.units = schedule.units
-        self._schedule, self._take = schedule, take
+        self._schedule = schedule
+        self._take = take
         self.closed: list[Unit] = []
         """Units whose backward is over."""
 
     def begin_forward(self) -> None:
-        """As the schedule's own."""
+        """Forward to the schedule."""
         self._schedule.begin_forward()
 
     def unshard(self, units: Run, *, backward: bool) -> None:
-        """As the schedule's own."""
+        """Forward to the schedule."""
         self._schedule.unshard(units, backward=backward)
 
     def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
-        """As the schedule's own."""
+        """Forward to the schedule."""
         self._schedule.reshard_after_forward(units, backward_follows=backward_follows)
 
     def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        """Show it."""
+        """Hand the gradient to `take`."""
         self._take(unit, index, gradient)
 
     def close(self, unit: Unit) -> None:
-        """No reduction waits for what the unit did not give."""
+        """Note that the unit is closed; no reduction waits for gradients that it did not give."""
         self.closed.append(unit)
 
     def hold(self, unit: Unit) -> None:
-        """As the schedule's own."""
+        """Forward to the schedule."""
         self._schedule.hold(unit)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
@@ -53,5 +54,5 @@ class Probe:
         self._schedule.give_back()
 
     def break_off(self) -> None:
-        """As its end: it was no part of a step."""
+        """End a backward that broke off: it was no part of a step."""
         self._schedule.give_back()

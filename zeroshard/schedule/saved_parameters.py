@@ -1,4 +1,4 @@
-"""Owns what autograd saves of sharded parameters, so that whoever reads it in a backward finds it whole. Called by hooks.
+"""Owns the sharded parameters that autograd saves, so that every reader in a backward finds them whole.
 
 A forward saves views of parameters in its graph, and their storage is given back before the backward reads them. torch's hooks on
 saved tensors see every tensor that is saved, by whichever operation, and every read: of a view of a flat buffer this keeps
@@ -11,15 +11,29 @@ check that nobody wrote to them; hooks of the user's own, or of activation check
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.errors import UsageError
 from zeroshard.schedule.unit import Unit
+from zeroshard.torch_private import (
+    FUNCTION_APPLY,
+    disabled_torch_function,
+    distributed_by,
+    distribution_of,
+    is_distributed,
+    local_of,
+    saved_tensors_hooks_in_force,
+    storage_id,
+    version_of,
+    wrapper_tensor,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +42,28 @@ class _View:
 
     unit: Unit
     index: int
-    """Of the parameter that it begins in."""
+    """The index of the parameter in which the view begins."""
     version: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     is_itself: bool
-    """It is all of that parameter, in its own shape, and an autograd function of Python saved it, which may ask what it is."""
+    """Whether the view is all of that parameter, in its shape, saved by a Python autograd function, which may ask for its class."""
     trained: bool
 
 
 @dataclass(frozen=True, slots=True)
+class _Distributed:
+    """A DTensor, whose local tensor is a view of a unit's flat buffer."""
+
+    local: _View
+    distribution: Any
+
+
+@dataclass(frozen=True, slots=True)
 class _Theirs:
-    """What another hook made of a tensor."""
+    """A tensor as another hook packed it, with the function that unpacks it."""
 
     packed: Any
     unpack: Callable[[Any], Any]
@@ -54,88 +76,140 @@ class SavedParameters:
         before_read: called with the unit of a saved parameter that is about to be read.
     """
 
-    def __init__(self, units: Iterable[Unit], before_read: Callable[[Unit], None]) -> None:
-        self._unit_of = {unit.flat.tensor.untyped_storage()._cdata: unit for unit in units if unit.sharded_at_rest}
+    def __init__(self, units: Sequence[Unit], before_read: Callable[[Unit], None]) -> None:
+        self._unit_of = {storage_id(unit.flat.tensor): unit for unit in units if unit.sharded_at_rest}
+        self._placeholders = {
+            storage_id(unit.appearance.placeholders): unit
+            for unit in units
+            if unit.sharded_at_rest and unit.appearance.placeholders is not None
+        }
+        self._has_distributed = any(unit.named[0].is_distributed for unit in units)
         self._before_read = before_read
-        self._depth = 0
+        self._entered: list[saved_tensors_hooks] = []
+        self._read_as_nan: str | None = None
+        """A parameter with which torch computed while its values were elsewhere."""
 
     def push(self, *, unseen: bool = False) -> None:
-        """What is saved from now on, on this thread, comes here.
+        """Pack everything that is saved on this thread from now on.
 
         Args:
             unseen: compiled code runs, and torch.compile would read these hooks wherever that calls them: it is not to.
         """
-        theirs = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        theirs = saved_tensors_hooks_in_force()
         if theirs is None:
-            pack = self._pack
+            pack: Callable[[Tensor], Any] = self._pack
         else:  # a unit inside of another goes on with what that one put there
             pack = theirs[0] if self._is_own(theirs[1]) else self._pack_after(*theirs)
         unpack = self._unpack
         if unseen:
-            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        self._depth += 1
+            pack = torch.compiler.disable(pack)
+            unpack = torch.compiler.disable(unpack)
+        hooks = saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
 
     def _is_own(self, unpack: Callable[[Any], Any]) -> bool:
         return getattr(unpack, "__wrapped__", unpack) == self._unpack
 
     def pop(self) -> None:
-        """The end of the last `push`."""
-        if self._depth:
-            self._depth -= 1
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        """End the last `push`.
+
+        Raises:
+            UsageError: torch computed with a parameter whose values were not here.
+        """
+        if self._entered:
+            self._entered.pop().__exit__()
+        if self._read_as_nan is not None:
+            fqn = self._read_as_nan
+            self._read_as_nan = None
+            raise UsageError(
+                f"{fqn} is sharded at rest, and was read past torch's overrides (by torch.jit.script?): the result is NaN. Read it "
+                "inside `with zeroshard.unsharded(module):`, or call zeroshard.borrow(module, parameter) once, before training."
+            )
 
     def recover(self, depth: int) -> None:
-        """Forwards broke off without `pop` (an interrupt that modules do not see): take off what they left above `depth`."""
-        while self._depth > depth:
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        """Remove hooks above `depth` that forwards left which broke off without `pop` (an interrupt that modules do not see)."""
+        while len(self._entered) > depth:
+            top = saved_tensors_hooks_in_force()
             if top is None or not self._is_own(top[1]):  # somebody else's lie above: they are popped first
                 return
             self.pop()
 
     def _pack_after(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
-        """As `_pack`, with other hooks in force for what is not ours."""
+        """Pack as `_pack` does, and give tensors that are not ours to the other hooks in force."""
 
         def both(tensor: Tensor) -> Any:
-            return self._view_of(tensor) or _Theirs(pack(tensor), unpack)
+            return self._saved_of(tensor) or _Theirs(pack(tensor), unpack)
 
         return both
 
     def _pack(self, tensor: Tensor) -> Any:
-        view = self._view_of(tensor)
+        view = self._saved_of(tensor)
         if view is not None:
             return view
         # Detached: an operation's own output would keep itself alive.
-        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        return (tensor if tensor.grad_fn is None else tensor.detach()), version_of(tensor)
 
-    def _view_of(self, tensor: Tensor) -> _View | None:
+    def _saved_of(self, tensor: Tensor) -> _View | _Distributed | None:
+        caller = sys._getframe(2)
+        if not (self._has_distributed and is_distributed(tensor)):
+            return self._view_of(tensor, caller)
+        local = self._view_of(local_of(tensor), None)
+        return None if local is None else _Distributed(local, distribution_of(tensor))
+
+    def _view_of(self, tensor: Tensor, caller: FrameType | None) -> _View | None:
+        """Find what a tensor shows of a unit. `caller` saves it; None where that is no autograd function of Python."""
         try:
-            unit = self._unit_of.get(tensor.untyped_storage()._cdata)
+            storage = storage_id(tensor)
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as one of torch.func
             return None
+        unit = self._unit_of.get(storage)
         if unit is None:
+            if storage in self._placeholders:
+                self._note_placeholder(tensor, self._placeholders[storage], caller)
             return None
         offset = int(tensor.storage_offset())
         index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
-        size, stride, version = tensor.size(), tensor.stride(), tensor._version - unit.appearance.hides
+        size = tensor.size()
+        stride = tensor.stride()
         like: Any = unit.named[index].parameter
-        is_itself = _saves(sys._getframe(2)) and (like.dtype, like.size(), like.stride()) == (
-            tensor.dtype,
-            size,
-            stride,
+        # The local tensor of a DTensor has a counter of its own.
+        counted = like if unit.named[index].is_distributed else tensor
+        version = version_of(counted) - unit.appearance.hides
+        is_itself = (
+            caller is not None
+            and _saves(caller)
+            and (like.dtype, like.size(), like.stride())
+            == (
+                tensor.dtype,
+                size,
+                stride,
+            )
         )
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
+
+    def _note_placeholder(self, tensor: Tensor, unit: Unit, caller: FrameType | None) -> None:
+        """Note that torch computed with a placeholder. An autograd function of Python may only have saved it.
+
+        An error from here would lose its message inside torch.jit.script, so `pop` raises it.
+        """
+        if caller is None or not _saves(caller):
+            self._read_as_nan = unit.named[int(tensor.storage_offset())].fqn
 
     def _unpack(self, packed: Any) -> Any:
         kind = type(packed)
         if kind is tuple:
             tensor, version = packed
-            _check(version, tensor._version, f"a tensor of shape {tuple(tensor.shape)}")
+            _check(version, version_of(tensor), f"a tensor of shape {tuple(tensor.shape)}")
             return tensor
         if kind is _Theirs:
             return packed.unpack(packed.packed)
-        unit, entry = packed.unit, packed.unit.named[packed.index]
-        _check(packed.version, entry.parameter._version - unit.appearance.hides, entry.fqn)
+        if kind is _Distributed:
+            with torch.no_grad():
+                return distributed_by(packed.distribution, self._unpack(packed.local))
+        unit = packed.unit
+        entry = packed.unit.named[packed.index]
+        _check(packed.version, version_of(entry.parameter) - unit.appearance.hides, entry.fqn)
         self._before_read(unit)
         if packed.is_itself and not packed.trained:
             return entry.parameter
@@ -157,14 +231,13 @@ class _Unpacked(Tensor):
 
     whole: Tensor
     parameter: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, view: Tensor, parameter: Tensor) -> _Unpacked:
-        made: _Unpacked = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
-        )
-        made.whole, made.parameter = view, parameter
+        made: _Unpacked = wrapper_tensor(cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device)
+        made.whole = view
+        made.parameter = parameter
         return made
 
     @classmethod
@@ -172,7 +245,10 @@ class _Unpacked(Tensor):
         own = args[0]
         if func is not torch.ops.aten.detach.default:  # nobody but torch has it
             raise NotImplementedError(f"{func} of a saved parameter that was not detached")
-        copy = own.whole.detach().as_subclass(_Copy)
+        values = own.whole.detach()
+        if type(values) is not Tensor:  # of a dry run: a tensor without values is a subclass already
+            return values
+        copy = values.as_subclass(_Copy)
         copy.parameter = own.parameter
         return copy
 
@@ -181,24 +257,20 @@ class _Copy(Tensor):
     """A parameter's values, and its attributes. What is computed from it is an ordinary tensor."""
 
     parameter: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parameter, name)
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""What runs, as seen from a hook, while an autograd function of Python saves its tensors."""
-
-
 def _saves(caller: FrameType) -> bool:
     """Whether the caller of a hook is an autograd function of Python; what keeps torch.compile away may lie between."""
     between = caller.f_back if caller.f_code.co_filename.endswith("_dynamo/eval_frame.py") else None
-    return (between or caller).f_code is _APPLY
+    return (between or caller).f_code is FUNCTION_APPLY
 
 
 def _check(then: int, now: int, what: str) -> None:
-    """As torch does where no hooks are: what was saved is what is read."""
+    """Raise, as torch does without hooks, where a saved tensor has changed before it is read."""
     if then != now:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at version "

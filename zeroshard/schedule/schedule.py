@@ -1,4 +1,4 @@
-"""Owns the order of things in a step: which unit is brought together when, how long it is kept, what is legal now. Called by hooks.
+"""Owns the order of events in a step: when each unit is unsharded, how long it is kept, and which calls are legal now.
 
 All-gathers follow the order in which modules run, which is the same on every rank: the last forward tells what comes next in this
 one, and this one tells the backward's. The order of reductions is another matter, see gradients/reductions.py.
@@ -6,9 +6,11 @@ one, and this one tells the backward's. The order of reductions is another matte
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +19,12 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.gradients.reductions import Reductions
+from zeroshard.layout.model_tree import ModelTree
+from zeroshard.parameters.appearance import forget_grad, grad_of
 from zeroshard.parameters.context import Context
-from zeroshard.parameters.hidden_writes import follow_hidden_writes
-from zeroshard.parameters.shown import forget_grad, grad_of
 from zeroshard.policy import Policy
 from zeroshard.schedule.make_units import frozen_names
-from zeroshard.schedule.states import Move, State, StepState, after
-from zeroshard.schedule.unit import Unit
-from zeroshard.schedule.users_gradients import gradients_of_users, refuse_frozen, refuse_replaced
-
-UNITS_IN_FLIGHT = 2
-"""Reductions that may be under way while the next gradients are made, in units, of the size of the largest but one; and one bucket
-if it alone is more. Each holds pool buffers."""
+from zeroshard.schedule.unit import Unit, UnitState
 
 USED_AT_ONCE = 3
 """Units that are whole at once, where each is given back after its use: the root, the one that runs, the next."""
@@ -40,6 +36,74 @@ Run = tuple[Unit, ...]
 """The units of one module: they are used together."""
 
 
+class StepState(enum.Enum):
+    """The states of a model between two `zero_grad`.
+
+    A further backward (another microbatch) leads from GRADIENTS back to it. A step ends in STEPPED, from which only `zero_grad`
+    leads to new gradients: those of a backward before it are dropped, as a loop does that trains two models against each other,
+    and a step on them is refused. A backward that broke off with an exception leaves BROKEN: some of its gradients are in the mean
+    already, and cannot be told from those of the microbatches before.
+    """
+
+    CLEAN = "no gradient has arrived since zero_grad"
+    BACKWARD = "a backward is under way"
+    GRADIENTS = "gradients wait for a step"
+    STEPPED = "a step has used the gradients"
+    UNWANTED = "a backward came after a step, before zero_grad"
+    BROKEN = "a backward broke off"
+
+
+class Move(enum.Enum):
+    """The moves that a model can make."""
+
+    GRADIENT = "a backward"
+    END_BACKWARD = "the end of a backward"
+    BREAK_OFF = "an exception in a backward"
+    STEP = "a step, or a gradient norm,"
+    STEPPED = "the end of a step"
+    ZERO_GRAD = "zero_grad()"
+
+
+_BROKE_OFF = (
+    "a backward of this step broke off with an exception, so its gradients are incomplete and some are summed already. "
+    "Call zero_grad() (with a config, engine.zero_grad()), and run the step's microbatches again."
+)
+_NO_ZERO_GRAD = (
+    "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot "
+    "be summed, since those of the first are already averaged over ranks. Call zero_grad() between a step and the next backward."
+)
+
+S = StepState
+M = Move
+MOVES: dict[StepState, dict[Move, StepState | str]] = {
+    S.CLEAN: {M.GRADIENT: S.BACKWARD, M.END_BACKWARD: S.GRADIENTS, M.BREAK_OFF: S.CLEAN, M.STEP: S.CLEAN,
+              M.STEPPED: S.STEPPED, M.ZERO_GRAD: S.CLEAN},
+    S.BACKWARD: {M.GRADIENT: S.BACKWARD, M.END_BACKWARD: S.GRADIENTS, M.BREAK_OFF: S.BROKEN, M.STEP: _BROKE_OFF,
+                 M.STEPPED: _BROKE_OFF, M.ZERO_GRAD: S.CLEAN},
+    S.GRADIENTS: {M.GRADIENT: S.BACKWARD, M.END_BACKWARD: S.GRADIENTS, M.BREAK_OFF: S.GRADIENTS, M.STEP: S.GRADIENTS,
+                  M.STEPPED: S.STEPPED, M.ZERO_GRAD: S.CLEAN},
+    S.STEPPED: {M.GRADIENT: S.UNWANTED, M.END_BACKWARD: S.UNWANTED, M.BREAK_OFF: S.STEPPED, M.STEP: S.STEPPED,
+                M.STEPPED: S.STEPPED, M.ZERO_GRAD: S.CLEAN},
+    S.UNWANTED: {M.GRADIENT: S.UNWANTED, M.END_BACKWARD: S.UNWANTED, M.BREAK_OFF: S.UNWANTED, M.STEP: _NO_ZERO_GRAD,
+                 M.STEPPED: _NO_ZERO_GRAD, M.ZERO_GRAD: S.CLEAN},
+    S.BROKEN: {M.GRADIENT: _BROKE_OFF, M.END_BACKWARD: _BROKE_OFF, M.BREAK_OFF: S.BROKEN, M.STEP: _BROKE_OFF,
+               M.STEPPED: _BROKE_OFF, M.ZERO_GRAD: S.CLEAN},
+}  # fmt: skip
+"""Where each move leads from each state; a sentence is the error of a move that is refused."""
+
+
+def after(state: StepState, move: Move) -> StepState:
+    """The state after a move.
+
+    Raises:
+        UsageError: the move is not legal in this state; says what to do.
+    """
+    there = MOVES[state][move]
+    if isinstance(there, str):
+        raise UsageError(there)
+    return there
+
+
 class _Order:
     """Modules' units in the order in which they ran."""
 
@@ -47,7 +111,7 @@ class _Order:
         self.runs: list[Run] = []
         self._position: dict[Run, int] = {}
         self._numels = [0]
-        """Elements used before each position."""
+        """The number of elements used before each position."""
 
     def add(self, run: Run) -> None:
         if run not in self._position:
@@ -56,7 +120,7 @@ class _Order:
             self._numels.append(self._numels[-1] + sum(unit.layout.numel for unit in run))
 
     def after(self, run: Run, *, reverse: bool = False) -> Iterator[Run]:
-        """What comes after it; nothing where it is not known."""
+        """Return the runs after this one; none where the order is not known."""
         position = self._position.get(run)
         if position is None:
             return iter(())
@@ -64,7 +128,7 @@ class _Order:
         return (self.runs[step] for step in steps)
 
     def numel_after(self, run: Run) -> float:
-        """Elements that are used after it; infinite where it is not known."""
+        """Return the number of elements that are used after it; infinite where it is not known."""
         position = self._position.get(run)
         return math.inf if position is None else self._numels[-1] - self._numels[position + 1]
 
@@ -74,46 +138,49 @@ class Schedule:
 
     Args:
         units: in the order of registration.
+        tree: the model's modules, as they were taken.
         overlap: collectives run behind the computation. Off: each is waited for where it starts. Same bits.
     """
 
-    def __init__(self, units: Sequence[Unit], context: Context, *, overlap: bool) -> None:
+    def __init__(self, units: Sequence[Unit], tree: ModelTree, context: Context, *, overlap: bool) -> None:
         self.units = list(units)
+        self.tree = tree
         self.state = StepState.CLEAN
         self.frozen = frozen_names(units)
         """Parameters that took no gradient when that was last looked at."""
         self.gradients_taken = 0
         self.optimized: set[int] = set()
         """`id`s of the parameters that the optimizer lists, frozen ones among them."""
-        self.parked: frozenset[str] = frozenset()
-        """Model states that are away until `reload_states`."""
         self._policy: Policy = context.policy
+        self._reads_disk = context.policy.uses_disk
         self._accelerator = context.storages.accelerator
-        self._live, self._overlap = context.live, overlap
+        self._live = context.live
+        self._overlap = overlap
         self._collectives: Collectives = context.collectives
-        numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True) or [0]
-        in_flight = UNITS_IN_FLIGHT if self._collectives.travels else 1
-        limit = in_flight * numels[len(numels) > 1] if overlap else 0  # a root with its embeddings is like no other
+        numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True)
+        limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
             self._gradient_buckets(), self._collectives, limit, overlap=overlap,
-            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1,
+            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,
         )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
+        self.is_stepping = False
+        """A step is under way, or broke off: some parameters are updated, and others are not."""
         self._backward_ended = False
         self.backwards_ended = 0
-        """Since the model was sharded."""
-        self._last, self._present = _Order(), _Order()
+        self.steps_ended = 0
+        """Both since the model was sharded."""
+        self._last = _Order()
+        self._present = _Order()
         self._park_what_was_live()
 
     def _park_what_was_live(self) -> None:
         """Memory that a unit gives back waits for the next one: as much as this policy lets live at once."""
         policy = self._policy
         units = [(unit.layout.numel, unit.flat.tensor.dtype.itemsize) for unit in self.units if unit.sharded_at_rest]
-        numels, itemsize = (
-            sorted((numel for numel, _ in units), reverse=True),
-            max((size for _, size in units), default=0),
-        )
+        numels = sorted((numel for numel, _ in units), reverse=True)
+        itemsize = max((size for _, size in units), default=0)
         limit = self._live_limit
         if policy.reshard_after_forward:
             ahead = (policy.prefetch_numel or 0) + policy.max_reuse_numel // 2
@@ -124,16 +191,17 @@ class Schedule:
         return [unit.gradients for unit in self.units]
 
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
-        """Between steps: other units hold the parameters of `unit` from now on."""
+        """Replace `unit` by other units that hold its parameters from now on, between steps."""
         position = self.units.index(unit)
         self.units[position : position + 1] = by
-        self._last, self._present = _Order(), _Order()
+        self._last = _Order()
+        self._present = _Order()
         self._park_what_was_live()
         self.reductions.set_units(self._gradient_buckets())
 
     @property
     def device(self) -> torch.device:
-        """What computes."""
+        """The device that the units compute on."""
         return self._accelerator.device
 
     def _move(self, move: Move) -> None:
@@ -146,7 +214,7 @@ class Schedule:
 
     @property
     def is_between_steps(self) -> bool:
-        """No gradient has arrived since the last `zero_grad`."""
+        """Whether no gradient has arrived since the last `zero_grad`."""
         return self.state is StepState.CLEAN
 
     # ------------------------------------------------------------------ parameters
@@ -158,31 +226,32 @@ class Schedule:
             if not unit.trainable:
                 unit.appearance.refuse_unfrozen(self.optimized)
         if self._present.runs:
-            self._last, self._present = self._present, _Order()
+            self._last = self._present
+            self._present = _Order()
 
     def unshard(self, units: Run, *, backward: bool) -> None:
         """The units of one module are about to be used: wait for them, with the next module's on their way."""
         self._make_room(units)
         for unit in units:
-            unit.start_unshard(to_compute=True)
+            unit.start_unshard()
         if self._overlap:
             for unit in self._next_after(units, backward):
                 if self._has_room(unit):
-                    unit.start_unshard(to_compute=True)
-            if self._policy.uses_disk:
+                    unit.start_unshard()
+            if self._reads_disk:
                 for unit in chain.from_iterable(islice(self._after(units, backward), PREFETCHED)):
                     unit.prefetch()
         for unit in units:
-            unit.unshard(to_compute=True)
+            unit.unshard()
         if not backward:
             self._present.add(units)
 
     def _after(self, units: Run, backward: bool) -> Iterator[Run]:
-        """Who comes after: the last forward told the forward's order, this one tells the backward's."""
+        """Return the runs that follow: the last forward gives the forward's order, this forward gives the backward's."""
         return self._present.after(units, reverse=True) if backward else self._last.after(units)
 
     def _next_after(self, units: Run, backward: bool) -> Iterator[Unit]:
-        """Who is brought together now, for later."""
+        """Return the units to gather now, ahead of their use."""
         later = self._after(units, backward)
         if not backward and not self._policy.reshard_after_forward:
             # What the forward keeps may as well come all at once: the first that runs brings the others.
@@ -218,10 +287,10 @@ class Schedule:
         return math.inf if self._policy.max_live_numel is None else self._policy.max_live_numel
 
     def _has_room(self, unit: Unit) -> bool:
-        return unit.state is not State.SHARDED or self._live.numel + unit.layout.numel <= self._live_limit
+        return unit.state is not UnitState.SHARDED or self._live.numel + unit.layout.numel <= self._live_limit
 
     def _make_room(self, units: Run) -> None:
-        """What is needed now comes before what was kept for later; of that, the first to have run is the last to be needed."""
+        """Reshard units that were kept for later, if this run needs the room: the first to have run is needed last."""
         if not self._kept:
             return
         for unit in units:
@@ -249,11 +318,23 @@ class Schedule:
     # ------------------------------------------------------------------ gradients
 
     def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        """Take a gradient; start to reduce what is complete and has its turn."""
-        self.refuse_parked("a backward")
-        self._move(Move.GRADIENT)
-        refuse_replaced(unit)
-        unit.add_gradient(index, gradient)
+        """Keep a gradient, and take it with the others that wait when there are enough of them."""
+        if self.state is not StepState.BACKWARD:
+            self.refuse_parked("a backward")
+            self._move(Move.GRADIENT)
+        if self.state is StepState.UNWANTED:
+            return
+        unit.refuse_replaced_gradients()
+        if index in unit.waiting.received or index in unit.waiting.gradients:  # this one is added to that
+            self._take_gradients(unit)
+        if unit.add_gradient(index, gradient):
+            self._take_gradients(unit)
+
+    def _take_gradients(self, unit: Unit) -> None:
+        """Take the gradients of the unit that wait; start to reduce what is complete and has its turn."""
+        if not unit.waiting.gradients:
+            return
+        unit.take_gradients()
         self.gradients_taken += 1
         self.reductions.start_ready(unit.gradients)
 
@@ -261,12 +342,18 @@ class Schedule:
         """The unit's backward is over on every rank that has come this far: what it did not give counts as zeros."""
         if unit.gradients:
             self._move(Move.GRADIENT)
+        if self.state is StepState.UNWANTED:
+            return
+        self._take_gradients(unit)
         self.reductions.close(unit.gradients)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
-        """All of this microbatch's gradients are here: reduce the rest, in the fixed order."""
+        """Reduce the rest of this microbatch's gradients, in the fixed order: all of them are here."""
         self._move(Move.GRADIENT)  # until the rest is on its way, this backward has not ended
-        self.reductions.end_microbatch()
+        if self.state is not StepState.UNWANTED:
+            for unit in reversed(self.units):
+                self._take_gradients(unit)
+            self.reductions.end_microbatch()
         self._move(Move.END_BACKWARD)
         self._backward_ended = True
         self.backwards_ended += 1
@@ -274,10 +361,10 @@ class Schedule:
             unit.is_held = unit.is_held and leaves_graph
         self.give_back()
         for unit in self.units:
-            unit.appearance.show_taken()
+            unit.appearance.show_taken(unit.used)
 
     def end_backward_once(self) -> None:
-        """As `end_backward`, where torch did not say that the backward ended: the loss touched no parameter here."""
+        """End the backward where torch did not report its end: the loss touched no parameter here."""
         if not self._backward_ended:
             self.end_backward()
         self._backward_ended = False
@@ -288,9 +375,12 @@ class Schedule:
         if self.state is StepState.BROKEN:
             self.reductions.forget()
             for unit in self.units:
+                used = unit.used | unit.waiting.gradients.keys()
                 unit.forget_gradients()
+                unit.used |= used  # they show that they had a gradient, until `zero_grad`
         for unit in self.units:
             unit.is_held = False
+            unit.appearance.show_taken(unit.used)
         self.give_back()
 
     def finish_gradients(self) -> None:
@@ -311,21 +401,22 @@ class Schedule:
         """
         after(self.state, Move.STEP)
         for unit in self.units:
-            refuse_replaced(unit)
-            refuse_frozen(unit, self.optimized)
-        return any(gradients_of_users(unit) for unit in self.units)
+            unit.refuse_replaced_gradients()
+            unit.refuse_frozen_gradients(self.optimized)
+        return any(unit.gradients_of_users() for unit in self.units)
 
     def _take_gradients_of_users(self) -> None:
-        """What the user has put into `parameter.grad` is this rank's gradient, as if a backward had made it."""
-        after(self.state, Move.GRADIENT)  # refused with `grad` as it is
-        given = [(unit, index, parameter) for unit in self.units for index, parameter in gradients_of_users(unit)]
+        """Take each gradient that the user put into `parameter.grad` as this rank's, as if a backward had made it."""
+        if after(self.state, Move.GRADIENT) is StepState.UNWANTED:
+            after(StepState.UNWANTED, Move.STEP)  # refused with `grad` as it is
+        given = [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
         for unit, index, _ in given:
-            refuse_replaced(unit, {index} & unit.used)
+            unit.refuse_replaced_gradients({index} & unit.used)
         for unit, index, parameter in given:
             gradient = grad_of(parameter)
             assert gradient is not None
             forget_grad(parameter)
-            self.add_gradient(unit, index, gradient.detach())
+            self.add_gradient(unit, index, gradient)
         self.end_backward()
 
     # ------------------------------------------------------------------ step
@@ -333,17 +424,61 @@ class Schedule:
     def begin_step(self) -> None:
         """The optimizer is about to update parameters: none is arriving, none is held."""
         self.refuse_parked("optimizer.step()")
+        self.tree.refuse_changes()
         for unit in self.units:
             unit.refuse_step()
-        follow_hidden_writes(list(chain.from_iterable(unit.prepare_step() for unit in self.units)))
+        self.is_stepping = True
         for unit in self.units:
             unit.begin_step()
-        self._collectives.wait_readers()
+        self._collectives.wait_released()
+
+    def on_dropped_gradients(self, forget: Callable[[], object]) -> None:
+        """Have this called when the user has set every `grad` to None: `zero_grad()` of a model, or of the user's optimizer."""
+
+        def drop() -> None:
+            if all(unit.has_dropped_gradients for unit in reversed(self.units)):  # the last is dropped last
+                forget()
+
+        self._live.drop_gradients = drop
+
+    def set_gradient_operation(self, operation: Callable[..., Any]) -> None:
+        """Have this run torch's operations on gradients that were taken."""
+        self._live.gradient_operation = operation
+
+    @property
+    def parked(self) -> frozenset[str]:
+        """The model states that are away until `reload_states`."""
+        return self._live.parked
+
+    @parked.setter
+    def parked(self, states: frozenset[str]) -> None:
+        self._live.parked = states
+
+    def refuse_unseen_changes(self) -> None:
+        """Raise where the user changed the model so that its states do not follow: files would not have the change."""
+        self.tree.refuse_changes()
+        for unit in self.units:
+            if unit.state in (UnitState.SHARDED, UnitState.OFFLOADED):
+                unit.appearance.refuse_lost_writes()
 
     def refuse_parked(self, what: str) -> None:
         """Raise where model states that `what` needs are away."""
         if self.parked:
             raise UsageError(f"{what} while {', '.join(sorted(self.parked))} are parked: call reload_states() first.")
+
+    def unlisted(self) -> dict[int, str]:
+        """The names of parameters that no optimizer lists, by `id`."""
+        entries = chain.from_iterable(unit.named for unit in self.units if not unit.trainable)
+        return {id(entry.parameter): entry.fqn for entry in entries if id(entry.parameter) not in self.optimized}
+
+    def refuse_pinned(self, what: str) -> None:
+        """Raise where `unsharded` holds a unit whole."""
+        for unit in self.units:
+            if unit.is_pinned:
+                raise UsageError(
+                    f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {unit.label}. "
+                    "Call it outside."
+                )
 
     def in_order(self) -> list[Unit]:
         """The units in the order in which the next forward will use them."""
@@ -361,8 +496,7 @@ class Schedule:
 
     def _leave(self) -> None:
         assert self._leaving is not None
-        if not (self._collectives.arrives_by_itself or self._leaving.sharded_at_rest):  # behind the next forward
-            self._leaving.settle()
+        self._leaving.finish_update()
         self._leaving.offload()
         self._leaving = None
 
@@ -371,8 +505,12 @@ class Schedule:
         if self._leaving is not None:
             self._leave()
         self._move(Move.STEPPED)
+        self.is_stepping = False
+        self.steps_ended += 1
         for unit in self.in_order()[:PREFETCHED]:
             unit.prefetch()
+        for unit in self.units:  # until `zero_grad` they are there
+            unit.appearance.show_taken(unit.used)
 
     def forget_gradients(self) -> None:
         """zero_grad(): a new step begins."""

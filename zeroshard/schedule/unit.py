@@ -1,39 +1,96 @@
-"""Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets. Called by schedule.
+"""A unit: the parameters that are unsharded together, their flat buffer and its buckets.
 
-A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. What it looks at, and which
-class it is of meanwhile, depends on the unit's state (see parameters/shown.py):
+A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. The tensor that it shows,
+and its class meanwhile, depend on the unit's state (see parameters/appearance.py):
 
+    SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; a read of its values
+                raises an error that names it
+    GATHERING   still the placeholder
     UNSHARDED   a view of the flat buffer
-    ARRIVING    sharded at rest: still the placeholder. Unsharded at rest: the view, but of the class that makes readers wait
-                until the all-gather of the updated values has landed
-    SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; whoever asks for values gets an
-                error that names it
+    UPDATING    the view, but of the class whose readers wait until the all-gather of updated values has landed
     OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, of the class whose readers bring the
                 values back first. No other rank is needed for that
     PARKED      the placeholder: what rests is elsewhere until `reload_states`
+
+`UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Beside the state a unit has three
+flags. While `pins` is not 0 (an `unsharded` block is open), and while `is_held` (a graph that outlives its backward may read the
+unit), it does not leave UNSHARDED to rest. `_masters_wait` may be set only while model states are parked.
 """
 
 from __future__ import annotations
 
+import copy
+import enum
+import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.gradients.gradient_bucket import GradientBucket
-from zeroshard.gradients.shard import Shard
+from zeroshard.gradients.gradient_bucket import GradientBucket, Shard
+from zeroshard.gradients.waiting import TAKEN_AT_ONCE, Waiting
 from zeroshard.layout.bucketing import Group
-from zeroshard.layout.layout import lay_out, lay_out_whole
-from zeroshard.parameters.away import InCpuMemory, ShardedAway
+from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
+from zeroshard.parameters.appearance import Appearance, grad_of
 from zeroshard.parameters.context import BucketSpec, Context
-from zeroshard.parameters.hidden_writes import follow_hidden_writes
-from zeroshard.parameters.parameter_bucket import ParameterBucket
+from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket, ShardedAway
 from zeroshard.policy import DTypes, Place
-from zeroshard.schedule.appearance import Appearance
-from zeroshard.schedule.rounded import lost_writes, refuse_lost
-from zeroshard.schedule.states import State
 from zeroshard.storage.base import Slot
+from zeroshard.torch_private import storage_users
+
+
+class UnitState(enum.Enum):
+    """A state of a unit's parameters, which decides what the user's parameters show (see unit.py)."""
+
+    SHARDED = "sharded"
+    GATHERING = "an all-gather, or a copy from CPU memory, is under way"
+    UNSHARDED = "whole and current"
+    UPDATING = "whole, and updated values are under way"
+    OFFLOADED = "whole in CPU memory"
+    PARKED = "elsewhere until reload_states"
+
+
+class UnitMove(enum.Enum):
+    """The moves that a unit can make."""
+
+    GATHER = "its values are wanted"
+    LAND = "its values are here"
+    RESHARD = "this rank's shard is enough"
+    OFFLOAD = "its values are in CPU memory"
+    REFILL = "the step is about to fill its buffer"
+    UPDATE = "the step's updated values were asked for"
+    PARK = "its memory is wanted for something else"
+
+
+UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
+    UnitState.SHARDED: {UnitMove.GATHER: UnitState.GATHERING, UnitMove.PARK: UnitState.PARKED},
+    UnitState.GATHERING: {UnitMove.LAND: UnitState.UNSHARDED, UnitMove.RESHARD: UnitState.SHARDED},
+    UnitState.UNSHARDED: {
+        UnitMove.RESHARD: UnitState.SHARDED,
+        UnitMove.OFFLOAD: UnitState.OFFLOADED,
+        UnitMove.UPDATE: UnitState.UPDATING,
+        UnitMove.PARK: UnitState.PARKED,
+    },
+    UnitState.UPDATING: {UnitMove.LAND: UnitState.UNSHARDED},
+    UnitState.OFFLOADED: {
+        UnitMove.GATHER: UnitState.GATHERING,
+        UnitMove.REFILL: UnitState.UNSHARDED,
+        UnitMove.PARK: UnitState.PARKED,
+    },
+    # Parked is a unit where it rests: sharded, in CPU memory, or whole.
+    UnitState.PARKED: {
+        UnitMove.RESHARD: UnitState.SHARDED,
+        UnitMove.OFFLOAD: UnitState.OFFLOADED,
+        UnitMove.LAND: UnitState.UNSHARDED,
+    },
+}
+"""Where each move of a unit leads from each state. A move that is not there is a fault of zeroshard's, and raises."""
+
+MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
+"""The moves after which the flat buffer has no values: refused while a unit is pinned."""
 
 
 class Unit:
@@ -44,9 +101,14 @@ class Unit:
     """
 
     def __init__(self, group: Group, dtypes: DTypes, first_bucket: int, context: Context) -> None:
-        self.label, self.named = group.label, group.named
+        self.group = group
+        self.label = group.label + group.kind
+        self.named = group.named
         self.modules: tuple[nn.Module, ...] = (group.module,)
-        self.trainable, self.policy, self.collectives = group.trainable, context.policy, context.collectives
+        self.trainable = group.trainable
+        self.policy = context.policy
+        self.collectives = context.collectives
+        self.others = context.others
         self.sharded_at_rest = context.policy.parameters.sharded
         self.master_dtype = dtypes.master if self.trainable else dtypes.param
         world_size = context.collectives.world_size
@@ -67,38 +129,53 @@ class Unit:
             self.buckets.append(ParameterBucket(spec, rows, whole[layout.start : layout.stop], cpu_slot, context))
             if self.trainable:
                 self.gradients.append(GradientBucket(spec, self.buckets[-1], context))
-        self._away = (
-            ShardedAway(self.flat, self.buckets, context.live, context.collectives)
-            if self.sharded_at_rest
-            else None if cpu_slot is None else InCpuMemory(self.flat, cpu_slot)
-        )  # fmt: skip
-        self._homes = [
-            [(bucket, piece) for bucket in self.layout.buckets for piece in bucket.pieces if piece.index == index]
-            for index in range(len(self.named))
-        ]
-        self._gradient_of = dict(zip(self.layout.buckets, self.gradients, strict=False))
-        self._received: set[int] = set()
+        self._away = self._resting_place(cpu_slot, context)
+        self._homes = self._find_homes()
+        """By parameter, the buckets in which its gradient lies, and where."""
+        is_one_launch = len(self.collectives.launches((0, 1))) == 1
+        limit = math.inf if is_one_launch else TAKEN_AT_ONCE
+        self.waiting = Waiting(len(self.named), limit)
+        """Gradients that are not in their buckets yet. What is launched together needs all of the unit's."""
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
-        self.replaced_gradients: set[int] = set()  # of these, whose `grad` the user has set since
+        self.replaced_gradients: set[int] = set()
+        """The parameters among these whose `grad` the user has set since."""
         self._written: set[int] = set()
         self.pins = 0
         self.is_held = False
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
-        self.is_parked = False
-        """Some of its model states are away until `reload_states`."""
-        self._masters_wait = False  # parameters were written while master weights were parked
-        self._state_before = State.UNSHARDED
-        self.state = State.UNSHARDED
+        self._masters_wait = False
+        """Parameters were written while master weights were parked."""
+        self._live = context.live
+        self._index_of = {id(entry.parameter): index for index, entry in enumerate(self.named)}
+        self.state = UnitState.UNSHARDED
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
-        self.appearance = Appearance(self, views, dtypes.param, context.whole_class)
+        self.appearance = Appearance(self.named, views, dtypes.param, self, context.class_of(self.named[0]))
+        self._own_uses = storage_users(self.flat.tensor)
+        """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
         self.appearance.show_views()
         self.reshard()
         self.offload()
 
+    def _resting_place(self, cpu_slot: Slot | None, context: Context) -> ShardedAway | InCpuMemory | None:
+        """Return the place of parameters that are not unsharded; None if they never leave."""
+        if self.sharded_at_rest:
+            return ShardedAway(self.flat, self.buckets, context.live, context.collectives)
+        if cpu_slot is not None:
+            return InCpuMemory(self.flat, cpu_slot)
+        return None
+
+    def _find_homes(self) -> list[list[tuple[GradientBucket, Piece]]]:
+        homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
+        for bucket in self.gradients:
+            for piece in bucket.layout.pieces:
+                homes[piece.index].append((bucket, piece))
+        return homes
+
     def _cpu_slot(self, dtype: torch.dtype, context: Context) -> Slot | None:
-        """Where unsharded parameters rest between steps, if not on the accelerator."""
-        residency, storages = context.policy.parameters, context.storages
+        """Return the slot for unsharded parameters between steps; None if they rest on the accelerator."""
+        residency = context.policy.parameters
+        storages = context.storages
         if residency.sharded or residency.place is Place.ACCELERATOR or storages.host is storages.accelerator:
             return None
         return storages.host.slot(self.label, self.layout.numel, dtype)
@@ -108,88 +185,94 @@ class Unit:
         device = self.named[0].parameter.device
         whole = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         for start, entry in zip(self.layout.starts, self.named, strict=True):
-            whole[start : start + entry.shape.numel()].copy_(entry.parameter.detach().reshape(-1))
+            values = entry.local if entry.is_distributed else entry.parameter.detach()
+            whole[start : start + entry.shape.numel()].copy_(values.reshape(-1))
         context.collectives.broadcast(whole)
         return whole
 
+    def _move(self, move: UnitMove) -> None:
+        is_legal = move in UNIT_MOVES[self.state] and not (self.pins and move in MOVES_TO_REST)
+        assert is_legal, f"{self.label} is {self.state.value}, with {self.pins} pins: {move.name} is no move from there"
+        self.state = UNIT_MOVES[self.state][move]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the parameters are divided over `others`. Others are whole on each of these ranks, and the same."""
+        return not self.named[0].placement.is_whole
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether values are under way to the flat buffer."""
+        return self.state in (UnitState.GATHERING, UnitState.UPDATING)
+
     # ------------------------------------------------------------------ together, and given back
 
-    def start_unshard(self, *, to_compute: bool = False) -> None:
-        """Start to bring the parameters together, if they are not. See `unshard`."""
-        if self.state is State.PARKED:
+    def start_unshard(self) -> None:
+        """Start to unshard the parameters, if they are not. See `unshard`."""
+        if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
-        if self.state in (State.SHARDED, State.OFFLOADED):
+        if self.state in (UnitState.SHARDED, UnitState.OFFLOADED):
             assert self._away is not None
-            self._away.start(to_compute=to_compute)
-            self.state = State.ARRIVING
+            self._away.start()
+            self._move(UnitMove.GATHER)
 
     def prefetch(self) -> None:
         """The parameters are needed soon: what rests on disk may start to come."""
-        if self.state is State.SHARDED:
+        if self.state is UnitState.SHARDED:
             for bucket in self.buckets:
                 bucket.prefetch()
 
-    def unshard(self, *, to_compute: bool = False) -> None:
-        """The parameters are about to be used: when this returns they are whole and current.
-
-        Args:
-            to_compute: as a forward and a backward see them, rounded where the policy's wire is lossy. Else exactly what rests.
-        """
-        if self.state is not State.UNSHARDED:
-            self.start_unshard(to_compute=to_compute)
-            if self._away is not None:
-                self._away.land()
-            for bucket in self.buckets:
-                bucket.wait_unsharded()
-            self.state = State.UNSHARDED
+    def unshard(self) -> None:
+        """The parameters are about to be used: when this returns they are whole and current."""
+        if self.state is UnitState.UNSHARDED:
+            return
+        self.start_unshard()
+        if self._away is not None:
+            self._away.land()
+        for bucket in self.buckets:
+            bucket.wait_unsharded()
+        are_shown = self.state is UnitState.UPDATING
+        self._move(UnitMove.LAND)
+        if are_shown:
+            self.appearance.end_wait()
+        else:
             self.appearance.show_views()
-        if not to_compute:
-            lost = lost_writes(self.state, self.buckets, self.appearance)
-            for bucket in self.buckets:
-                bucket.unround()
-            refuse_lost(lost, self.named)
 
-    def round(self) -> None:
-        """Nobody looks at the exact values any longer: what stays whole is what a forward and a backward see."""
-        if self.sharded_at_rest and self.state is State.UNSHARDED and not self.pins:
-            for bucket in self.buckets:
-                bucket.round()
+    def settle_at_rest(self) -> None:
+        """Wait for values that are on their way to where they rest: nobody reads or writes that memory any longer."""
+        for bucket in self.buckets:
+            bucket.settle()
 
     def settle(self) -> None:
         """Wait for updated values that are still arriving, or on their way to where they rest."""
-        for bucket in self.buckets:
-            bucket.settle()
-        if not self.sharded_at_rest and self.state is State.ARRIVING:
+        self.settle_at_rest()
+        if not self.sharded_at_rest and self.is_arriving:
             self.unshard()
 
     def reshard(self) -> None:
         """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
-        if self.state is State.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back
+        if self.state is UnitState.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back
             self.flat.free()
             self._outdate_saved()
-        if not self.sharded_at_rest or self.state in (State.SHARDED, State.PARKED) or self.pins or self.is_held:
+        if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
             return
         assert self._away is not None
-        if self.state is State.ARRIVING:
-            self._away.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
-        lost = lost_writes(self.state, self.buckets, self.appearance)
-        if self.state is State.UNSHARDED:
+        if self.state is UnitState.UNSHARDED:
             self.write_back()
-        self.state = State.SHARDED
+        self._move(UnitMove.RESHARD)
         self.appearance.hide()
         self._away.leave(changed=False)
         self._outdate_saved()
-        refuse_lost(lost, self.named)
 
     def _outdate_saved(self) -> None:
         if not self.flat.nbytes:
             self.appearance.outdate_saved()
 
     def offload(self) -> None:
-        """Where unsharded parameters rest in CPU memory: bring them there, and give the accelerator's memory back."""
-        if self.state not in (State.ARRIVING, State.UNSHARDED) or not self._may_leave:
+        """Copy unsharded parameters that rest in CPU memory there, and free the accelerator's memory."""
+        if not (self.is_arriving or self.state is UnitState.UNSHARDED) or not self._may_leave:
             return
         assert isinstance(self._away, InCpuMemory)
         self.unshard()
@@ -204,61 +287,75 @@ class Unit:
 
     def _leave(self, *, changed: bool) -> None:
         assert isinstance(self._away, InCpuMemory)
-        self.state = State.OFFLOADED
+        self._move(UnitMove.OFFLOAD)
         self.appearance.hide()
         self._away.leave(changed=changed)
 
     def pin(self) -> None:
-        """Stay unsharded, whoever gives the unit back, until `unpin`."""
+        """Stay unsharded through calls of `reshard`, until `unpin`."""
         self.pins += 1
 
     @property
     def is_pinned(self) -> bool:
-        """Somebody holds it unsharded."""
+        """Whether something holds the unit unsharded."""
         return self.pins > 0
 
     def unpin(self) -> None:
-        """The end of one `pin`."""
+        """End one `pin`."""
         self.pins -= 1
 
     def refuse_step(self) -> None:
-        """Raise where the unit is pinned: it would go on showing what it was before the step. Or where a parameter was replaced."""
+        """Raise where the unit is pinned: it would go on showing what it was before the step."""
         if self.pins and self.sharded_at_rest:
             raise UsageError(
-                f"optimizer.step() inside zeroshard.unsharded(), which holds {self.label} as it is. Step outside."
+                f"optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label} as it "
+                "is. Step outside."
             )
-        self.appearance.refuse_replaced()
 
     def refuse_parked(self, what: str) -> None:
-        """Raise where any of its model states is away."""
-        if self.is_parked:
+        """Raise where any of the model states is away."""
+        if self._live.parked:
             raise UsageError(f"{what} {self.label} while model states are parked: call reload_states() first.")
 
     def park(self, *, parameters: bool) -> None:
         """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
         if self.pins:
             raise UsageError(
-                f"offload_states() inside zeroshard.unsharded(), which holds {self.label}. Call it outside."
+                f"offload_states() inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. Call it "
+                "outside."
             )
-        self.is_parked = True
         if not parameters:
             return
+        self.is_held = False  # torch refuses a graph from before: its saved parameters are outdated
         self.reshard()
+        self.offload()
         self.write_back()  # another tensor that was given as `.data` would be lost
-        self._state_before, self.state = self.state, State.PARKED
+        self._move(UnitMove.PARK)
         self.appearance.hide()
 
+    def is_looked_at(self, updated: int) -> bool:
+        """Whether somebody else has a view of the parked parameters, such as `parameter.detach()`.
+
+        Args:
+            updated: views of the flat buffer that an optimizer updates.
+        """
+        return storage_users(self.flat.tensor) - updated > self._own_uses
+
     def unpark(self) -> None:
-        """What rests is where it was."""
-        self.is_parked = False
+        """Return to the state from before parking: the model states are in their slots again."""
         if self._masters_wait:
             self._masters_wait = False
             for bucket in self.buckets:
                 bucket.take_rests()
-        if self.state is State.PARKED:
-            self.state = self._state_before
-            if self.state is State.UNSHARDED:
-                self.appearance.show_views()
+        if self.state is not UnitState.PARKED:
+            return
+        if self.sharded_at_rest:
+            self._move(UnitMove.RESHARD)
+        elif self._may_leave:
+            self._move(UnitMove.OFFLOAD)
+        else:
+            self._move(UnitMove.LAND)
+            self.appearance.show_views()
 
     def release(self) -> None:
         """Give every parameter back to the user, whole and in a storage of its own."""
@@ -270,42 +367,41 @@ class Unit:
     def written(self, *, owners_follow: bool = False) -> set[int]:
         """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.
 
-        In 16 bits a write through `.data` is found too: there the master weights say what was shown. (On an accelerator they
-        follow it in the step, and nobody is told: see hidden_writes.py.)
+        A write through `.data` is found by its values: where the parameters have master weights beside them, these are compared,
+        from the first time on that the user has read `.data`.
         """
-        if not self.sharded_at_rest and self.state is State.UNSHARDED:
+        if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
             new = self.appearance.take_written()
             if new and not owners_follow:  # else theirs come first, see `take_written`: a master would lose digits
                 self._take_rows()
-            for bucket in () if new or self.is_parked else self.buckets:
-                if bucket.take_hidden_writes():
-                    self._written |= {piece.index for piece in bucket.layout.pieces}
+            if not new and self._may_be_written_unseen and not self._live.parked:
+                for bucket in self.buckets:
+                    if bucket.take_hidden_writes():
+                        self._written |= {piece.index for piece in bucket.layout.pieces}
             self._written |= new
         return self._written
 
+    @property
+    def _may_be_written_unseen(self) -> bool:
+        """Parameters of a class of the user's own do not note that their `data` was read."""
+        return self._live.data_was_read or not self.appearance.tells_readers
+
     def _take_rows(self) -> None:
-        """What rests, and the master weights, follow what is unsharded; parked master weights when they are back."""
+        """Copy unsharded values to the slots and the master weights; to parked master weights when they are back."""
         for bucket in self.buckets:
-            bucket.take_rows(masters=not self.is_parked)
-        self._masters_wait |= self.is_parked
+            bucket.take_rows(masters=not self._live.parked)
+        self._masters_wait |= bool(self._live.parked)
 
-    def write_back(self, *, is_looked_at: bool = False) -> None:
-        """What rests is to be what the user sees, where parameters are unsharded, and written to as the user likes.
-
-        Args:
-            is_looked_at: hidden writes were followed before.
-        """
-        if self.state is not State.UNSHARDED:
+    def write_back(self) -> None:
+        """Copy unsharded values to the slots, where the user may have written to them."""
+        if self.state is not UnitState.UNSHARDED:
             return
         if self.sharded_at_rest:
-            refuse_lost(lost_writes(self.state, self.buckets, self.appearance), self.named)
             if self.appearance.take_written():
                 self._take_rows()
             return
         if self.trainable:
             self.written()
-            if not (self.is_parked or is_looked_at):
-                follow_hidden_writes(self.buckets)
         self.appearance.take_new_data()
         if not isinstance(self._away, InCpuMemory):
             return
@@ -316,30 +412,37 @@ class Unit:
 
     def take_written(self) -> None:
         """The user wrote to the unsharded parameters, on some rank: each element's owner decides. Every rank must call it."""
-        if self.state is State.ARRIVING:
+        if self.is_arriving:
             self.unshard()
         self.appearance.take_written()
         self._written.clear()
         self._forget_cpu_copy()
         for bucket in self.buckets:
             bucket.take_owners_rows()
+            self._take_first_replica(bucket)
             bucket.take_rows()
 
+    def _take_first_replica(self, bucket: ParameterBucket) -> None:
+        """What is whole on each rank of the other dimensions becomes what the first of them has."""
+        if not self.is_cut:
+            self.others.broadcast(bucket.rows)
+
     def take_parameters(self, source: int) -> None:
-        """Somebody changed the unsharded parameters: rank `source`'s values become everybody's. Every rank must call it."""
+        """Give rank `source`'s values to all ranks, after a write to unsharded parameters. Every rank must call it."""
         self._forget_cpu_copy()
         self.appearance.take_written()  # what was given as `.data` goes into the rows first
         for bucket in self.buckets:
+            self._take_first_replica(bucket)
             bucket.take_parameters(source)
 
     def take_masters(self, updated: Iterable[int] | None = None) -> None:
         """Master weights (frozen: what rests) were set, all or those `updated`; parameters follow. Every rank must call it."""
         self.appearance.outdate_graphs(updated)
-        if self.state in (State.ARRIVING, State.OFFLOADED):
+        if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
         self._forget_cpu_copy()
         for bucket in self.buckets:
-            bucket.take_masters(regather=self.state is State.UNSHARDED)
+            bucket.take_masters(regather=self.state is UnitState.UNSHARDED)
 
     def _forget_cpu_copy(self) -> None:
         if isinstance(self._away, InCpuMemory):
@@ -362,40 +465,176 @@ class Unit:
                 bucket.wait_unsharded()
         return [entry.fqn for index, entry in enumerate(self.named) if any(changed) or index in written]
 
+    # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
+
+    def before_read(self, parameter: Tensor, what: str) -> None:
+        """Bring the values, where that takes no other rank; otherwise raise by name."""
+        if not self.sharded_at_rest and self.state is not UnitState.PARKED:
+            self.unshard()
+            return
+        fqn = self.named[self._index_of[id(parameter)]].fqn
+        if self.state is UnitState.PARKED:
+            raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
+        raise UsageError(
+            f"{fqn} is sharded at rest, and `{what}` wants its values while its module does not run. Read or write inside "
+            "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
+        )
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether the parameters have memory only while they are used."""
+        return self._away is not None
+
+    def taken_gradient(self, parameter: Tensor) -> str | None:
+        """Return the parameter's fqn, if it got a gradient in this step that the user has not replaced since."""
+        index = self._index_of.get(id(parameter))
+        if index is None or index not in self.used or index in self.replaced_gradients:
+            return None
+        return self.named[index].fqn
+
+    def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's sum over the microbatches so far, if nothing has reduced it yet; writes to it count."""
+        index = self._index_of.get(id(parameter))
+        if not parameter.numel():
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if index is None:
+            return None
+        for bucket in self.gradients:
+            whole = bucket.local_sum(index)
+            entry = self.named[index]
+            if whole is not None and whole.numel() == entry.shape.numel():
+                return entry.as_parameter(whole.view(entry.shape)) if whole.dtype == parameter.dtype else None
+        return None
+
+    def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of torch's operations on the mean gradient. Every rank must run it."""
+        return self._live.gradient_operation((self, self._index_of[id(parameter)]), name, args, kwargs)
+
+    @property
+    def has_dropped_gradients(self) -> bool:
+        """Whether the user has set every `grad` to None that was taken in this step."""
+        return self.used <= self.replaced_gradients and all(
+            grad_of(self.named[index].parameter) is None for index in self.used
+        )
+
+    def replace_gradient(self, parameter: Tensor) -> None:
+        """Note that the user set another gradient, or none, where one was taken in this step."""
+        index = self._index_of.get(id(parameter))
+        if index is None or index not in self.used:
+            return
+        self.replaced_gradients.add(index)
+        if self.replaced_gradients >= self.used:
+            self._live.drop_gradients()
+
+    def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy with the true values; sharded ones are copied by the whole unit at once, and every rank must copy."""
+        if id(parameter) not in self._index_of:  # a copy of a copy
+            return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        if self.state is UnitState.PARKED:
+            self.before_read(parameter, "deepcopy")
+        with self.collectives.operation("deepcopy"):
+            self.unshard()
+        new = [entry for entry in self.named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        for entry in new:
+            memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
+        self.reshard()
+        for entry in new:
+            memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
+        copied = memo[id(parameter)]
+        assert isinstance(copied, nn.Parameter)
+        return copied
+
+    def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
+        """Return the trained parameters in whose `grad` the user has put something, with their indices."""
+        if not self.trainable:
+            return []
+        return [(index, e.parameter) for index, e in enumerate(self.named) if grad_of(e.parameter) is not None]
+
+    def refuse_replaced_gradients(self, indices: Iterable[int] | None = None) -> None:
+        """Raise where the user set another gradient, or none, for a parameter whose gradient is in the mean already.
+
+        Args:
+            indices: the parameters for which that is known; default: those that `replace_gradient` noted.
+        """
+        if indices is None:
+            indices = self.replaced_gradients
+        for index in indices:
+            fqn = self.named[index].fqn
+            raise UsageError(
+                f"{fqn}.grad was set after a backward of this step had given it a gradient: by DDP or accelerator.prepare(model) "
+                "around the sharded model (leave that out), by model.zero_grad() (call the optimizer's), or by hand (set it before "
+                f'any backward, or the mean over ranks with sharded.states.set("{fqn}", "gradients", value)).'
+            )
+
+    def refuse_frozen_gradients(self, optimized: set[int]) -> None:
+        """Raise where a frozen parameter of the optimizer has a gradient all the same: nobody would update it.
+
+        Warn where a parameter has one that no optimizer lists: another optimizer may update it, differently on each rank.
+
+        Args:
+            optimized: `id`s of the parameters that the optimizer lists.
+        """
+        if self.trainable:
+            return
+        for entry in self.named:
+            if grad_of(entry.parameter) is None:
+                continue
+            if id(entry.parameter) not in optimized:
+                warnings.warn(
+                    f"{entry.fqn} has a gradient of this rank's own, which nobody averages over ranks: the optimizer that "
+                    "zeroshard took does not list it. Make one optimizer of all parameters that train, or freeze this one.",
+                    stacklevel=2,
+                )
+            else:
+                raise UsageError(
+                    f"{entry.fqn} has a gradient, and is frozen as far as zeroshard knows: it would not be updated. Call "
+                    "update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
+                )
+
     # ------------------------------------------------------------------ gradients
 
-    def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Hand this rank's gradient of parameter `index` to the buckets it lies in."""
+    def add_gradient(self, index: int, gradient: Tensor) -> bool:
+        """Keep this rank's gradient of parameter `index`; return whether it is time for `take_gradients`."""
+        gradient = self.named[index].own_part(gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"{self.named[index].fqn} got a sparse gradient ({gradient.layout}); zeroshard reduces dense ones. Make the "
                 "embedding with sparse=False."
             )
-        flat = gradient.reshape(-1)
-        for bucket, piece in self._homes[index]:
-            self._gradient_of[bucket].add_gradient(piece, flat)
-        self._received.add(index)
-        self.used.add(index)
+        return self.waiting.add(index, gradient)
+
+    def take_gradients(self) -> None:
+        """Hand the gradients that wait to the buckets in which they lie."""
+        by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}
+        waiting = self.waiting.take()
+        self.used.update(waiting)
+        for index, gradient in waiting.items():
+            flat = (gradient.detach() if gradient.requires_grad else gradient).flatten()
+            for bucket, piece in self._homes[index]:
+                by_bucket.setdefault(bucket, []).append((piece, flat))
+        for bucket, gradients in by_bucket.items():
+            bucket.add_gradients(gradients)
 
     @property
     def has_all_gradients(self) -> bool:
         """Every parameter has its gradient of this microbatch: nothing in the backward reads the unit any more."""
-        return self.trainable and len(self._received) == len(self.named)
+        return self.trainable and len(self.waiting.received) == len(self.named)
 
     @property
     def is_frozen(self) -> bool:
-        """No parameter takes a gradient. (One that the optimizer does not update may still take one.)"""
+        """Whether no parameter takes a gradient. (One that the optimizer does not update may still take one.)"""
         return not any(entry.parameter.requires_grad for entry in self.named)
 
     def expect_gradients(self) -> None:
         """The backward of a call of the unit's module begins (one of several, where it was called so), or the whole is over."""
-        self._received.clear()
+        self.waiting.received.clear()
 
     def forget_gradients(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
+        self.waiting.take()
         self.used.clear()
         self.replaced_gradients.clear()
-        self._received.clear()
+        self.waiting.received.clear()
         self.appearance.show_ordinary()
 
     def optimizer_shards(self) -> Iterator[Shard]:
@@ -405,19 +644,14 @@ class Unit:
 
     # ------------------------------------------------------------------ the step
 
-    def prepare_step(self) -> Sequence[ParameterBucket]:
-        """The optimizer is about to step: none of these values is arriving. Returns what is to be looked at for hidden writes."""
+    def begin_step(self) -> None:
+        """The optimizer is about to step: no value is arriving, and what rests is what the parameters show."""
         self.is_held = False
         self.appearance.show_ordinary()
         self.settle()
-        is_shown = self.trainable and not self.sharded_at_rest and self.state is State.UNSHARDED
-        return self.buckets if is_shown else ()
-
-    def begin_step(self) -> None:
-        """Hidden writes were followed: what rests is what is shown, and what rests in CPU memory is here no longer."""
         if self.trainable:
-            self.write_back(is_looked_at=True)
-        if self.trainable and self.state is State.UNSHARDED and self._may_leave:
+            self.write_back()
+        if self.trainable and self.state is UnitState.UNSHARDED and self._may_leave:
             self._leave(changed=False)  # all of it is brought together anew after the step
         self.offload()
 
@@ -425,15 +659,20 @@ class Unit:
         """The optimizer has stepped: what this unit shows from now on is the updated values."""
         self.reshard()
         self._forget_cpu_copy()
-        if self.state is State.OFFLOADED:
+        if self.state is UnitState.OFFLOADED:
             self.flat.allocate()
-            self.state = State.UNSHARDED
+            self._move(UnitMove.REFILL)
             self.appearance.show_views()
         with self.collectives.together():
             for bucket in self.buckets:
                 bucket.sync()
-        if not self.sharded_at_rest and any(bucket.is_gathering for bucket in self.buckets):
-            self.state = State.ARRIVING
+        if not self.sharded_at_rest and any(bucket.gathering is not None for bucket in self.buckets):
+            self._move(UnitMove.UPDATE)
             self.appearance.make_readers_wait()
             if not self.appearance.tells_readers:
                 self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
+
+    def finish_update(self) -> None:
+        """End the all-gathers of updated values that would wait for a reader."""
+        if not self.sharded_at_rest:
+            self.collectives.finish([bucket.gathering for bucket in self.buckets if bucket.gathering is not None])

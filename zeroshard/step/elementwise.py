@@ -1,18 +1,16 @@
-"""Owns the knowledge of which optimizers treat each element alone, so that a parameter may be cut anywhere.
-
-Called by shard and zero_redundancy.
-"""
+"""Owns the list of optimizers that treat each element by itself, so that a parameter may be cut anywhere."""
 
 from __future__ import annotations
 
 import torch
 
 from zeroshard.errors import UsageError
+from zeroshard.optim.several import Several
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-"""Classes of torch.optim and of ours whose update of an element depends on that element's own history alone."""
+"""Classes of torch.optim and of ours whose update of an element depends only on that element's own history."""
 
 WHOLE = ("Adafactor", "Muon", "MuonWithAdamW")
 """Classes of torch.optim and of ours whose update of an element depends on the parameter it lies in, and on no other."""
@@ -56,6 +54,9 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     Raises:
         UsageError: neither way is known to be right.
     """
+    if isinstance(optimizer, Several):
+        whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each may be refused
+        return any(whole)
     refuse_what_cannot_be_sharded(type(optimizer))
     if elementwise is not None:
         return not elementwise
@@ -66,6 +67,6 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     raise UsageError(
         f"zeroshard cuts parameters into shards and does not know whether {name} treats each element alone. If its update "
         "of an element uses nothing but that element's own gradient and state, pass elementwise=True; if it uses the "
-        "parameter that the element lies in (its norm, its rows), pass elementwise=False, and no parameter is cut. Or use "
-        f"one of {', '.join(ELEMENTWISE + WHOLE)}."
+        "parameter that the element lies in (its norm, its rows), pass elementwise=False, and no parameter is cut; in a config "
+        f'"zero_allow_untested_optimizer": true is the same. Or use one of {", ".join(ELEMENTWISE + WHOLE)}.'
     )

@@ -1,8 +1,7 @@
 """Owns the mean gradients of this rank's shards as the optimizer will see them: scaled, or still to be scaled when they are lent.
 
-Called by sharded_optimizer. fp32 gradients that are memory where the optimizer steps are multiplied in place. Those in 16
-bits would
-lose digits, and those elsewhere would have to be brought twice: their factors are kept, and applied as they are lent.
+fp32 gradients that are memory where the optimizer steps are multiplied in place. Those in 16 bits would lose digits, and those
+elsewhere would have to be brought twice: their factors are kept, and applied as they are lent.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
+from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.gradients.norm import scale_, sum_of_parts, sums_of_squares
-from zeroshard.gradients.shard import Shard
 from zeroshard.step.shard_view import ShardView
-from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.buffers import BufferPool
 
 
 class MeanGradients:
     """See the module's docstring."""
 
     def __init__(self) -> None:
+        self.changes = 0
+        """The number of changes, on any rank: the same number on every rank. The caller of `set` counts."""
         self.reset()
 
     def reset(self) -> None:
@@ -74,6 +75,7 @@ class MeanGradients:
             coefficient = coefficient.item()  # the CPU steps: it waits for the accelerator in any case
         if not isinstance(coefficient, Tensor) and coefficient == 1.0:
             return
+        self.changes += 1
         here = [shard for shard in shards if not _is_narrow(shard) and not _is_away(shard)]
         with ExitStack() as stack:
             scale_([stack.enter_context(self.opened(shard)) for shard in here], coefficient)
@@ -93,7 +95,7 @@ class MeanGradients:
         return flat
 
     def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
-        """By number of shard, the sum of squares of all of that number, as fp64 of shape [], of gradients as the optimizer will see
+        """Sum squares over all shards of a number, by that number, as fp64 of shape [], of gradients as the optimizer will see
         them."""
         parts: dict[int, list[Tensor]] = {}
         for shard, squares in zip(shards, self._sums_of_squares(shards), strict=True):
@@ -112,8 +114,9 @@ class MeanGradients:
                 found[shard] = shard.squares
             elif shard not in found:
                 with self.opened(shard) as gradient:
-                    for coefficient in self._coefficients if scaled else ():
-                        scale_([gradient], coefficient)
+                    if scaled:
+                        for coefficient in self._coefficients:
+                            scale_([gradient], coefficient)
                     found[shard] = sums_of_squares([gradient])[0]
             if _is_narrow(shard):
                 found[shard] = found[shard] * self._narrow_coefficient**2

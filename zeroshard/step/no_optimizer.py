@@ -1,4 +1,4 @@
-"""Owns what stands for the optimizer of a model that is for evaluation alone. Called by shard."""
+"""Owns the stand-in for the optimizer of a model that is only evaluated."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroshard.errors import UsageError
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """What stands for the optimizer of a model that is for evaluation alone."""
+    """A stand-in for the optimizer of a model that is only evaluated."""
 
     def __init__(self) -> None:
         super().__init__([{"params": []}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """There is nothing to update."""
+        """Raise: there is nothing to update."""
         raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")

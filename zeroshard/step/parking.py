@@ -1,11 +1,12 @@
 """Owns model states that leave their place for a while, so that something else may use it: `offload_states`, `reload_states`.
 
-Called by shard. What is parked is memory of the accelerator (without one: CPU memory, and the place to park is the disk).
+What is parked is memory of the accelerator (without one: CPU memory, and the place to park is the disk).
 Its storage is given back; the tensors that the user can see look at placeholders meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,22 +16,26 @@ from torch import Tensor
 from zeroshard.errors import UsageError
 from zeroshard.policy import Offload, Place
 from zeroshard.schedule.schedule import Schedule
-from zeroshard.step.sharded_optimizer import ShardedOptimizer
+from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.storage.base import Slot, Storage
-from zeroshard.storage.buffer_pool import BufferPool
-from zeroshard.storage.flat_buffer import FlatBuffer
+from zeroshard.storage.buffers import BufferPool, FlatBuffer
 from zeroshard.storage.storages import Storages
+from zeroshard.torch_private import storage_id
 
 STATES = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
 class _Parked:
-    """Memory that was given back. `content` is all of it, as bytes, wherever it is now; if transient, until `zero_grad`."""
+    """Memory that was given back, unless it is kept for somebody who looks at it.
+
+    `content` is all of it, as bytes, wherever it is now; if transient, until `zero_grad`.
+    """
 
     memory: FlatBuffer
     content: Slot
     is_transient: bool
+    is_kept: bool
 
     def reload(self) -> None:
         self.memory.allocate()
@@ -39,10 +44,13 @@ class _Parked:
 
 
 class Parking:
-    """What of one model is parked."""
+    """The parked states of one model."""
 
-    def __init__(self, schedule: Schedule, optimizer: ShardedOptimizer, storages: Storages, pool: BufferPool) -> None:
-        self._schedule, self._optimizer, self._storages, self._pool = schedule, optimizer, storages, pool
+    def __init__(self, schedule: Schedule, step: ShardedStep, storages: Storages, pool: BufferPool) -> None:
+        self._schedule = schedule
+        self._step = step
+        self._storages = storages
+        self._pool = pool
         self._parked: list[_Parked] = []
         self._storage: Storage | None = None
 
@@ -66,7 +74,7 @@ class Parking:
             return 0
         try:
             self._schedule.settle()
-            self._optimizer.settle()
+            self._step.settle()
             self._pool.clear()
             for unit in self._schedule.units:
                 unit.park(parameters="parameters" in wanted)
@@ -74,30 +82,40 @@ class Parking:
         except BaseException:
             self.reload()
             raise
-        self._optimizer.park(states="optimizer" in wanted)
+        self._step.park(states="optimizer" in wanted)
         self._schedule.parked = frozenset(wanted)
         for one in pending:
-            one.memory.free()
+            if not one.is_kept:
+                one.memory.free()
         self._parked = pending
         return sum(one.content.nbytes for one in pending if not one.memory.nbytes)
 
     def _copy(self, states: Sequence[str]) -> list[_Parked]:
         assert self._storage is not None
+        kept = self._looked_at() if "parameters" in states else set()
         copied: dict[int, _Parked] = {}
         for memory, is_transient in self._memory(states):
             address = memory.tensor.untyped_storage().data_ptr()
             if memory.nbytes and address not in copied:
                 content = self._storage.slot("parked model states", memory.nbytes, torch.uint8)
                 content.write(memory.tensor.view(torch.uint8))
-                copied[address] = _Parked(memory, content, is_transient)
+                copied[address] = _Parked(memory, content, is_transient, storage_id(memory.tensor) in kept)
         for one in copied.values():
             one.content.wait()
         return list(copied.values())
 
+    def _looked_at(self) -> set[int]:
+        """Return the storages of parameters of which somebody else has a view: without memory, a read would end the process."""
+        updated = Counter(storage_id(view.value) for view in self._step.views)
+        storages = {storage_id(unit.flat.tensor): unit for unit in self._schedule.units if not unit.sharded_at_rest}
+        return {storage for storage, unit in storages.items() if unit.is_looked_at(updated[storage])}
+
     def _memory(self, states: Sequence[str]) -> Iterator[tuple[FlatBuffer, bool]]:
         """Memory of the accelerator, where these states rest, and whether `zero_grad` gives it back."""
         for unit in self._schedule.units:
-            for gradients in unit.gradients if "gradients" in states else ():
+            if "gradients" not in states:
+                break
+            for gradients in unit.gradients:
                 buffers = gradients.buffers()
                 yield from ((buffer, True) for buffer in buffers)
                 yield from ((self._memory_under(tensor), False) for tensor in gradients.tensors() if not buffers)
@@ -111,9 +129,11 @@ class Parking:
         for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
             if "parameters" in states:
                 yield from bucket.tensors("parameters")
-            if "optimizer" in states and not bucket.updates_parameters_in_place:
+            if "optimizer" in states and bucket.has_copies:
                 yield from bucket.tensors("master")
-        for state_ in self._optimizer.state.values() if "optimizer" in states else ():
+        if "optimizer" not in states:
+            return
+        for state_ in self._step.state.values():
             for value in state_.values():
                 if isinstance(value, Tensor) and value.ndim and value.device == self._storages.accelerator.device:
                     yield value
@@ -127,7 +147,7 @@ class Parking:
         for unit in self._schedule.units:
             unit.unpark()
         if self._schedule.parked:
-            self._optimizer.unpark()
+            self._step.unpark()
         self._schedule.parked = frozenset()
         if self._storage is not None and self._storage is not self._storages.accelerator:
             self._storage.close()

@@ -1,4 +1,4 @@
-"""Owns one shard with all that the optimizer keeps of it: in place, or in a frame while it is needed. Called by sub_groups.
+"""Owns one shard with all that the optimizer keeps of it: in place, or in a frame while it is needed.
 
 [Note: values that are elsewhere]
 The optimizer knows the 1-D tensors that it updates, and the state that it keeps for each, by identity. So those tensors stay, and
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import StorageError, UsageError
-from zeroshard.gradients.shard import Shard
+from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.storage.base import Slot
-from zeroshard.storage.raw_memory import is_same_memory
 from zeroshard.storage.transfers import CPU, Transfer, in_pages
+from zeroshard.torch_private import is_same_memory
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -28,13 +28,15 @@ class Frame:
     """Memory for one sub-group, where the optimizer steps."""
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory, self._used = memory, 0
+        self._memory = memory
+        self._used = 0
         self._busy: list[Transfer] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for `numel` elements, aligned for direct I/O. Beyond the frame, which the first step alone needs, new memory."""
+        """Take room for `numel` elements, aligned for direct I/O. Only the first step needs more than the frame, as new memory."""
         nbytes = numel * dtype.itemsize
-        start, self._used = self._used, self._used + in_pages(nbytes)
+        start = self._used
+        self._used = self._used + in_pages(nbytes)
         if self._used > self._memory.numel():
             return torch.empty(numel, dtype=dtype, device=self._memory.device)
         return self._memory[start : start + nbytes].view(dtype)
@@ -44,53 +46,62 @@ class Frame:
         self._busy.append(transfer)
 
     def empty(self) -> Frame:
-        """Wait until nothing is on its way from here, and begin anew."""
-        busy, self._busy, self._used = self._busy, [], 0
+        """Wait until nothing is on its way from here, and begin again.
+
+        Raises:
+            StorageError: a write failed, and no other caller has been given this error: whoever read the same slot was.
+        """
+        busy = self._busy
+        self._busy = []
+        self._used = 0
         failed = None
         for transfer in busy:
+            is_known = transfer.has_raised
             try:
                 transfer.wait(CPU)
             except StorageError as error:
-                failed = error
+                failed = failed if is_known else error
         if failed is not None:
             raise failed
         return self
 
     def forget(self) -> None:
-        """What was on its way failed, or is of no use any longer; nothing of it may come later."""
+        """Forget transfers that failed or are of no use any longer; none of them may land later."""
         with suppress(StorageError):
             self.empty()
 
     @property
     def is_idle(self) -> bool:
-        """Whether `empty` would not block, as far as can be told."""
+        """Whether `empty` would not block, as far as can be seen."""
         return all(transfer.is_done for transfer in self._busy)
 
     @property
     def nbytes(self) -> int:
-        """Of its memory."""
+        """The frame's size in bytes."""
         return self._memory.numel()
 
 
 class Resident:
-    """One shard with all that the optimizer keeps of it."""
+    """A shard with everything that the optimizer keeps of it."""
 
     def __init__(self, shard: Shard, views: Sequence[ShardView], state: State) -> None:
-        self.shard, self.views, self._state = shard, views, state
+        self.shard = shard
+        self.views = views
+        self._state = state
         self.gradient: Tensor | None = shard.gradient.memory_in(shard.step)
         master = shard.master.memory_in(shard.step)
         lent = self.gradient if shard.gradient.dtype == shard.master.dtype else None
         self.gradient_parts = None if lent is None else [view.part_of(lent) for view in views]
-        """Of the gradient, by view, where they are the same in every step."""
+        """The parts of the gradient, by view, where they are the same in every step."""
         self.is_in_place = master is not None and self.gradient is not None and shard.home is shard.step
         self._slots: dict[str, Slot] = {}
-        """Of the optimizer's states, each of the shard's numel, where they do not rest where the optimizer steps."""
+        """The slots of the optimizer's states, each of the shard's numel, where they rest away from the optimizer's step."""
         self._away: dict[int, Tensor] = {}
         """The optimizer's tensors whose values are in the slots. Others were set by somebody: the next write takes them up."""
         self._frame: Frame | None = None
         self._memory: dict[str, Tensor] = {}
         self._reading: list[Transfer] = []
-        self._version = 0
+        self._master_version = 0
         self._look(master)
 
     def look_in(self, state: State) -> None:
@@ -100,19 +111,19 @@ class Resident:
 
     @property
     def states(self) -> int:
-        """How many states the optimizer keeps of it that rest elsewhere."""
+        """The number of the optimizer's states of this shard that rest elsewhere."""
         return len(self._slots)
 
     def park(self) -> None:
-        """What the optimizer's tensors look at will be elsewhere for a while."""
+        """Detach the optimizer's tensors from their memory, which will be elsewhere for a while."""
         self._look(None)
 
     def unpark(self) -> None:
-        """It is where it was."""
+        """Attach the optimizer's tensors to their memory again."""
         self._look(self.shard.master.memory_in(self.shard.step))
 
     def nbytes(self, states: int) -> int:
-        """What this takes of a frame, with `states` tensors of optimizer state for each parameter."""
+        """Compute the bytes that this takes of a frame, with `states` tensors of optimizer state for each parameter."""
         shard = self.shard
         slots = [slot for slot in (shard.master, shard.gradient) if slot.memory_in(shard.step) is None]
         if shard.home is not shard.step:
@@ -128,7 +139,9 @@ class Resident:
             read: False takes the room alone, for what will be overwritten.
         """
         master = self.shard.master
-        self._frame, self._memory, self._version = frame, {}, master.version
+        self._frame = frame
+        self._memory = {}
+        self._master_version = master.version
         slots = {_MASTER: master} if master.memory_in(self.shard.step) is None else {}
         for name, slot in (slots | self._slots).items():
             self._memory[name] = frame.take(slot.numel, slot.dtype)
@@ -140,16 +153,16 @@ class Resident:
     @property
     def is_stale(self) -> bool:
         """The master weights were set since they were read, or may have been."""
-        return _MASTER in self._memory and (self.shard.is_shown or self._version != self.shard.master.version)
+        return _MASTER in self._memory and (self.shard.is_shown or self._master_version != self.shard.master.version)
 
     def refresh(self) -> None:
-        """What is here is read again where it may have changed since."""
+        """Read again the values that may have changed since they were read."""
         if self.is_stale:
             self._read_master()
             self._reading.pop().wait(self.shard.step.device)
 
     def _read_master(self) -> None:
-        self._version = self.shard.master.version
+        self._master_version = self.shard.master.version
         self._reading.append(self.shard.master.read(self._memory[_MASTER]))
 
     def start_gradient(self) -> None:
@@ -170,7 +183,8 @@ class Resident:
             self._read_master()
         for slot in (self.shard.rest, self.shard.master, self.shard.gradient):
             slot.wait()
-        reading, self._reading = self._reading, []
+        reading = self._reading
+        self._reading = []
         for transfer in reading:
             transfer.wait(self.shard.step.device)
         self._refuse_written_placeholders()
@@ -197,7 +211,7 @@ class Resident:
             )
 
     def abandon(self) -> None:
-        """Something went wrong: nothing of it is here or on its way any longer. What rests is what was last written."""
+        """Drop what is here or on its way, after an error. What rests is what was last written."""
         for transfer in self._reading:
             with suppress(StorageError):
                 transfer.wait(CPU)
@@ -208,7 +222,9 @@ class Resident:
                 self._look(None)
             if _GRADIENT in self._memory:
                 self.gradient = None
-        self._reading, self._frame, self._memory = [], None, {}
+        self._reading = []
+        self._frame = None
+        self._memory = {}
         for slot in (self.shard.rest, self.shard.master, self.shard.gradient, *self._slots.values()):
             with suppress(StorageError):
                 slot.wait()
@@ -244,7 +260,8 @@ class Resident:
         self._away = {id(tensor): tensor for tensor in kept if write or id(tensor) in self._away}
         for tensor in self._away.values():
             tensor.data = placeholder(tensor)
-        self._frame, self._memory = None, {}
+        self._frame = None
+        self._memory = {}
 
     def _hold(self, transfer: Transfer) -> None:
         if self._frame is not None:
@@ -288,11 +305,12 @@ class Resident:
             view.value.data = placeholder(view.value) if master is None else view.part_of(master)
 
 
-_MASTER, _GRADIENT = "master weights", "gradients"
+_MASTER = "master weights"
+_GRADIENT = "gradients"
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """What a tensor looks at while its values are elsewhere: one NaN (0, where it holds integers), expanded."""
+    """Return the data of a tensor whose values are elsewhere: one NaN (0, if it holds integers), expanded to its shape."""
     value = float("nan") if tensor.is_floating_point() else 0
     return tensor.new_full((1,) * tensor.ndim, value).expand(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Owns the tensor that an optimizer is handed for a parameter's part of a shard. Called by sharded_optimizer and sub_groups."""
+"""Owns the tensor that an optimizer is handed for a parameter's part of a shard."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Owns the way of shards through the step: which are updated by one call, and how what rests elsewhere comes and goes.
 
-Called by sharded_optimizer. What is memory where the optimizer steps is updated in place, in one call. The rest goes through
+What is memory where the optimizer steps is updated in place, in one call. The rest goes through
 frames, a fixed amount of CPU memory: while one sub-group is updated, those after it are read and those before it are written.
 
     frame 0   | read 0 | step 0 | write 0         | read 3 ...
@@ -42,12 +42,12 @@ class SubGroup:
 
     @property
     def step(self) -> Storage:
-        """Where the optimizer steps."""
+        """The storage in which the optimizer steps."""
         return self.residents[0].shard.step
 
     @property
     def travels(self) -> bool:
-        """Something of it is not where the optimizer steps."""
+        """Whether part of it rests away from the optimizer's step."""
         return not all(resident.is_in_place for resident in self.residents)
 
     def start(self, frame: Frame) -> None:
@@ -63,14 +63,15 @@ class SubGroup:
 
     def leave(self, *, write: bool) -> Frame | None:
         """Start to bring it back; returns the frame that it was in."""
-        frame, self.frame = self.frame, None
+        frame = self.frame
+        self.frame = None
         for resident in self.residents:
             resident.leave(write=write, update_rest=write)
         return frame
 
 
 class SubGroups:
-    """All that this rank updates.
+    """The shards that this rank updates, in sub-groups.
 
     Args:
         states: how many tensors of state the optimizer keeps for each parameter.
@@ -81,7 +82,9 @@ class SubGroups:
 
     def __init__(self, residents: Sequence[Resident], storages: Storages, policy: Policy, states: int) -> None:
         self._residents = list(residents)
-        self._storages, self._offload, self._states = storages, policy.offload_optimizer, states
+        self._storages = storages
+        self._offload = policy.offload_optimizer
+        self._states = states
         self._is_bounded = policy.uses_disk
         self._open: Resident | None = None
         self._plan()
@@ -131,7 +134,7 @@ class SubGroups:
     # ------------------------------------------------------------------ the step
 
     def run(self, on_left: Callable[[list[Resident]], None]) -> Iterator[list[Resident]]:
-        """Each sub-group in its turn, in memory. When the next is asked for, what was changed goes back; `on_left` hears of it."""
+        """Yield each sub-group in its turn, in memory. When the next is asked for, changes go back; `on_left` is called with it."""
         with self._abandoned_on_error():
             self._close()
             for group in self._travelling:
@@ -182,7 +185,7 @@ class SubGroups:
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
-        """What goes wrong inside leaves nothing half here: a checkpoint can be loaded after."""
+        """Abandon unfinished transfers if the code inside raises, so that a checkpoint can be loaded after."""
         try:
             yield
         except BaseException:
@@ -190,7 +193,7 @@ class SubGroups:
             raise
 
     def abandon(self) -> None:
-        """Forget what is here and on its way, with what went wrong with it: what rests will be read, or written, anew."""
+        """Forget what is here and on its way, with its errors: resting values will be read, or written, again."""
         self._take_back_frames()
         for resident in self._residents:
             resident.abandon()
@@ -201,7 +204,7 @@ class SubGroups:
             frame.forget()
 
     def _take_back_frames(self) -> None:
-        """What was read for sub-groups is not wanted any longer."""
+        """Take back the frames whose values are no longer needed."""
         for group in self._travelling:
             if group.frame is not None:
                 for resident in group.residents:
@@ -210,7 +213,7 @@ class SubGroups:
                 group.frame = None
 
     def _notice_other_states(self) -> None:
-        """The optimizer keeps another number of states than was thought: cut the sub-groups anew."""
+        """Cut the sub-groups again, if the optimizer keeps another number of states than assumed."""
         kept = max((resident.states for resident in self._residents), default=0)
         if kept in (0, self._states):
             return
@@ -228,7 +231,7 @@ class SubGroups:
 
     @contextmanager
     def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:
-        """Inside, master weights and states of one shard are what the optimizer's tensors look at.
+        """Point the optimizer's tensors at master weights and states of one shard in memory, inside.
 
         Args:
             write: what is changed inside, or set in the optimizer's state, comes to rest.
@@ -245,7 +248,8 @@ class SubGroups:
                 self.settle()
                 frame = self._take_frame(resident.shard.step, block=True)
                 assert frame is not None
-                self._open, self._open_frame = resident, frame
+                self._open = resident
+                self._open_frame = frame
                 resident.start(frame, read=read)
                 resident.enter()
             try:
@@ -256,9 +260,10 @@ class SubGroups:
                     self._close()
 
     def _close(self) -> None:
-        """Nobody looks at what `opened` brought any longer."""
+        """Close the shard that `opened` brought."""
         if self._open is not None:
-            resident, self._open = self._open, None
+            resident = self._open
+            self._open = None
             resident.leave(write=False, update_rest=False)
             self._free[resident.shard.step].append(self._open_frame)
 
@@ -294,7 +299,7 @@ def _lent_together(residents: Sequence[Resident]) -> list[list[Resident]]:
 
 
 def _stays_here(resident: Resident) -> bool:
-    """Nothing of it is copied to another place in a step."""
+    """Whether nothing of it is copied to another place in a step."""
     return resident.is_in_place and (
         resident.shard.rest is resident.shard.master or resident.shard.rest.memory_in(resident.shard.step) is not None
     )
@@ -302,12 +307,15 @@ def _stays_here(resident: Resident) -> bool:
 
 def _pack(residents: Sequence[Resident], needs: Mapping[Resident, int], nbytes: int, numel: int) -> list[SubGroup]:
     groups: list[SubGroup] = []
-    room, left = 0, 0
+    room = 0
+    left = 0
     for resident in residents:
         need = needs[resident]
         if not groups or need > room or resident.shard.numel > left:
             groups.append(SubGroup([]))
-            room, left = nbytes, numel
+            room = nbytes
+            left = numel
         groups[-1].residents.append(resident)
-        room, left = room - need, left - resident.shard.numel
+        room = room - need
+        left = left - resident.shard.numel
     return groups

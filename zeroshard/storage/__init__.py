@@ -1,1 +1,1 @@
-"""Where model states rest: accelerator, cpu or disk, behind one interface."""
+"""Places where model states rest: accelerator, cpu or disk, behind one interface."""

@@ -1,4 +1,4 @@
-"""Owns the memory of the device that computes. Called by `Storages`."""
+"""Owns the memory of the device that computes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zeroshard.storage.base import DeviceStorage, Slot
-from zeroshard.storage.flat_buffer import ArenaBuffer, FlatBuffer, PagedBuffer, ResizedBuffer
+from zeroshard.storage.base import DeviceStorage, MemorySlot, Slot
+from zeroshard.storage.buffers import ArenaBuffer, FlatBuffer, PagedBuffer, ResizedBuffer
 from zeroshard.storage.kernel_memory import kernel_memory
-from zeroshard.storage.memory_slot import MemorySlot
 from zeroshard.storage.pages import Arena, Pages
 from zeroshard.storage.transfers import Copies
 
 SMALL_NBYTES = 64 << 10
 """Memory that comes and goes and is smaller than this is torch's: malloc keeps such blocks, and a page would be mostly empty."""
+
+FREE_SHARE = 1 / 16
+"""Of an accelerator's memory, what is left alone by those that take memory for speed: a longer sequence may come."""
 
 
 @final
@@ -25,7 +27,8 @@ class AcceleratorStorage(DeviceStorage):
     """Memory of `device`. Where that is the CPU, it is CPU memory too."""
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
-        self.device, self._copies = device, copies
+        self.device = device
+        self._copies = copies
         self._nbytes = 0
         kernel = kernel_memory() if device.type == "cpu" else None
         self._pages = None if kernel is None else Pages(kernel)
@@ -64,6 +67,13 @@ class AcceleratorStorage(DeviceStorage):
     @property
     def parked_nbytes(self) -> int:
         return 0 if self._pages is None else self._pages.parked_nbytes
+
+    def has_room(self, nbytes: int) -> bool:
+        if self.device.type == "cpu":
+            return False
+        free, total = torch.accelerator.get_memory_info(self.device)
+        ours = free + torch.accelerator.memory_reserved(self.device)
+        return nbytes + total * FREE_SHARE <= ours - torch.accelerator.max_memory_allocated(self.device)
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
         assert whole is None or isinstance(whole, MemorySlot)

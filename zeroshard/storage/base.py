@@ -1,4 +1,4 @@
-"""Owns what a storage is: a place where flat tensors rest, read and written asynchronously. Called by core and optim.
+"""Owns the interface of a storage: a place where flat tensors rest, read and written asynchronously.
 
     slot = storage.slot("master weights of h.0", numel, torch.float32)
     slot.write(source)                     starts; the source stays as it is until the transfer is over
@@ -13,27 +13,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import final
 
 import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
-from zeroshard.storage.buffer_pool import BufferPool
-from zeroshard.storage.flat_buffer import FlatBuffer
-from zeroshard.storage.transfers import Transfer, aligned_bytes
+from zeroshard.storage.buffers import BufferPool, FlatBuffer
+from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes
 
 
 class Slot(ABC):
     """`numel` elements of one dtype that rest in a storage. `label` is for errors."""
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
-        self.label, self.numel, self.dtype = label, numel, dtype
+        self.label = label
+        self.numel = numel
+        self.dtype = dtype
         self.version = 0
         """Counts writes: what was read at an earlier one is stale."""
 
     @property
     def nbytes(self) -> int:
-        """Of the content."""
+        """The bytes of the content."""
         return self.numel * self.dtype.itemsize
 
     @abstractmethod
@@ -45,7 +47,7 @@ class Slot(ABC):
 
     @abstractmethod
     def read(self, out: Tensor) -> Transfer:
-        """Start to copy the content into `out` [numel], of the slot's dtype, on any device."""
+        """Start to copy the content into `out` [numel], of the slot's dtype, on any device. Memory is rounded to other dtypes."""
 
     @abstractmethod
     def write(self, source: Tensor) -> Transfer:
@@ -60,14 +62,14 @@ class Slot(ABC):
         """The next `read` is near: make it quick, if that costs no other."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Block until every write that was started has landed; raises what went wrong with them."""
+    def wait(self, device: torch.device = CPU) -> None:
+        """Make `device` do what comes from now on after every write that was started. A CPU blocks, and raises what went wrong."""
 
     # ------------------------------------------------------------------ content that is not always wanted
 
     @property
     def is_empty(self) -> bool:
-        """There is no content, and nothing is kept for it."""
+        """Whether there is no content, and nothing is kept for it."""
         return False
 
     @property
@@ -156,7 +158,7 @@ class Storage(ABC):
 
 
 class MemoryStorage(Storage):
-    """One that is memory: what rests goes with its tensors, and `_nbytes` counts it."""
+    """A storage that is memory: values go with their tensors, and `_nbytes` counts them."""
 
     _nbytes: int
 
@@ -174,11 +176,6 @@ class MemoryStorage(Storage):
 
 class DeviceStorage(MemoryStorage):
     """The memory of the device that computes."""
-
-    @property
-    def answers_at_once(self) -> bool:
-        """Whether to look at values costs no more than the look: an accelerator would have to end its work first."""
-        return self.device.type == "cpu"
 
     @abstractmethod
     def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
@@ -198,5 +195,83 @@ class DeviceStorage(MemoryStorage):
 
     @property
     def parked_nbytes(self) -> int:
-        """Bytes that wait so."""
+        """The number of bytes that wait in this way."""
         return 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much more was free whenever this process took the most: for what is quicker, and can be done without.
+
+        False where nothing is copied between the device and CPU memory.
+        """
+        return False
+
+
+@final
+class MemorySlot(Slot):
+    """`memory` [numel] of `storage`.
+
+    Args:
+        whole: a slot of which the memory is a part: what is on its way to or from one concerns the other, and so do readers.
+        before_write: called before the content changes, but not for what is done to `memory_in`.
+        buffer: of the memory, where it can be given back.
+    """
+
+    def __init__(
+        self, label: str, memory: Tensor, storage: Storage, copies: Copies, whole: MemorySlot | None = None,
+        before_write: Callable[[], None] = lambda: None, buffer: FlatBuffer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(label, memory.numel(), memory.dtype)
+        self._memory = memory
+        self._storage = storage
+        self._copies = copies
+        self._buffer = buffer
+        self._before_write: Callable[[], None] = before_write if whole is None else whole._before_write
+        self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
+        self._is_empty = buffer is not None and not buffer.nbytes
+
+    def memory_in(self, storage: Storage) -> Tensor | None:
+        return self._memory if storage is self._storage else None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._is_empty
+
+    @property
+    def buffer(self) -> FlatBuffer | None:
+        return self._buffer
+
+    def empty(self) -> None:
+        if self._buffer is not None:
+            if self._memory.device.type != "cpu":
+                # no test can miss this wait: whoever reads gradients waits for the copy before the step ends. Without it, memory
+                # that a late copy still reads would go to its next user.
+                self._in_flight.wait(self._memory.device)
+            self._buffer.free()
+            self._is_empty = True
+
+    def fill(self) -> None:
+        if self._buffer is not None:
+            self._buffer.allocate()
+            self._is_empty = False
+
+    def read(self, out: Tensor) -> Transfer:
+        self.refuse_empty()
+        return self._in_flight.add(self._copies.copy(out, self._memory, self._in_flight))
+
+    def write(self, source: Tensor) -> Transfer:
+        self.version += 1
+        self.before_write()
+        self.fill()
+        written = self._in_flight.add(self._copies.copy(self._memory, source, self._in_flight))
+        if self._memory.device.type != "cpu":
+            written.wait(self._memory.device)  # whatever the accelerator does next may look at it
+        return written
+
+    def before_write(self) -> None:
+        self._before_write()
+
+    def prefetch(self) -> None:
+        return
+
+    def wait(self, device: torch.device = CPU) -> None:
+        self._in_flight.wait(device)

@@ -1,4 +1,4 @@
-"""Owns CPU memory beside an accelerator. Called by `Storages`."""
+"""Owns CPU memory beside an accelerator."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zeroshard.storage.base import MemoryStorage, Slot
-from zeroshard.storage.memory_slot import MemorySlot
+from zeroshard.storage.base import MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.transfers import CPU, Copies, aligned_bytes, in_pages
 
 SLAB_NBYTES = 256 << 20
 """Slots are cut from slabs of at least this size: torch rounds pinned memory up to a power of two."""
 _LEFT = 1 / 16
-"""Of a slab that is cut into slots of one size, so much may be left over, for smaller ones."""
+"""The share of a slab, cut into slots of one size, that may be left over for smaller ones."""
 
 
 @final
@@ -22,9 +21,11 @@ class CpuStorage(MemoryStorage):
     """CPU memory, pinned where `pin` says so, that is taken once and kept."""
 
     def __init__(self, copies: Copies, *, pin: bool) -> None:
-        self.device, self._copies, self.pin = CPU, copies, pin
+        self.device = CPU
+        self._copies = copies
+        self.pin = pin
         self._rests: list[Tensor] = []
-        """Of slabs, what no slot has taken."""
+        """The parts of slabs that no slot has taken."""
         self._nbytes = 0
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:

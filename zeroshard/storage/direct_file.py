@@ -1,6 +1,6 @@
 """Owns one file that has no name: blocks of it are read and written by threads, around the page cache, with checksums.
 
-Called by disk. The file is gone from its folder before it is used, so the operating system takes it back whatever becomes of this
+The file is gone from its folder before it is used, so the operating system takes it back whatever becomes of this
 process, and no other job can meet it. What one process wrote no other reads.
 """
 
@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.collectives.watch import make_current
 from zeroshard.errors import StorageError
 from zeroshard.policy import PAGE_NBYTES
-from zeroshard.storage.raw_memory import memory_of
+from zeroshard.storage.buffers import memory_of
 from zeroshard.storage.transfers import CPU, LANDED, Transfer, in_pages
 
 BOUNCE_NBYTES = 1 << 20
@@ -36,6 +37,7 @@ class Requests(Transfer):
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
+        self.has_raised = False
 
     def wait(self, device: torch.device) -> None:
         """Block, whatever the device: files are the CPU's.
@@ -43,8 +45,12 @@ class Requests(Transfer):
         Raises:
             StorageError: names the file and the cause.
         """
-        for future in self._futures:
-            future.result()
+        try:
+            for future in self._futures:
+                future.result()
+        except StorageError:
+            self.has_raised = True
+            raise
 
     @property
     def is_done(self) -> bool:
@@ -52,7 +58,7 @@ class Requests(Transfer):
 
 
 class BlockFile(Protocol):
-    """What a disk storage asks of its file."""
+    """The part of a file that a disk storage uses."""
 
     buffers_nbytes: int
 
@@ -77,17 +83,20 @@ class DirectFile:
         folder: where the file is; it must be there.
         block_nbytes: of one request, with one checksum (CRC-32); a multiple of the page.
         requests: how many are under way at once.
+        device: what is written may be on its way from there.
 
     Raises:
         StorageError: no file can be made there.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], block_nbytes: int, requests: int) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], block_nbytes: int, requests: int, device: torch.device = CPU
+    ) -> None:
         self.folder = Path(folder)
         self._block_nbytes = block_nbytes
         self._bounce_nbytes = min(block_nbytes, BOUNCE_NBYTES)
         self.buffers_nbytes = requests * self._bounce_nbytes
-        """Of CPU memory for what does not begin at a page, at most."""
+        """The most bytes of CPU memory for what does not begin at a page."""
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
         except OSError as error:
@@ -101,7 +110,9 @@ class DirectFile:
         self._released: dict[int, list[int]] = {}
         self._checksums: dict[int, int] = {}
         self._own = threading.local()
-        self._threads = ThreadPoolExecutor(requests, thread_name_prefix="zeroshard disk")
+        self._threads = ThreadPoolExecutor(
+            requests, thread_name_prefix="zeroshard disk", initializer=make_current, initargs=(device,)
+        )
 
     def _go_direct(self) -> bool:
         """Go around the page cache, where the file system allows it."""
@@ -119,12 +130,13 @@ class DirectFile:
 
     @property
     def nbytes(self) -> int:
-        """Of the file, as far as it is in use."""
+        """The bytes of the file that are in use."""
         return self._nbytes - sum(nbytes * len(starts) for nbytes, starts in self._released.items())
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Take space on the disk now, so that it is not missing in the middle of a step; returns where it begins."""
-        start, nbytes = self._nbytes, in_pages(nbytes)
+        start = self._nbytes
+        nbytes = in_pages(nbytes)
         if self._released.get(nbytes):
             return self._released[nbytes].pop()
         try:
@@ -139,7 +151,7 @@ class DirectFile:
         return start
 
     def release(self, start: int, nbytes: int) -> None:
-        """What `allocate` gave is not needed any longer."""
+        """Give back a range that `allocate` gave."""
         self._released.setdefault(in_pages(nbytes), []).append(start)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Requests:
@@ -151,7 +163,8 @@ class DirectFile:
         return self._start(self._read, start, flat, label, LANDED)
 
     def _start(self, work: Any, start: int, flat: Tensor, label: str, after: Transfer) -> Requests:
-        data, step = np.frombuffer(memory_of(flat), dtype=np.uint8), self._block_nbytes
+        data = np.frombuffer(memory_of(flat), dtype=np.uint8)
+        step = self._block_nbytes
         return Requests(
             [
                 self._threads.submit(work, start + low, data[low : low + step], label, after)
@@ -192,7 +205,7 @@ class DirectFile:
             yield low, part, self._own.pages[: in_pages(len(part))]
 
     def _transfer(self, call: Any, start: int, pages: Any, wanted: int, label: str) -> None:
-        """Until all of `pages` went over; of the last page what is `wanted` is enough."""
+        """Call until all of `pages` went over; of the last page only the bytes up to `wanted` are needed."""
         done = 0
         while done < wanted:
             try:

@@ -1,4 +1,4 @@
-"""Owns model states on disk, and the few buffers through which they come and go. Called by `Storages`."""
+"""Owns model states on disk, and the few buffers through which they come and go."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, aligned_b
 
 
 class Staging:
-    """At most `count` buffers of at most `nbytes` in CPU memory, made when they are first needed.
+    """A pool of at most `count` buffers of at most `nbytes` in CPU memory, made when they are first needed.
 
     They hold whole blocks, so that the parts of a slot that is larger begin where blocks do.
     """
 
     def __init__(self, count: int, nbytes: int, block_nbytes: int, *, pin: bool) -> None:
-        self._left, self._pin = count, pin
+        self._left = count
+        self._pin = pin
         self.nbytes = -(-nbytes // block_nbytes) * block_nbytes
         self._free: deque[tuple[Tensor, Transfer]] = deque()
         self._readers: deque[DiskSlot] = deque()  # slots that hold a buffer with what they will be asked for
@@ -64,20 +65,20 @@ class Staging:
         self._free.append((buffer, after))
 
 
-def disk_file(offload: Offload) -> DirectFile:
-    """A file without a name in `offload.path`.
+def disk_file(offload: Offload, device: torch.device) -> DirectFile:
+    """A file without a name in `offload.path`, for states that `device` computes with.
 
     Raises:
         StorageError: the folder is missing or cannot be written to.
     """
     if offload.path is None:
         raise PolicyError("states are to go to disk, and no folder is named: Offload(path=...).")
-    return DirectFile(offload.path, offload.block_nbytes, offload.requests)
+    return DirectFile(offload.path, offload.block_nbytes, offload.requests, device)
 
 
 @final
 class DiskStorage(Storage):
-    """One file, without a name.
+    """A storage in one file, without a name.
 
     Args:
         file: what is written and read.
@@ -87,7 +88,9 @@ class DiskStorage(Storage):
 
     def __init__(self, file: BlockFile, copies: Copies, staging: Staging) -> None:
         self.file = file
-        self.device, self.copies, self.staging = CPU, copies, staging
+        self.device = CPU
+        self.copies = copies
+        self.staging = staging
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         return DiskSlot(self, label, numel, dtype)
@@ -189,12 +192,13 @@ class DiskSlot(Slot):
         return [(low, min(low + step, self.numel)) for low in range(0, self.numel, step)]
 
     def _wait_readers(self) -> None:
-        reading, self._reading = self._reading, []
+        reading = self._reading
+        self._reading = []
         for requests in reading:
             with suppress(StorageError):  # which is told to who asked for it
                 requests.wait(CPU)
 
-    def wait(self) -> None:
+    def wait(self, device: torch.device = CPU) -> None:
         writing = list(self._writing)
         self._writing.clear()
         for requests in writing:

@@ -1,4 +1,4 @@
-"""Owns the system calls for memory whose addresses stay while its pages come and go. Called by pages.
+"""Owns the system calls for memory whose addresses stay while its pages come and go.
 
 Addresses are plain integers here: nothing keeps them alive but who asked for them.
 """
@@ -10,12 +10,17 @@ import mmap
 from typing import Any
 
 CHUNK_NBYTES = 2 << 20
-"""What a kernel maps as one huge page, and what moves at once."""
+"""The bytes that a kernel maps as one huge page, and that move at once."""
 
-_RESERVED, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 3
-_FIXED, _NO_RESERVE = 0x10, 0x4000
-_MAY_MOVE, _MOVE_FIXED, _KEEP_OLD = 1, 2, 4
-_DONT_NEED, _HUGE_PAGES = 4, 14
+_RESERVED = 0
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 3
+_FIXED = 0x10
+_NO_RESERVE = 0x4000
+_MAY_MOVE = 1
+_MOVE_FIXED = 2
+_KEEP_OLD = 4
+_DONT_NEED = 4
+_HUGE_PAGES = 14
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -28,7 +33,8 @@ class KernelMemory:
 
     def __init__(self) -> None:
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
-        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        size = ctypes.c_size_t
+        pointer = ctypes.c_void_p
         for name, arguments in {
             "mmap": (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
             "mremap": (pointer, size, size, ctypes.c_int, pointer),
@@ -39,7 +45,7 @@ class KernelMemory:
         self._libc.madvise.argtypes = (pointer, size, ctypes.c_int)
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses without memory, from a multiple of CHUNK_NBYTES on where they are as many: whoever reads there dies."""
+        """Addresses without memory, from a multiple of CHUNK_NBYTES on where they are as many: a read there ends the process."""
         if nbytes < CHUNK_NBYTES:
             return self._map(None, nbytes, _RESERVED)
         start = self._map(None, nbytes + CHUNK_NBYTES, _RESERVED)
@@ -57,7 +63,7 @@ class KernelMemory:
             self._libc.madvise(address, nbytes, _HUGE_PAGES)  # a wish
 
     def hide(self, address: int, nbytes: int) -> None:
-        """As `reserve` left it: memory that was there goes back to the kernel."""
+        """Hide the range, as `reserve` left it: memory that was there goes back to the kernel."""
         try:
             self._map(address, nbytes, _RESERVED)
         except OSError:  # too many mappings: then zeros are read there
@@ -83,10 +89,11 @@ class KernelMemory:
 
 
 def kernel_memory() -> KernelMemory | None:
-    """None where the kernel cannot move pages and keep the addresses (Linux before 5.7, others, a filter of system calls)."""
+    """Return None where the kernel cannot move pages and keep the addresses (Linux before 5.7, a filter of system calls)."""
     try:
         kernel = KernelMemory()
-        one, other = kernel.reserve(mmap.PAGESIZE), kernel.reserve(mmap.PAGESIZE)
+        one = kernel.reserve(mmap.PAGESIZE)
+        other = kernel.reserve(mmap.PAGESIZE)
     except (OSError, AttributeError, TypeError):
         return None
     try:

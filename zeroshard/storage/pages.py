@@ -32,14 +32,15 @@ class Pages:
     """
 
     def __init__(self, kernel: KernelMemory) -> None:
-        self.kernel, self.limit_nbytes = kernel, 0
+        self.kernel = kernel
+        self.limit_nbytes = 0
         self._held = self._most_held = 0
         self._parked: dict[int, list[int]] = {}
-        """By size: addresses of pages that wait."""
+        """Addresses of pages that wait, by size."""
         self._empty: dict[int, list[int]] = {}
-        """By size: addresses where pages have waited."""
+        """Addresses where pages have waited, by size."""
         self._all: dict[int, int] = {}
-        """Of both, address and size."""
+        """Every address that was reserved, and its bytes."""
         weakref.finalize(self, _unmap_all, kernel, self._all).atexit = False
 
     @property
@@ -55,7 +56,9 @@ class Pages:
     def trim(self) -> None:
         """Give to the kernel what is parked above what may be. Odd sizes, which fit fewer, go first."""
         over = -self._room
-        for size in sorted(self._parked) if over > 0 else ():
+        if over <= 0:
+            return
+        for size in sorted(self._parked):
             while over > 0 and self._parked[size]:
                 address = self._parked[size].pop()
                 self.kernel.hide(address, size)
@@ -119,7 +122,8 @@ class Range:
     """
 
     def __init__(self, pages: Pages, nbytes: int) -> None:
-        self._pages, self._nbytes = pages, _whole_pages(nbytes)
+        self._pages = pages
+        self._nbytes = _whole_pages(nbytes)
         self._address = pages.kernel.reserve(self._nbytes)
         weakref.finalize(self, pages.kernel.unmap, self._address, self._nbytes).atexit = False
         self._starts = range(0, self._nbytes, CHUNK_NBYTES)
@@ -147,7 +151,7 @@ class Range:
                 self._has_memory[piece] = True
 
     def empty(self, pieces: range) -> None:
-        """No memory: it goes to the pool, or the kernel."""
+        """Give the memory back, to the pool or the kernel."""
         for piece in pieces:
             if self._has_memory[piece]:
                 self._pages.take(*self._piece(piece))
@@ -178,7 +182,9 @@ class Arena:
         """
         if self._range is None or self._used + nbytes > self._nbytes:
             self._nbytes = max(BLOCK_NBYTES, -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES)
-            self._range, self._users, self._used = Range(self._pages, self._nbytes), [], 0
+            self._range = Range(self._pages, self._nbytes)
+            self._users = []
+            self._used = 0
             self._users = [0] * (self._nbytes // CHUNK_NBYTES)
         part = Part(self._range, self._users, self._used, nbytes)
         self._used += -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
@@ -186,17 +192,20 @@ class Arena:
 
 
 class Part:
-    """Of an arena. Made by it. Its memory is given back when neither this nor its tensor lives."""
+    """A part of an arena, made by it. Its memory is given back when neither this nor its tensor lives."""
 
     def __init__(self, of: Range, users: list[int], offset: int, nbytes: int) -> None:
-        self._range, self._users, self._offset = of, users, offset
-        self._pieces, self._is_filled = of.pieces(offset, nbytes), False
+        self._range = of
+        self._users = users
+        self._offset = offset
+        self._pieces = of.pieces(offset, nbytes)
+        self._is_filled = False
 
     def __del__(self) -> None:
         self.empty()
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """All of it."""
+        """Return all of the range as a tensor."""
         return self._range.tensor(self._offset, numel, dtype, self)
 
     def fill(self) -> None:
@@ -213,7 +222,9 @@ class Part:
 
     def empty(self) -> None:
         """The end of `fill`."""
-        for piece in self._pieces if self._is_filled else ():
+        if not self._is_filled:
+            return
+        for piece in self._pieces:
             self._users[piece] -= 1
             if not self._users[piece]:
                 self._range.empty(range(piece, piece + 1))

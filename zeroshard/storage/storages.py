@@ -1,4 +1,4 @@
-"""Owns the choice of a storage for each model state. Called by shard, bucket and the sharded optimizer."""
+"""Owns the choice of a storage for each model state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.policy import Offload, Place, Policy
 from zeroshard.storage.accelerator import AcceleratorStorage
 from zeroshard.storage.base import DeviceStorage, MemoryStorage, Slot, Storage
+from zeroshard.storage.buffers import FlatBuffer, ResizedBuffer, ShareableBuffer
 from zeroshard.storage.cpu import CpuStorage
 from zeroshard.storage.disk import DiskStorage, Staging, disk_file
-from zeroshard.storage.flat_buffer import FlatBuffer, ResizedBuffer, ShareableBuffer
 from zeroshard.storage.transfers import Copies
 
 STAGING_COUNT, STAGING_SHARE = 2, 8
@@ -46,7 +46,8 @@ class Storages:
     def __init__(
         self, policy: Policy, device: torch.device, param_itemsize: int = 4, collectives: Collectives | None = None
     ) -> None:
-        self._policy, self._param_itemsize = policy, param_itemsize
+        self._policy = policy
+        self._param_itemsize = param_itemsize
         self._collectives = collectives
         used = (
             policy.offload_optimizer if policy.optimizer.place is not Place.ACCELERATOR else policy.offload_parameters
@@ -75,14 +76,15 @@ class Storages:
         return CpuStorage(self._copies, pin=self.pin)
 
     def _make_disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
-        return DiskStorage(disk_file(offload), self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
+        file = disk_file(offload, self.accelerator.device)
+        return DiskStorage(file, self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
 
     def step(self, policy: Policy) -> Storage:
-        """Where the optimizer of a bucket under `policy` steps: what rests on disk is updated by the CPU."""
+        """Return the storage in which the optimizer of a bucket under `policy` steps: the CPU updates states that rest on disk."""
         return self.accelerator if policy.optimizer.place is Place.ACCELERATOR else self.host
 
     def optimizer(self, policy: Policy) -> Storage:
-        """Where master weights and optimizer states of a bucket under `policy` rest."""
+        """Return the storage in which master weights and optimizer states of a bucket under `policy` rest."""
         return self._at(policy.optimizer.place, "optimizer")
 
     def gradient_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
@@ -101,9 +103,10 @@ class Storages:
         ):
             self._parameters_in_cpu += numel
             storage = self.host
-        if storage is self.accelerator and self._collectives is not None and self._collectives.reads_in_place:
-            memory = self._collectives.shareable(numel, dtype)
-            return self.accelerator.taking(label, memory, partial(self._collectives.wait_readers, memory))
+        if storage is self.accelerator and self._collectives is not None:
+            memory = self._collectives.resting_memory(numel, dtype)
+            if memory is not None:
+                return self.accelerator.taking(label, memory, partial(self._collectives.wait_released, memory))
         return storage.slot(label, numel, dtype)
 
     def _at(self, place: Place, states: str) -> Storage:
@@ -114,18 +117,20 @@ class Storages:
         if states not in self._disks:
             if states == "optimizer":
                 # The rest of what the policy allows is for sub-groups, see step/sub_groups.py.
-                offload, count = self._policy.offload_optimizer, STAGING_COUNT
+                offload = self._policy.offload_optimizer
+                count = STAGING_COUNT
                 nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT
             else:
                 offload = self._policy.offload_parameters
-                count, nbytes = offload.buffer_count, offload.buffer_numel * self._param_itemsize
+                count = offload.buffer_count
+                nbytes = offload.buffer_numel * self._param_itemsize
             self._disks[states] = self._make_disk(offload, count, nbytes, pin=self.pin)
         return self._disks[states]
 
     def memory_under(self, label: str, tensor: Tensor) -> FlatBuffer:
-        """All of the storage that a tensor looks at, as bytes, to be given back and taken again."""
+        """Return the whole storage under a tensor, as bytes, to be given back and taken again."""
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
-        if self._collectives is not None and self._collectives.is_shareable(tensor):
+        if self._collectives is not None and self._collectives.is_lent_by_system(tensor):
             return ShareableBuffer(label, memory, self._collectives, self.emptied)
         return ResizedBuffer(label, memory)
 

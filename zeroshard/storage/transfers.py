@@ -1,9 +1,11 @@
-"""Owns what is on its way between places: transfers, copies on streams of their own, memory for direct I/O. Called by storages."""
+"""Owns transfers between places: copies on streams of their own, and memory for direct I/O."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,15 +15,18 @@ from zeroshard.policy import PAGE_NBYTES
 CPU = torch.device("cpu")
 
 STAGED_NBYTES, STAGED_COUNT = 4 << 20, 3
-"""What is cast on its way to the device passes through so many buffers of so many bytes."""
+"""The size and the number of buffers through which memory passes that is cast on its way to the device."""
 
 
 class Transfer(ABC):
     """A read or a write that was started."""
 
+    has_raised: bool = False
+    """Whether a caller of `wait` has been given its error already."""
+
     @abstractmethod
     def wait(self, device: torch.device) -> None:
-        """What `device` does from now on comes after it. For the CPU that means to block."""
+        """Make `device` do what comes from now on after this transfer. A CPU blocks."""
 
     @property
     @abstractmethod
@@ -30,7 +35,7 @@ class Transfer(ABC):
 
 
 class Landed(Transfer):
-    """One that is over."""
+    """A transfer that is over."""
 
     def wait(self, device: torch.device) -> None:
         return
@@ -43,15 +48,51 @@ class Landed(Transfer):
 LANDED = Landed()
 
 
+class _Lane:
+    """The stream of one direction's copies, and the copies whose memory the allocator must not give out again yet.
+
+    Freed memory is used again in the order of the computing stream. So each copy keeps its tensors until that stream waits for it,
+    or the host has seen it over. `record_stream` would keep freed memory until the host sees the copy over, which is late: the host
+    runs ahead of the device by a whole forward, and each unit would take memory of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+        self._kept: deque[tuple[_Copy, Tensor]] = deque()
+        self._lock = threading.Lock()  # threads that write to disk wait for copies too
+
+    def begin(self, copy: _Copy, on_device: Tensor) -> None:
+        """Keep the memory of a copy that was started just now."""
+        with self._lock:
+            while self._kept and self._kept[0][0].is_done:
+                self._kept.popleft()
+            self._kept.append((copy, on_device))
+
+    def end(self, copy: _Copy) -> None:
+        """Drop the memory of `copy` and of those before it: the computing stream or the host comes after them."""
+        with self._lock:
+            if any(copy is kept for kept, _ in self._kept):
+                while self._kept.popleft()[0] is not copy:
+                    pass
+
+
 class _Copy(Transfer):
-    def __init__(self, event: torch.Event) -> None:
+    """A copy on a stream of its own."""
+
+    def __init__(self, event: torch.Event, lane: _Lane, own: Sequence[torch.Stream]) -> None:
         self._event = event
+        self._lane = lane
+        self._own = own
 
     def wait(self, device: torch.device) -> None:
         if device.type == "cpu":
             self._event.synchronize()
         else:
-            torch.accelerator.current_stream(device).wait_event(self._event)
+            stream = torch.accelerator.current_stream(device)
+            stream.wait_event(self._event)
+            if stream in self._own:  # another copy waits: what is computed next may still come before this one
+                return
+        self._lane.end(self)
 
     @property
     def is_done(self) -> bool:
@@ -59,13 +100,13 @@ class _Copy(Transfer):
 
 
 class InFlight(Transfer):
-    """All copies to and from one range of memory that may still be under way."""
+    """The copies to and from one range of memory that may still be under way."""
 
     def __init__(self) -> None:
         self._transfers: list[Transfer] = []
 
     def add(self, transfer: Transfer) -> Transfer:
-        """One more."""
+        """Add a transfer."""
         self._transfers = [other for other in self._transfers if not other.is_done]
         if not transfer.is_done:
             self._transfers.append(transfer)
@@ -90,15 +131,22 @@ class Copies:
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self._pin = pin and device.type != "cpu"
         self._staging: deque[tuple[Tensor, Transfer]] = deque()
-        self._to_device: torch.Stream | None = None
-        self._to_host: torch.Stream | None = None
+        self._to_device: _Lane | None = None
+        self._to_host: _Lane | None = None
+        self._streams: list[torch.Stream] = []
         if device.type != "cpu":
-            self._to_device, self._to_host = torch.Stream(device), torch.Stream(device)
+            self._to_device = _Lane(device)
+            self._to_host = _Lane(device)
+            self._streams = [self._to_device.stream, self._to_host.stream]
 
     def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
-        """Start to copy `source` to `target`, of any dtype, on any device; not before `after` is over."""
-        stream = self._to_host if target.device.type == "cpu" else self._to_device
-        if stream is None or target.device == source.device:
+        """Start to copy `source` to `target`, of any dtype, on any device; not before `after` is over.
+
+        The device's memory is kept until a stream of the device waits for the copy, or the host does. Storage that is given back
+        under its tensor (`FlatBuffer.free`) is not: whoever gives it back waits for the copy first.
+        """
+        lane = self._to_host if target.device.type == "cpu" else self._to_device
+        if lane is None or target.device == source.device:
             after.wait(target.device)
             target.copy_(source)
             return LANDED
@@ -107,16 +155,18 @@ class Copies:
                 return self._staged(target, source, after)
             source = source.to(target.dtype)
         on_device = source if target.device.type == "cpu" else target
+        stream = lane.stream
         stream.wait_stream(torch.accelerator.current_stream(on_device.device))  # type: ignore[attr-defined]
         with stream:
             after.wait(on_device.device)
             target.copy_(source, non_blocking=True)
             event = stream.record_event()
-        on_device.record_stream(stream)
-        return _Copy(event)
+        copy = _Copy(event, lane, self._streams)
+        lane.begin(copy, on_device)
+        return copy
 
     def _staged(self, target: Tensor, source: Tensor, after: Transfer) -> Transfer:
-        """As `copy`, of 1-D tensors. From memory that is not pinned torch would wait for each copy."""
+        """Copy 1-D tensors. From memory that is not pinned torch would wait for each copy."""
         copying: Transfer = LANDED
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):

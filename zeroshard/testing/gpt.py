@@ -48,7 +48,8 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(config.width), Attention(config)
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
         self.up, self.down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
 
@@ -86,11 +87,16 @@ class GPT(nn.Module):
             if isinstance(module, Block):
                 nn.init.normal_(module.down.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
+    def rotations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cosines, sines) of the positions of `x`, in its dtype. The tables stay in fp32."""
+        length = x.shape[1]
+        return self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        length = tokens.shape[1]
         x = self.embedding(tokens)
+        cos, sin = self.rotations(x)
         for block in self.blocks:
-            x = block(x, self.cos[:length], self.sin[:length])
+            x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeroshard.access.unsharded import unsharded
 from zeroshard.policy import Policy, Precision
-from zeroshard.shard import DEFAULT_BUCKET_NUMEL, shard
 from zeroshard.sharded import Sharded
-from zeroshard.unsharded import unsharded
+from zeroshard.sharding import DEFAULT_BUCKET_NUMEL, shard
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -28,13 +28,20 @@ def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
+def output(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
+    """Return what the module returns: the default loss of workloads."""
+    loss: Tensor = model(*batch)
+    return loss
+
+
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """A training run of a model.
 
     Attributes:
         make_model: builds the module; called under the same seed on every rank.
         make_batch: the positional arguments of the module for one rank and one microbatch (counted over all steps).
+        compute_loss: the scalar loss of the model and such a batch; default: what the module returns.
         make_optimizer: an optimizer over parameters or param groups.
         param_groups: what of the model the optimizer gets; default: its parameters.
         steps, microbatches: optimizer steps, and forwards in each.
@@ -45,6 +52,7 @@ class Workload:
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], tuple[Any, ...]]
     make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = adamw
+    compute_loss: Callable[[nn.Module, tuple[Any, ...]], Tensor] = output
     param_groups: Callable[[nn.Module], Iterable[Any]] = lambda model: model.parameters()
     steps: int = 5
     microbatches: int = 1
@@ -60,11 +68,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a training: this rank's losses, the whole parameters by fqn, and what it cost; memory after the last step, with
-    its gradients."""
+    """The outcome of a training: this rank's losses, the whole parameters and the buffers by fqn, and the costs.
+
+    Memory is that after the last step, with its gradients.
+    """
 
     losses: Tensor
     parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     formula: dict[str, float] = field(default_factory=dict)
@@ -76,10 +87,23 @@ class Run:
         return asdict(self)
 
     def equals(self, other: Run) -> bool:
-        """Whether losses and parameters are the same to the last bit."""
-        return torch.equal(self.losses, other.losses) and all(
-            torch.equal(value, other.parameters[fqn]) for fqn, value in self.parameters.items()
+        """Return whether losses, norms, parameters and buffers are the same to the last bit."""
+        return (
+            torch.equal(self.losses, other.losses)
+            and (self.norms == other.norms or not self.norms or not other.norms)
+            and same(self.parameters, other.parameters)
+            and same(self.buffers, other.buffers)
         )
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Return whether both hold the same names and, to the last bit, the same values."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers by fqn."""
+    return {fqn: buffer.clone() for fqn, buffer in model.named_buffers()}
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -98,7 +122,7 @@ def train(
     overlap: bool = True,
     inspect: Callable[[Sharded], None] | None = None,
 ) -> Run:
-    """Train the workload on the plain road under one policy. Every rank calls it.
+    """Train the workload in a plain loop under one policy. Every rank calls it.
 
     Args:
         inspect: called after each step with what `shard` returned.
@@ -106,12 +130,15 @@ def train(
     model, optimizer = workload.build()
     sharded = shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap)
     sharded.comm_report()
-    losses, norms, times, memory = [], [], [], dict[str, int]()
+    losses = []
+    norms = []
+    times = []
+    memory = dict[str, int]()
     for step in range(workload.steps):
         start = time.perf_counter()
         for microbatch in range(workload.microbatches):
             is_last = microbatch == workload.microbatches - 1
-            loss = model(*workload.make_batch(rank, step * workload.microbatches + microbatch))
+            loss = workload.compute_loss(model, workload.make_batch(rank, step * workload.microbatches + microbatch))
             with sharded.accumulate(not is_last):
                 (loss * (workload.loss_scale / workload.microbatches)).backward()
             losses.append(loss.detach())
@@ -123,8 +150,11 @@ def train(
         times.append(time.perf_counter() - start)
         if inspect is not None:
             inspect(sharded)
-    sent, formula = sharded.comm_report(), sharded.memory_formula()
-    run = Run(torch.stack(losses).float(), whole_parameters(model), norms, memory, formula, sent, times)
+    sent = sharded.comm_report()
+    formula = sharded.memory_formula()
+    whole = whole_parameters(model)
+    buffers = buffers_of(model)
+    run = Run(torch.stack(losses).float(), whole, buffers, norms, memory, formula, sent, times)
     sharded.remove()
     return run
 
@@ -137,7 +167,7 @@ def train_ddp(rank: int, workload: Workload) -> Run:
     for step in range(workload.steps):
         for microbatch in range(workload.microbatches):
             ddp.require_backward_grad_sync = microbatch == workload.microbatches - 1
-            loss = ddp(*workload.make_batch(rank, step * workload.microbatches + microbatch))
+            loss = workload.compute_loss(ddp, workload.make_batch(rank, step * workload.microbatches + microbatch))
             (loss / workload.microbatches).backward()
             losses.append(loss.detach())
         if workload.max_norm is not None:
@@ -160,7 +190,8 @@ def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
         totals: list[Tensor | None] = [None] * len(parameters)
         for other in range(world_size):
             for microbatch in range(workload.microbatches):
-                loss = model(*workload.make_batch(other, step * workload.microbatches + microbatch))
+                batch = workload.make_batch(other, step * workload.microbatches + microbatch)
+                loss = workload.compute_loss(model, batch)
                 (loss / workload.microbatches).backward()
                 if other == rank:
                     losses.append(loss.detach())
@@ -175,7 +206,7 @@ def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
             nn.utils.clip_grad_norm_(parameters, workload.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return Run(torch.stack(losses).float(), whole_parameters(model))
+    return Run(torch.stack(losses).float(), whole_parameters(model), buffers_of(model))
 
 
 def ranks_agree(run: Run) -> bool:

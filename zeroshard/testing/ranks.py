@@ -1,4 +1,4 @@
-"""Owns `run_ranks`: a function run in several real processes joined by a gloo process group. Called by tests and users.
+"""Owns `run_ranks`: a function run in several real processes joined by a gloo process group.
 
 Ranks are forked, so they start in a tenth of a second and take any closure. A rank that hangs fails the run with the stack
 of every rank; one that raises fails it with that rank's traceback.
@@ -7,6 +7,7 @@ of every rank; one that raises fails it with that rank's traceback.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from zeroshard.errors import ZeroshardError
 
@@ -73,8 +75,8 @@ def run_ranks(
     Raises:
         RankError: with every failed rank's traceback.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="ranks") as name:
+    # Rank 0 serves the store at a socket that is open already: a port that is only known to be free may be taken meanwhile.
+    with socket.create_server(("127.0.0.1", 0)) as door, tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -82,8 +84,9 @@ def run_ranks(
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
-                _child(function, args, rank, world_size, port if initialise else None, folder, collective_timeout)
+                _child(function, args, rank, world_size, door if initialise else None, folder, collective_timeout)
             ranks.append(_Rank(rank, pid, folder))
+        door.close()
         hung = _wait(ranks, timeout)
         reports = [_describe(rank, rank in hung) for rank in ranks if rank in hung or rank.status]
         if reports:
@@ -99,26 +102,26 @@ def free_port() -> int:
 
 
 def _child(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int | None, folder: Path,
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, door: socket.socket | None, folder: Path,
     collective_timeout: float,
 ) -> None:  # fmt: skip
     """Runs in the fork and never returns."""
     code = 1
     try:
+        gc.freeze()  # what was imported before the fork is not looked through, nor copied, by this rank's collections
         torch.set_num_threads(1)
         with (folder / f"stack.{rank}").open("w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-            if port is not None:
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            if door is not None:
                 timeout = timedelta(seconds=collective_timeout)
-                method = f"tcp://127.0.0.1:{port}"
-                dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=timeout)
+                store = join_store(door, rank, world_size, timeout)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             result = function(rank, *args)
             buffer = io.BytesIO()
             torch.save(result, buffer)
             (folder / f"result.{rank}").write_bytes(buffer.getvalue())
-            if port is not None and dist.is_initialized():
+            if door is not None and dist.is_initialized():
                 dist.barrier()  # nobody closes connections that others still use
             code = 0
     except BaseException:
@@ -127,6 +130,18 @@ def _child(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def join_store(door: socket.socket, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Connect to the store of all ranks, which rank 0 serves at `door`."""
+    port = door.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    own = door.detach()
+    if rank != 0:
+        os.close(own)  # an open copy lets ranks wait at the door of a store that died
+    serving: dict[str, Any] = {"is_master": True, "master_listen_fd": own} if rank == 0 else {}
+    store: Store = dist.TCPStore("127.0.0.1", port, world_size, timeout=timeout, **serving)  # type: ignore[attr-defined]
+    return store
 
 
 def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:

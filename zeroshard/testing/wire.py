@@ -1,4 +1,4 @@
-"""Owns the count of bytes that really left this process. Called by tests and benchmarks; Linux only."""
+"""Owns the count of bytes that really left this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES_ACKED = 120
 
 
 def sent_bytes() -> int:
-    """What the peers of this process's TCP connections have acknowledged: no other process's bytes, and no byte twice."""
+    """The bytes that the peers of this process's TCP connections have acknowledged: no other process's bytes, and no byte twice."""
     total = 0
     for entry in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(entry.name)

@@ -1,4 +1,4 @@
-"""Owns the step inside DDP's backward: communication hooks that update parameters as their gradients are reduced. Called by users.
+"""Owns the step inside DDP's backward: communication hooks that update parameters as their gradients are reduced.
 
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
@@ -48,7 +48,7 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """As `hook_with_zero_step`, but parameters are updated and gathered as soon as their gradients are reduced."""
+    """Like `hook_with_zero_step`, but parameters are updated and gathered as soon as their gradients are reduced."""
     return _as_function(_StepInBackward(hook, zero, interleaved=True))
 
 
@@ -64,21 +64,28 @@ class _StepInBackward:
     def __init__(self, hook: CommHook, zero: ZeroRedundancyOptimizer, *, interleaved: bool) -> None:
         if not zero.overlap_with_ddp:
             raise UsageError("the hook steps inside DDP's backward: make the optimizer with overlap_with_ddp=True.")
-        self._hook, self._zero, self._interleaved = hook, zero, interleaved
+        self._hook = hook
+        self._zero = zero
+        self._interleaved = interleaved
         self._thread = ThreadPoolExecutor(1, "zero-step")
         self._gradients: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
         self._waits: list[Callable[[], None]] = []
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        reduced, buffer = self._hook(state, bucket), bucket.buffer()
-        devices = [buffer.device] if buffer.device.type != "cpu" else None
+        reduced = self._hook(state, bucket)
+        buffer = bucket.buffer()
+        devices = None
+        if buffer.device.type != "cpu":
+            devices = [buffer.device]
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        # DDP lays a gradient out as its parameter (channels last, say), and `gradients()` shows it as if contiguous.
-        gradients = {
-            id(p): g.as_strided(p.shape, p.stride(), g.storage_offset()) if is_dense(p) else g
-            for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        }
+        gradients = {}
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradients[id(parameter)] = gradient
+            # DDP lays a gradient out as its parameter (channels last, say), and `gradients()` shows it as if contiguous.
+            if is_dense(parameter):
+                shown = gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+                gradients[id(parameter)] = shown
         self._thread.submit(self._finish, reduced, buffer, gradients, bucket.is_last(), done)
         return done
 
@@ -96,7 +103,11 @@ class _StepInBackward:
                 if self._interleaved or is_last:
                     self._step(is_last)
                 if is_last:
-                    self._end()
+                    for wait in self._waits:
+                        wait()
+                    self._waits.clear()
+                    self._gradients.clear()
+                    self._stepped.clear()
             done.set_result(buffer)
         except Exception as error:
             done.set_exception(error)  # type: ignore[arg-type]
@@ -111,10 +122,3 @@ class _StepInBackward:
         self._stepped |= {bucket.number for bucket in ready}
         if ready:
             self._waits.append(self._zero.step_buckets(ready, lambda parameter: self._gradients.get(id(parameter))))
-
-    def _end(self) -> None:
-        for wait in self._waits:
-            wait()
-        self._waits.clear()
-        self._gradients.clear()
-        self._stepped.clear()

@@ -1,7 +1,7 @@
 """Owns the drop-in for torch.distributed.optim.ZeroRedundancyOptimizer: any optimizer beside DDP, its state sharded over ranks.
 
-The parameters are laid out in buckets, each bucket in one shard a rank (core.layout). A rank's optimizer steps on views of its own
-shards, in the parameters' own storage; then one all-gather a bucket brings the parameters together again.
+The parameters are laid out in buckets, each bucket in one shard a rank. A rank's optimizer steps on views of its own shards, in the
+parameters' own storage; then one all-gather for each bucket unshards the parameters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
+from zeroshard.layout.distributed import refuse_distributed
 from zeroshard.step.elementwise import looks_at_whole_parameters, refuse_what_cannot_be_sharded
-from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.buffers import BufferPool
 from zeroshard.zero_redundancy.optimizer_state import consolidate, load, sharded_form
 from zeroshard.zero_redundancy.parameter_bucket import (
     BUCKET_NUMEL,
@@ -28,9 +29,9 @@ from zeroshard.zero_redundancy.parameter_bucket import (
     Home,
     OwnView,
     ParameterBucket,
+    in_storage_order,
     lay_out_parameters,
 )
-from zeroshard.zero_redundancy.uneven_inputs import share_gradients
 
 _IN_FLIGHT = 4
 """All-gathers through scratch that may be under way at once."""
@@ -65,28 +66,34 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:  # fmt: skip
         groups = _verify(params)
         refuse_what_cannot_be_sharded(optimizer_class)
-        self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
         self._optim: torch.optim.Optimizer | None = None
-        torch.optim.Optimizer.__init__(self, groups, defaults)
+        super().__init__(groups, defaults)
+        numbered = ((f"number {number}", one) for number, one in enumerate(self._all_parameters))
+        refuse_distributed(numbered, "ZeroRedundancyOptimizer")
         Joinable.__init__(self)  # type: ignore[no-untyped-call]
-        self._device = self._parameters[0].device
-        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        self._device = self._all_parameters[0].device
+        if process_group is None:
+            process_group = dist.group.WORLD
+        self.process_group = process_group
         self._collectives: Collectives = create_collectives(
             self.process_group, self._device, what="ZeroRedundancyOptimizer()"
         )
-        self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
+        self.rank = self._collectives.rank
+        self.world_size = self._collectives.world_size
         self._pool = BufferPool(self._device)
-        known = looks_at_whole_parameters(optimizer_class)
-        self._whole = not elementwise if elementwise is not None else known is not False
+        if elementwise is None:
+            elementwise = looks_at_whole_parameters(optimizer_class) is False
+        self._whole = not elementwise
+        self._piece_numel: int | None = None
         # A loop over elements passes over them several times: in pieces that a cache holds, it reads memory once.
-        in_loop = (
-            not self._whole and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach"))
-        )
-        self._piece_numel = CACHE_NUMEL if in_loop else None
+        if elementwise and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach")):
+            self._piece_numel = CACHE_NUMEL
         self._buckets: list[ParameterBucket] = []
         self._homes: list[Home] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        own = self._own_views(self._parameters)
+        own = self._own_views(self._all_parameters)
         self._optim = optimizer_class(self._local_groups(self.param_groups, own), **defaults)
         self.defaults = dict(self._optim.defaults)
         _copy_options(self._optim.param_groups, self.param_groups)
@@ -100,7 +107,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return self._optim
 
     @property
-    def _parameters(self) -> list[Tensor]:
+    def _all_parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
@@ -108,7 +115,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return [view for bucket in self._buckets for view in bucket.views]
 
     def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """Lay these parameters out; this rank's views of each, by the parameter's id."""
+        """Lay these parameters out. Returns this rank's views of each, by the parameter's id."""
         added, homes = lay_out_parameters(
             parameters, len(self._buckets), self.rank, self.world_size,
             whole=self._whole, flat=self.parameters_as_bucket_view, bucket_numel=BUCKET_NUMEL, piece_numel=self._piece_numel,
@@ -126,7 +133,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return [{**group, "params": [view for p in group["params"] for view in own.get(id(p), [])]} for group in groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's: the shards of earlier parameters stay where they are."""
+        """Add a param group, as torch's optimizer does: the shards of earlier parameters stay where they are."""
         if self._optim is not None and self.overlap_with_ddp:
             raise RuntimeError("a param group cannot be added with overlap_with_ddp=True: DDP's buckets are laid out.")
         super().add_param_group(param_group)
@@ -138,14 +145,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def __repr__(self) -> str:
         kind = "whole parameters" if self._whole else "elementwise, even shards"
-        own, numel = sum(view.value.numel() for view in self._views), sum(p.numel() for p in self._parameters)
+        own = sum(view.value.numel() for view in self._views)
+        numel = sum(parameter.numel() for parameter in self._all_parameters)
         held = f"{own:,} of {numel:,} elements on rank {self.rank} of {self.world_size}"
         return f"ZeroRedundancyOptimizer({kind}: {held})\n{self.optim!r}"
 
     # ------------------------------------------------------------------ step
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Update this rank's shards, and bring the parameters together. Every rank must call it, with reduced gradients.
+        """Update this rank's shards, and gather the parameters. Every rank must call it, with reduced gradients.
 
         Args:
             closure: computes the loss and the gradients again.
@@ -156,21 +164,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return None
         Join.notify_join_context(self)
         if self._join_config.enable:
-            share_gradients(self._buckets, self._parameters, self._collectives, joined=False)
+            self._share_gradients(joined=False)
         return self._step_and_gather(closure, **kwargs)
 
     def _step_and_gather(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        if closure is None:
-            loss = self._local_step(self._buckets, _own_gradient, **kwargs)
-            self.start_gather(self._buckets)()
-            return loss
-
         def reduced() -> Any:
+            assert closure is not None
             value = closure()
             self._lend(self._buckets, _own_gradient)
             return value
 
-        loss = self._local_step((), _own_gradient, closure=reduced, **kwargs)
+        if closure is not None:  # it may not be called: the gradients that are there count until it is
+            kwargs["closure"] = reduced
+        loss = self._local_step(self._buckets, _own_gradient, **kwargs)
         self.start_gather(self._buckets)()
         return loss
 
@@ -200,7 +206,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _follow_parameters(self) -> None:
         """Trainers and `module.to` give parameters other storages: move them back into the flat buffers, or follow them."""
         for view in self._views:
-            parameter, value = view.parameter, view.value
+            parameter = view.parameter
+            value = view.value
             if (parameter.device, parameter.dtype) != (value.device, value.dtype):
                 raise UsageError(
                     f"a parameter moved from {value.device}, {value.dtype} to {parameter.device}, {parameter.dtype} after the "
@@ -221,11 +228,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Bring the parameters of buckets together; returns what waits for it. Frozen ones stay as they are."""
         in_place: list[Callable[[], None]] = []
         in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
-        for bucket in buckets if self.world_size > 1 else ():
-            if bucket.is_trainable:
-                holder = in_scratch if bucket.needs_scratch else in_place
-                holder.append(bucket.start_gather(self._collectives, self._pool))
-            while len(in_scratch) > _IN_FLIGHT:
+        if self.world_size == 1:
+            buckets = ()
+        for bucket in buckets:
+            if not bucket.is_trainable:
+                continue
+            finish = bucket.start_gather(self._collectives, self._pool)
+            if not bucket.needs_scratch:
+                in_place.append(finish)
+                continue
+            in_scratch.append(finish)
+            if len(in_scratch) > _IN_FLIGHT:
                 in_scratch.popleft()()
 
         def wait() -> None:
@@ -245,26 +258,66 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return _StepAlong(self)
 
     def step_along(self) -> None:
-        """One step of a rank that has run out of inputs."""
-        share_gradients(self._buckets, self._parameters, self._collectives, joined=True)
+        """Take one step of a rank that has run out of inputs."""
+        self._share_gradients(joined=True)
         self._step_and_gather(None)
+
+    def _share_gradients(self, *, joined: bool) -> None:
+        """Give ranks that have run out of inputs the reduced gradients of the shards that they update. Every rank must call it.
+
+        DDP lets such a rank take part in its all-reduces and throws the result away; every other rank has it.
+
+        Args:
+            joined: this rank has no inputs left; its gradients are overwritten.
+        """
+        collectives = self._collectives
+        parameters = self._all_parameters
+        own = bytes([joined, *(parameter.grad is not None for parameter in parameters)])
+        everyone = collectives.exchange(own, "which ranks have joined")
+        training = [rank for rank, message in enumerate(everyone) if not message[0]]
+        source = training[0]
+        has_gradient = {id(p): bool(flag) for p, flag in zip(parameters, everyone[source][1:], strict=True)}
+        if joined:
+            for parameter in parameters:
+                parameter.grad = None
+                if has_gradient[id(parameter)]:
+                    parameter.grad = torch.zeros_like(parameter)
+        pieces = [
+            (target, bucket.parameters[piece.index], slice(piece.parameter_start, piece.parameter_start + piece.numel))
+            for target in sorted({*range(collectives.world_size)} - {*training})
+            for bucket in self._buckets
+            for piece in bucket.layout.shard_pieces(target)
+        ]
+        pending = []
+        with collectives.together():
+            for target, parameter, part in pieces:
+                if not has_gradient[id(parameter)]:
+                    continue
+                gradient: Tensor | None = parameter
+                if collectives.rank in (source, target):
+                    gradient = parameter.grad
+                assert gradient is not None
+                if collectives.rank == source and gradient.stride() != parameter.stride():
+                    gradient = torch.empty_like(parameter).copy_(gradient)
+                flat = in_storage_order(gradient)[part]
+                pending.append(collectives.transfer(flat, source, target, "gradients for a rank that has joined"))
+        for transfer in pending:
+            transfer.wait()
 
     @property
     def join_device(self) -> torch.device:
-        """Where the parameters are."""
         return self._device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group."""
         return self.process_group
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """A plain optimizer's state dict on the rank of the last consolidation, if no step came after it; else this rank's shards.
+        """Return a plain optimizer's state dict on the rank of the last consolidation, if no step came after it; else the shards.
 
-        Runs no collective and never raises. Shards are told by the key "zeroshard": a list `pieces` with one
+        Runs no collective and never raises. Shards are described under the key "zeroshard": a list `pieces` with one
         [parameter index, start, stop] for each entry of "state", in elements of the flattened parameter.
         """
         state_dict: dict[str, Any] = super().state_dict()
@@ -275,13 +328,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to rank `to`, in CPU memory, tensor by tensor. Every rank must call it."""
+        """Gather the whole state on rank `to`, in CPU memory, tensor by tensor. Every rank must call it."""
         if not 0 <= to < self.world_size:
             raise UsageError(
                 f"consolidate_state_dict(to={to}): the ranks of the process group are 0 to {self.world_size - 1}."
             )
         self._consolidated = consolidate(
-            self.optim, self._views, self._indices(), self._parameters, self._collectives, to
+            self.optim, self._views, self._indices(), self._all_parameters, self._collectives, to
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -300,11 +353,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _indices(self) -> dict[int, int]:
         """The parameters' numbers in a plain optimizer's state dict, by id."""
-        return {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
 
     @property
     def buckets(self) -> Sequence[ParameterBucket]:
-        """What is gathered together, in this order."""
+        """The buckets, in the order of their all-gathers."""
         return self._buckets
 
 
@@ -313,7 +366,6 @@ class _StepAlong(JoinHook):
         self._zero = zero
 
     def main_hook(self) -> None:
-        """While other ranks step."""
         self._zero.step_along()
 
 
@@ -322,7 +374,7 @@ def _own_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Everything of the param groups but the parameters."""
+    """Copy the options of the param groups, without the parameters."""
     for one, other in zip(source, target, strict=True):
         other.update((key, value) for key, value in one.items() if key != "params")
 

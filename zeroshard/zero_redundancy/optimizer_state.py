@@ -1,4 +1,4 @@
-"""Owns the ways of optimizer state between shards and a plain optimizer's state dict. Called by zero_redundancy_optimizer."""
+"""Owns the conversion of optimizer state between shards and a plain optimizer's state dict."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Pending
+from zeroshard.collectives.base import Collectives, Work
 from zeroshard.errors import UsageError
+from zeroshard.layout.layout import Span
 from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
 
 _AT_ONCE = 64
-"""Tensors that are brought together: one launch, where a backend has that. On a CPU they land where they belong."""
+"""Tensors that are gathered: one launch, where a backend has that. On a CPU they land where they belong."""
 
 State = dict[str, Any]
 
 
-class _Piece(NamedTuple):
-    """A tensor of rank `source`'s on its way: `own` there, `target` where it goes, both None on ranks that sit it out."""
+class _Transfer(NamedTuple):
+    """A transfer of a tensor from rank `source`: `own` there, `target` on the other rank, both None on all others."""
 
     own: Tensor | None
     target: Tensor | None
@@ -33,7 +34,7 @@ class _Piece(NamedTuple):
 def sharded_form(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], rank: int, world_size: int
 ) -> dict[str, Any]:
-    """This rank's state as it is, and which elements of which parameters it belongs to. Copies nothing."""
+    """Return this rank's state, with the elements of the parameters that it belongs to. Copies nothing."""
     return {
         "state": {number: optimizer.state[v.value] for number, v in enumerate(views) if optimizer.state.get(v.value)},
         "zeroshard": {
@@ -61,25 +62,30 @@ def consolidate(
         for view in held
     ]
     whole: dict[int, State] = {}
-    pieces = list[_Piece]()
+    pieces = list[_Transfer]()
     for source, entries in enumerate(collectives.exchange_json(told, "the description of optimizer state")):
         for number, (index, start, stop, description) in enumerate(entries):
-            own = optimizer.state[held[number].value] if source == collectives.rank else {}
+            own: State = {}
+            if source == collectives.rank:
+                own = optimizer.state[held[number].value]
             for name, (kind, dtype, content) in description.items():
                 if kind == "value":
                     if collectives.rank == to:
-                        value = content if dtype is None else torch.tensor(content, dtype=getattr(torch, dtype))
-                        whole.setdefault(index, {})[name] = value
+                        if dtype is not None:
+                            content = torch.tensor(content, dtype=getattr(torch, dtype))  # noqa: PLW2901
+                        whole.setdefault(index, {})[name] = content
                     continue
                 target: Tensor | None = None
                 if collectives.rank == to:
                     target = _home(
                         whole.setdefault(index, {}), name, kind, dtype, content, parameters[index], start, stop
                     )
-                pieces.append(_Piece(own.get(name), target, source, parameters[index].device))
+                pieces.append(_Transfer(own.get(name), target, source, parameters[index].device))
     for first in range(0, len(pieces), _AT_ONCE):
         _bring(pieces[first : first + _AT_ONCE], to, collectives)
-    return dict(sorted(whole.items())) if collectives.rank == to else None
+    if collectives.rank != to:
+        return None
+    return dict(sorted(whole.items()))
 
 
 def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
@@ -107,18 +113,22 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 def _home(
     state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Where a piece belongs in the whole state: made at its first piece."""
+    """Return the place of a piece in the whole state: made at its first piece."""
+    if kind == "along":
+        if name not in state:
+            state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
+        return in_storage_order(state[name])[start:stop]
     if name not in state:
-        like = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
-        state[name] = like if kind == "along" else torch.empty(shape or [], dtype=like.dtype)
+        state[name] = torch.empty(shape or [], dtype=getattr(torch, dtype))
     whole: Tensor = state[name]
-    return in_storage_order(whole)[start:stop] if kind == "along" else whole.view(-1)
+    return whole.view(-1)
 
 
-def _bring(pieces: Sequence[_Piece], to: int, collectives: Collectives) -> None:
-    """Bring them all at once. Every rank must call it, with as many."""
-    label, arriving = "optimizer state on its way to one rank", list[tuple[Tensor, Tensor, Pending]]()
-    sending = list[Pending]()
+def _bring(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
+    """Transfer all at once. Every rank must call it, with as many."""
+    label = "optimizer state on its way to one rank"
+    arriving: list[tuple[Tensor, Tensor, Work]] = []
+    sending: list[Work] = []
     with collectives.together():
         for own, target, source, device in pieces:
             if own is not None and target is not None:
@@ -126,7 +136,9 @@ def _bring(pieces: Sequence[_Piece], to: int, collectives: Collectives) -> None:
             elif own is not None:
                 sending.append(collectives.transfer(in_storage_order(own), source, to, label))
             elif target is not None:
-                landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
+                landing = target
+                if device.type != "cpu":
+                    landing = torch.empty_like(target, device=device)
                 arriving.append((landing, target, collectives.transfer(landing, source, to, label)))
     for landing, target, pending in arriving:
         pending.wait()
@@ -151,7 +163,10 @@ def load(
             f"optimizer of {[len(group['params']) for group in groups]}."
         )
     names = [name for group in saved for name in group["params"]]  # a parameter's key in the saved state, by our index
-    find = _find_in_shards(state_dict) if "zeroshard" in state_dict else _find_in_whole(state_dict, names)
+    if "zeroshard" in state_dict:
+        find = _find_in_shards(state_dict)
+    else:
+        find = _find_in_whole(state_dict, names)
     state = {}
     numbers = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for view in views:
@@ -171,7 +186,9 @@ Find = Callable[[int, OwnView], State | None]
 def _find_in_whole(state_dict: Mapping[str, Any], names: Sequence[Any]) -> Find:
     def find(index: int, view: OwnView) -> State | None:
         whole = state_dict["state"].get(names[index])
-        return {name: _part(value, name, view) for name, value in whole.items()} if whole else None
+        if not whole:
+            return None
+        return {name: _part(value, name, view) for name, value in whole.items()}
 
     return find
 
@@ -193,29 +210,33 @@ def _part(value: Any, name: str, view: OwnView) -> Any:
 
 
 def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
-    told, state = state_dict["zeroshard"], state_dict["state"]
-    pieces: dict[int, list[tuple[int, int, int]]] = {}
+    told = state_dict["zeroshard"]
+    saved: dict[int, list[tuple[Span, State]]] = {}
     for number, (index, start, stop) in enumerate(told["pieces"]):
-        pieces.setdefault(index, []).append((start, stop, number))
+        saved.setdefault(index, []).append((Span(str(index), start, stop), state_dict["state"].get(number, {})))
 
     def find(index: int, view: OwnView) -> State | None:
-        # The cut may be another one than when it was saved: (start, stop) within the saved piece, in order.
-        needed = [
-            (max(view.start, start) - start, min(view.stop, stop) - start, state.get(number, {}))
-            for start, stop, number in sorted(pieces.get(index, []))
-            if start < view.stop and view.start < stop
-        ]
-        if sum(stop - start for start, stop, _ in needed) != view.stop - view.start:
+        # The cut may be another one than when it was saved: parts of several saved spans, in order.
+        needed: list[tuple[slice, State]] = []
+        found_numel = 0
+        for span, state in sorted(saved.get(index, []), key=lambda one: one[0].start):
+            common = span.intersect(view.start, view.stop)
+            if common is not None:
+                needed.append((common.within(span.start), state))
+                found_numel += common.numel
+        if found_numel != view.stop - view.start:
             raise UsageError(
                 f"the loaded state dict holds the shards of rank {told['rank']} of {told['world_size']}, and this rank needs "
                 "others: call consolidate_state_dict before you save, and load what state_dict() then gives."
             )
         found: State = {}
-        for name, value in needed[0][2].items():
+        for name, value in needed[0][1].items():
             if isinstance(value, Tensor) and value.ndim and name != "step" and not view.is_whole:
-                found[name] = torch.cat([saved[name][start:stop] for start, stop, saved in needed])
+                found[name] = torch.cat([state[name][part] for part, state in needed])
+            elif isinstance(value, Tensor):
+                found[name] = value.clone()
             else:
-                found[name] = value.clone() if isinstance(value, Tensor) else value
+                found[name] = value
         return found
 
     return find

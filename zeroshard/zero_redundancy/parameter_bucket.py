@@ -1,7 +1,6 @@
 """Owns the buckets of parameters that keep their values whole: who updates which part, and the all-gather after.
 
-Called by zero_redundancy_optimizer. Elements are counted in the order in which the parameter's storage has them, so a
-channels-last weight is cut like any other.
+Elements are counted in the order of the parameter's storage, so a channels-last weight is cut like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.layout import BucketLayout, Piece, lay_out, lay_out_whole
-from zeroshard.storage.buffer_pool import BufferPool
+from zeroshard.storage.buffers import BufferPool
 
 BUCKET_NUMEL = 1 << 23
 """Elements of the largest bucket: 32 MiB of fp32, enough that a transfer's fixed cost vanishes."""
@@ -32,7 +31,7 @@ CACHE_NUMEL = 1 << 17
 
 
 def in_storage_order(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor as a 1-D view of its storage."""
+    """Return all elements of a dense tensor as a 1-D view of its storage."""
     flat = tensor.detach()
     return flat.as_strided((flat.numel(),), (1,))
 
@@ -40,9 +39,8 @@ def in_storage_order(tensor: Tensor) -> Tensor:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of the storage, in some order of dimensions."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    ):
+    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for stride, size in sorted(dimensions):
         if stride != expected:
             return False
         expected *= size
@@ -51,7 +49,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class OwnView:
-    """What this rank updates of one parameter: elements `start` to `stop`, 1-D, or, where it `is_whole`, the parameter itself."""
+    """The part of a parameter that this rank updates: elements `start` to `stop`, 1-D, or the parameter itself (`is_whole`)."""
 
     parameter: Tensor
     start: int
@@ -70,10 +68,12 @@ class OwnView:
             raise UsageError(
                 f"a gradient is sparse ({gradient.layout}); zeroshard shards dense parameters: use sparse=False embeddings."
             )
-        self.value.grad = None if gradient is None else self.part(gradient)
+        if gradient is not None:
+            gradient = self.part(gradient)
+        self.value.grad = gradient
 
     def part(self, tensor: Tensor) -> Tensor:
-        """This view's part of a tensor of the parameter's shape."""
+        """Return this view's part of a tensor of the parameter's shape."""
         if self.is_whole:
             return tensor.detach()
         if tensor.stride() != self.parameter.stride():
@@ -143,7 +143,7 @@ class InPlaceBucket(ParameterBucket):
     buffer: Tensor | None
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
-        """One all-gather, without a copy."""
+        """Start one all-gather, without a copy."""
         if self.buffer is not None:
             together = self.buffer[self.layout.start : self.layout.stop]
         else:
@@ -162,8 +162,9 @@ class ScratchBucket(ParameterBucket):
     needs_scratch: ClassVar[bool] = True
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
-        """One all-gather, through scratch."""
-        own, count = collectives.rank, self.layout.world_size
+        """Start one all-gather, through scratch."""
+        own = collectives.rank
+        count = self.layout.world_size
         scratch = pool.acquire(self.layout.numel, self.parameters[0].dtype)
         rows = scratch.view(count, self.layout.shard_numel)
         for part, piece in self._parts(own):
@@ -172,8 +173,8 @@ class ScratchBucket(ParameterBucket):
 
         def finish() -> None:
             pending.wait()
-            for rank in range(count):
-                for part, piece in self._parts(rank) if rank != own else ():
+            for rank in {*range(count)} - {own}:
+                for part, piece in self._parts(rank):
                     part.copy_(rows[rank, piece.start : piece.start + piece.numel])
             pool.release(scratch)
 
@@ -218,34 +219,27 @@ def lay_out_parameters(
     Returns:
         the buckets, and, with `flat`, the places in the flat buffers.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.layout is not torch.strided:
-            raise ValueError(f"a parameter is sparse ({parameter.layout}): dense parameters are sharded.")
-        if not is_dense(parameter):
-            parameter.data = parameter.data.contiguous()
-        alike[parameter.dtype, parameter.device].append(parameter)
     buckets: list[ParameterBucket] = []
     homes: list[Home] = []
-    # In a flat buffer everything is gathered in place anyway: fewer, larger buckets are better there.
-    solo = bucket_numel + 1 if flat else SOLO_NUMEL
-    for (dtype, device), members in alike.items():
+    solo = SOLO_NUMEL
+    if flat:  # everything is gathered in place anyway: fewer, larger buckets are better
+        solo = bucket_numel + 1
+    for (dtype, device), members in _alike(parameters).items():
         numels = [parameter.numel() for parameter in members]
-        unit = lay_out_whole(numels, world_size) if whole else lay_out(numels, world_size, bucket_numel, solo)
-        buffer = torch.zeros(unit.numel, dtype=dtype, device=device) if flat else None
-        if buffer is not None:
-            homes += [
-                Home(parameter, buffer.as_strided(parameter.shape, parameter.stride(), start))
-                for parameter, start in zip(members, unit.starts, strict=True)
-            ]
-        for home in homes:
-            home.move_in()
+        if whole:
+            unit = lay_out_whole(numels, world_size)
+        else:
+            unit = lay_out(numels, world_size, bucket_numel, solo)
+        buffer: Tensor | None = None
+        if flat:
+            buffer = torch.zeros(unit.numel, dtype=dtype, device=device)
+            for parameter, start in zip(members, unit.starts, strict=True):
+                homes.append(Home(parameter, buffer.as_strided(parameter.shape, parameter.stride(), start)))
+                homes[-1].move_in()
         for layout in unit.buckets:
-            views = [
-                _own_view(members[piece.index], part, whole)
-                for piece in layout.shard_pieces(rank)
-                for part in _cut(piece, piece_numel)
-            ]
+            views: list[OwnView] = []
+            for piece in layout.shard_pieces(rank):
+                views += _own_views(members[piece.index], piece, piece_numel or max(piece.numel, 1), whole)
             number = first_number + len(buckets)
             if whole:
                 buckets.append(OwnedBucket(number, layout, members, views))
@@ -256,16 +250,26 @@ def lay_out_parameters(
     return buckets, homes
 
 
-def _cut(piece: Piece, most: int | None) -> Iterator[Piece]:
-    for start in range(0, piece.numel, most or max(piece.numel, 1)):
-        numel = min(most or piece.numel, piece.numel - start)
-        yield Piece(piece.index, piece.parameter_start + start, piece.start + start, numel)
+def _alike(parameters: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"a parameter is sparse ({parameter.layout}): dense parameters are sharded.")
+        if not is_dense(parameter):
+            parameter.data = parameter.data.contiguous()
+        alike[parameter.dtype, parameter.device].append(parameter)
+    return alike
 
 
-def _own_view(parameter: Tensor, piece: Piece, whole: bool) -> OwnView:
-    start, stop = piece.parameter_start, piece.parameter_start + piece.numel
-    return OwnView(parameter, start, stop, _range(parameter, start, stop, whole), whole)
+def _own_views(parameter: Tensor, piece: Piece, most: int, whole: bool) -> Iterator[OwnView]:
+    """Views of at most so many elements of a piece."""
+    stop = piece.parameter_start + piece.numel
+    for start in range(piece.parameter_start, stop, most):
+        end = min(start + most, stop)
+        yield OwnView(parameter, start, end, _range(parameter, start, end, whole), whole)
 
 
 def _range(parameter: Tensor, start: int, stop: int, whole: bool) -> Tensor:
-    return parameter.detach() if whole else in_storage_order(parameter)[start:stop]
+    if whole:
+        return parameter.detach()
+    return in_storage_order(parameter)[start:stop]

@@ -44,12 +44,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto one = static_cast<Event*>(*event);
     one->stream = streams().at(stream.id());
     one->ticket = one->stream->last();
+    one->moment = one->stream->clock();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
     Event one = *static_cast<Event*>(event);
     Stream* blocked = streams().at(stream.id());
-    if (one.stream && one.stream != blocked) blocked->launch([one] { one.stream->wait(one.ticket); });
+    if (!one.stream || one.stream == blocked) return;
+    if (blocked->stall(one.moment)) {
+      std::lock_guard<std::mutex> lock(counters().mutex);
+      ++counters().stalls[{blocked->id, one.stream->id}];
+    }
+    blocked->launch([one] { one.stream->wait(one.ticket); }, 0);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryEvent(void* event) const override {

@@ -217,7 +217,7 @@ inline Tensor copy_from_host(const Tensor& from, const Tensor& to, bool non_bloc
   if (!is_late && from.numel() > 1) counters().add(counters().pageable_copies, "from the host");
   Tensor source = is_late ? at::from_blob(from.data_ptr(), from.sizes(), from.strides(), like(from, at::kCPU)) : from.clone();
   Tensor target = on_cpu(to);
-  current()->launch([source, target] { target.copy_(source); });
+  current()->launch([source, target] { target.copy_(source); }, COPY_TICKS);
   if (!non_blocking) synchronise(current(), current()->last(), "copy from the host");
   return to;
 }
@@ -230,7 +230,7 @@ inline Tensor copy_to_host(const Tensor& from, const Tensor& to, bool non_blocki
   current()->launch([source, target] {
     at::NoGradGuard no_grad;
     target.copy_(source);
-  });
+  }, COPY_TICKS);
   if (!is_late) {
     counters().add(counters().pageable_copies, "to the host");
     synchronise(current(), current()->last(), "copy to the host");

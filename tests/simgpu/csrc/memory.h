@@ -78,7 +78,7 @@ class Allocator final : public c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = allocated_;
     stats.allocated_bytes[0].peak = peak_;
-    stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = reserved_;
+    stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = reserved_;  // which is never given back
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -106,7 +106,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   // Whoever is next on the owner's stream may overwrite it: somebody does, at once.
   void overwrite(Block* block) {
-    block->owner->launch([block_data = block->data, nbytes = block->nbytes] { std::memset(block_data, NAN_BYTE, nbytes); });
+    block->owner->launch([block_data = block->data, nbytes = block->nbytes] { std::memset(block_data, NAN_BYTE, nbytes); }, 0);
     free_[block->owner].emplace(block->nbytes, block);
   }
 

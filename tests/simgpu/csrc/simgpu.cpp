@@ -130,8 +130,13 @@ PYBIND11_MODULE(_simgpu, module) {
     std::lock_guard<std::mutex> lock(counters().mutex);
     return std::make_tuple(counters().launches, counters().synchronisations, counters().pageable_copies);
   });
+  module.def("stalls", [] {
+    std::lock_guard<std::mutex> lock(counters().mutex);
+    return counters().stalls;
+  });
   module.def("reset_counts", [] {
     std::lock_guard<std::mutex> lock(counters().mutex);
+    counters().stalls.clear();
     counters().launches.clear();
     counters().synchronisations.clear();
     counters().pageable_copies.clear();

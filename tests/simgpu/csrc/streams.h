@@ -20,6 +20,7 @@ using Counts = std::map<std::string, int64_t>;
 struct Counters {
   std::mutex mutex;
   Counts launches, synchronisations, pageable_copies;
+  std::map<std::pair<int64_t, int64_t>, int64_t> stalls;  // by the stream that waited, and the one that it waited for
   std::string error;  // of the first kernel that failed since the last synchronisation
   void add(Counts& counts, const std::string& what) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -34,27 +35,42 @@ inline Counters& counters() {
 
 inline void launched(const std::string& what) { counters().add(counters().launches, what); }
 
-// How a stream runs its kernels. A lazy one waits until somebody waits for it, or for PATIENCE: on a real device everything is done
-// at some time, also what nobody waits for.
+// How a stream runs its kernels. A lazy one waits until the host waits for it, or has launched and waited for nothing during
+// PATIENCE: on a real device everything is done at some time, and a host that waits for another rank may wait for just that.
 struct Pace {
   bool is_lazy = false;
   int delay_us = 0;
 };
-constexpr auto PATIENCE = std::chrono::milliseconds(1000);
+constexpr int64_t COPY_TICKS = 3;  // of a copy to or from the host: a kernel takes one
+constexpr auto PATIENCE = std::chrono::milliseconds(150);
+
+using Clock = std::chrono::steady_clock;
+
+inline std::atomic<Clock::rep>& last_activity() {
+  static std::atomic<Clock::rep> ticks{0};
+  return ticks;
+}
+
+inline void host_is_active() { last_activity() = Clock::now().time_since_epoch().count(); }
+
+inline Clock::time_point idle_at() { return Clock::time_point(Clock::duration(last_activity().load())) + PATIENCE; }
 
 class Stream {
  public:
   Stream(int64_t id, Pace pace) : id(id), pace_(pace) {}
 
-  uint64_t launch(std::function<void()> kernel) {
+  // `ticks`: what it takes in the time of the counters, see `stall`.
+  uint64_t launch(std::function<void()> kernel, int64_t ticks = 1) {
     uint64_t ticket;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      clock_ += ticks;
       if (!has_thread_) {  // no earlier: processes are forked that have made streams
         std::thread([this] { run(); }).detach();
         has_thread_ = true;
       }
-      waiting_.push_back({std::move(kernel), std::chrono::steady_clock::now() + PATIENCE});
+      host_is_active();
+      waiting_.push_back(std::move(kernel));
       ticket = ++launched_;
       if (!pace_.is_lazy) wanted_ = launched_;
     }
@@ -80,6 +96,21 @@ class Stream {
     return done_ >= ticket;
   }
 
+  // Streams have a time of their own, which threads and their turns do not change: each kernel takes a tick. So it is certain
+  // whether a wait would hold a stream up on a device whose host is far ahead.
+  int64_t clock() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return clock_;
+  }
+
+  // What comes next comes after `moment`. Returns whether that holds this stream up.
+  bool stall(int64_t moment) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    bool is_early = clock_ < moment;
+    clock_ = std::max(clock_, moment);
+    return is_early;
+  }
+
   void set_pace(Pace pace) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -92,11 +123,6 @@ class Stream {
   const int64_t id;
 
  private:
-  struct Kernel {
-    std::function<void()> run;
-    std::chrono::steady_clock::time_point latest;
-  };
-
   void run() {
     for (;;) {
       std::function<void()> kernel;
@@ -104,8 +130,8 @@ class Stream {
       {
         std::unique_lock<std::mutex> lock(mutex_);
         changed_.wait(lock, [&] { return !waiting_.empty(); });
-        changed_.wait_until(lock, waiting_.front().latest, [&] { return done_ < wanted_; });
-        kernel = std::move(waiting_.front().run);
+        while (done_ >= wanted_ && Clock::now() < idle_at()) changed_.wait_until(lock, idle_at());
+        kernel = std::move(waiting_.front());
         waiting_.pop_front();
         delay_us = pace_.delay_us;
       }
@@ -127,8 +153,9 @@ class Stream {
 
   Pace pace_;
   bool has_thread_ = false;
-  std::deque<Kernel> waiting_;
+  std::deque<std::function<void()>> waiting_;
   uint64_t launched_ = 0, wanted_ = 0, done_ = 0;
+  int64_t clock_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
 };
@@ -193,6 +220,7 @@ inline void raise_what_failed() {
 // The host blocks. `why` is what is counted.
 inline void synchronise(Stream* stream, uint64_t ticket, const std::string& why) {
   counters().add(counters().synchronisations, why);
+  host_is_active();
   stream->wait(ticket);
   raise_what_failed();
 }
@@ -200,6 +228,7 @@ inline void synchronise(Stream* stream, uint64_t ticket, const std::string& why)
 struct Event {
   Stream* stream = nullptr;
   uint64_t ticket = 0;
+  int64_t moment = 0;  // of the stream's clock
 };
 
 }  // namespace simgpu

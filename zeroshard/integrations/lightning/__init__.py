@@ -7,7 +7,7 @@ lightning.Trainer(strategy="zeroshard_stage_3", devices=2)
 
 from zeroshard.integrations.lightning.fabric import FabricZeroStrategy
 from zeroshard.integrations.lightning.folders import write_single_file
-from zeroshard.integrations.lightning.package import fabric_class, trainer_class
+from zeroshard.integrations.lightning.sharding import fabric_class, trainer_class
 from zeroshard.integrations.lightning.trainer import ZeroStrategy
 
 __all__ = ["FabricZeroStrategy", "ZeroStrategy", "write_single_file"]

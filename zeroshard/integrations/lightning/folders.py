@@ -1,4 +1,4 @@
-"""Owns the form of a sharded Lightning checkpoint: a folder by the name that Lightning chose. Called by the two strategies.
+"""Owns the form of a sharded Lightning checkpoint: a folder by the name that Lightning chose.
 
 epoch=0-step=100.ckpt/
     latest
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.loading import Located, open_checkpoint, tasks_for
-from zeroshard.checkpoint.manifest import MANIFEST, dtype_of
+from zeroshard.checkpoint.loading import open_checkpoint
+from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.schedule.kept_in_memory import state_dict_in_memory
 from zeroshard.sharded import Sharded
-from zeroshard.step.model_states import PARAMETERS
 
-_TAG, _KEY = "checkpoint", "lightning"
+_TAG = "checkpoint"
+_KEY = "lightning"
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
@@ -66,16 +66,12 @@ def _rest(values: dict[str, Any], path: str | os.PathLike[str], weights_only: bo
     try:
         rest: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
+        found = re.sub(r".*?GLOBAL (\S+).*", r"\1", str(error), flags=re.DOTALL).splitlines()[0]
         raise CheckpointError(
             f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not make: "
-            f"{_global_of(error)}. Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+            f"{found}. Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         ) from None
     return rest
-
-
-def _global_of(error: Exception) -> str:
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found[1] if found else str(error).splitlines()[0]
 
 
 def refuse_what_is_none(path: str | os.PathLike[str]) -> None:
@@ -95,7 +91,7 @@ def _refuse_remote(path: str | os.PathLike[str]) -> None:
 
 
 def clear_for_file(path: str | os.PathLike[str]) -> None:
-    """One file is about to be written where a folder of ours may be. Rank 0 calls it."""
+    """Remove a folder of ours where one file is about to be written. Rank 0 calls it."""
     if is_sharded(path):
         shutil.rmtree(path)
 
@@ -106,7 +102,9 @@ def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
     One unit is whole at a time.
     """
     state = state_dict_in_memory(module, keeps=rank == 0)
-    return state if rank == 0 else {}
+    if rank != 0:
+        return {}
+    return state
 
 
 def write_single_file(
@@ -126,14 +124,8 @@ def write_single_file(
     """
     reader = open_checkpoint(path, _TAG)
     state: dict[str, Tensor] = {}
-    located: list[Located] = []
-    for record in reader.manifest.parameters.values():
-        saved = record.states.get(PARAMETERS)
-        value = torch.empty(record.shape, dtype=torch.float32 if saved is None else dtype_of(saved.dtype))
-        if saved is not None:
-            located += tasks_for(saved, 0, value.view(-1), record.names[0])
-        state |= dict.fromkeys(record.names, value)
-    reader.read(located)
-    state |= reader.values(reader.manifest.values["ranks"][0]["buffers"])
+    model = list(reader.model())
+    for stored, tensor in zip(model, reader.tensors([(one, one.span) for one in model]), strict=True):
+        state.update(dict.fromkeys(stored.names, tensor.view(stored.shape)))
     rest = _rest(reader.values(reader.manifest.values["shared"]), path, weights_only)
     torch.save({**rest, "state_dict": state}, out)

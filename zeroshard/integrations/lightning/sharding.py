@@ -1,13 +1,16 @@
-"""Owns what is sharded, and how: the strategies' arguments, or a DeepSpeed config. Called by the two strategies."""
+"""Owns the part that both strategies share: Lightning's classes, their arguments, a DeepSpeed config, and fp16's loss scale."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,49 +21,76 @@ from zeroshard.config.fields import Kind, is_off
 from zeroshard.config.load import Config, load_config
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.lr_schedules import Floor, create_scheduler
+from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.policy import Policy, Units
-from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
-from zeroshard.shard import DEFAULT_BUCKET_NUMEL, shard
+from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharded import Sharded
+from zeroshard.sharding import shard
 
 _HONOURED = {
     "zero_optimization", "aio", "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "bf16",
     "activation_checkpointing", "optimizer", "scheduler", "min_lr", "train_batch_size", "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps", "gradient_clipping", "ignored_keys",
 }  # fmt: skip
-"""Blocks and keys of a config that take effect here. (What the Trainer decides too must agree with it.)"""
+"""Blocks and keys of a config that take effect here. (They must agree with the Trainer's own settings.)"""
 
 
-_OF_DDP = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "timeout",
-    "process_group_backend",
-    "start_method",
-)
+def _packages() -> tuple[str, str]:
+    """The packages that the script has imported; where it has imported both or none, the installed ones."""
+    imported = {name for name in ("lightning", "pytorch_lightning") if name in sys.modules}
+    if find_spec("lightning") is not None and imported != {"pytorch_lightning"}:
+        return ("lightning.pytorch", "lightning.fabric")
+    if find_spec("pytorch_lightning") is not None:
+        return ("pytorch_lightning", "lightning_fabric")
+    raise UsageError("zeroshard.integrations.lightning needs Lightning, which is not installed: pip install lightning.")
 
 
-def refuse_strangers(strategy: str, given: Mapping[str, Any], precision: str) -> None:
-    """Raise where a strategy was given an argument that is none of DDPStrategy's, or has no meaning here.
+_TRAINER, _FABRIC = _packages()
 
-    Args:
-        precision: what its argument for the precision is called.
-    """
-    known = (*_OF_DDP[:4], precision, *_OF_DDP[4:])
-    strangers = [name for name in given if name not in known]
-    if strangers:
-        raise UsageError(f"{strategy} has no argument {strangers[0]!r}: of DDPStrategy's it takes {', '.join(known)}.")
+
+def trainer_class(module: str, name: str) -> Any:
+    """Return a class or object of lightning.pytorch."""
+    return getattr(import_module(f"{_TRAINER}.{module}"), name)
+
+
+def fabric_class(module: str, name: str) -> Any:
+    """Return a class or object of lightning.fabric."""
+    return getattr(import_module(f"{_FABRIC}.{module}"), name)
+
+
+class Registered:
+    """A strategy that has names in a registry of Lightning's."""
+
+    _precision_argument = ""
+
+    @classmethod
+    def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
+        """Raise where an argument is none of DDPStrategy's, or has no meaning here."""
+        known = (
+            "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", cls._precision_argument, "timeout",
+            "process_group_backend", "start_method",
+        )  # fmt: skip
+        for name in given:
+            if name not in known:
+                raise UsageError(
+                    f"{cls.__name__} has no argument {name!r}: of DDPStrategy's it takes {', '.join(known)}."
+                )
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy's names: "zeroshard" (stage 2), and one for each of the stages 1 to 3."""
+        for name, stage in (("zeroshard", 2), *((f"zeroshard_stage_{stage}", stage) for stage in (1, 2, 3))):
+            strategy_registry.register(
+                name, cls, description=f"zeroshard, ZeRO stage {stage}", override=True, stage=stage
+            )
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the Trainer, or Fabric, has decided already.
+    """The settings of the Trainer, or of Fabric.
 
     Attributes:
-        precision: as it is called there: "32-true", "bf16-mixed".
+        precision: by its name there: "32-true", "bf16-mixed".
         accumulation, clipping: microbatches a step, the largest norm of the gradients (0: none). None: the user's loop decides.
         steps: of the optimizer in the whole run, for schedulers of the config; infinite where nobody knows.
     """
@@ -72,57 +102,40 @@ class Facts:
 
 
 class Sharding:
-    """What both strategies are told about sharding.
-
-    Args:
-        stage: of ZeRO, 0 to 3; default 2.
-        config: a DeepSpeed config (path or mapping) in place of `stage`, `policy` and `units`.
-        policy: where model states rest, in place of `stage`.
-        units: see `zeroshard.shard`.
-        auto: values for keys of the config that are "auto" and that only you know.
-    """
+    """The arguments about sharding of both strategies; see `ZeroStrategy`."""
 
     def __init__(
-        self,
-        stage: int | None,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None,
-        policy: Policy | None,
-        units: Units | None,
-        auto: Mapping[str, Any] | None,
-    ) -> None:
+        self, stage: int | None, config: str | os.PathLike[str] | Mapping[str, Any] | None, policy: Policy | None,
+        units: Units | None, auto: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
         if config is not None and (stage is not None or policy is not None or units is not None):
             raise UsageError("a config says the stage, the policy and the units itself: leave the others out.")
         if stage is not None and policy is not None:
             raise UsageError("a policy says more than a stage: give one of them.")
         if isinstance(stage, str | os.PathLike | Mapping):
             raise UsageError(f"a stage is a number from 0 to 3, not {stage!r}; a config is given as config=...")
-        self._policy = policy or Policy.stage(2 if stage is None else stage)
-        self._config, self._units, self._auto = config, units, dict(auto or {})
+        if stage is None:
+            stage = 2
+        self._policy = policy or Policy.stage(stage)
+        self._config = config
+        self._units = units
+        self._auto = dict(auto or {})
         self._checkpointer: Checkpointer | None = None
         self.has_config = config is not None
 
     def policy(self, facts: Facts) -> Policy:
-        """Where model states rest."""
-        return self._policy if self._config is None else self._resolve(None, None, facts).policy
-
-    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, facts: Facts) -> Sharded:
-        """Shard a model; without an optimizer for evaluation alone. Every rank must call it."""
+        """The policy: the stage, and the places of model states."""
         if self._config is None:
-            return shard(model, optimizer, self._policy, units=self._units)
-        config = self._resolve(model, optimizer, facts)
-        block = config.schema.activation_checkpointing
-        if block.checkpoint_units is not None:
-            self._checkpointer = Checkpointer(Checkpointing.of(block))
-            self._checkpointer.checkpoint_units(model, block.checkpoint_units, config.units)
-        return shard(
-            model,
-            optimizer,
-            config.policy,
-            precision=config.precision,
-            bucket_numel=min(config.bucket_numel, DEFAULT_BUCKET_NUMEL),
-            overlap=config.overlap,
-            units=config.units,
-        )
+            return self._policy
+        return self._resolve(None, None, facts).policy
+
+    def shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], facts: Facts) -> Sharded:
+        """Shard a model; without optimizers only for evaluation. Every rank must call it."""
+        if self._config is None:
+            return shard(model, optimizers or None, self._policy, units=self._units)
+        config = self._resolve(model, optimizers[0] if optimizers else None, facts)
+        self._checkpointer = Checkpointer.of(config, model)
+        return shard(model, optimizers or None, config.policy, precision=config.precision, **config.shard_arguments)
 
     def unwrap(self) -> None:
         """Units are no longer checkpointed."""
@@ -131,22 +144,23 @@ class Sharding:
             self._checkpointer = None
 
     def optimizer_of_config(self, model: nn.Module, facts: Facts) -> torch.optim.Optimizer | None:
-        """What the config's `optimizer` block names, where it has one."""
+        """Make the config's optimizer, where it names one."""
         if self._config is None:
             return None
         block = self._resolve(model, None, facts).schema.optimizer
+        if block is None:
+            return None
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return None if block is None else create_optimizer(block, trained, model)
+        return create_optimizer(block, trained, model)
 
     def scheduler_of_config(self, sharded: Sharded, facts: Facts) -> Any:
-        """What the config's `scheduler` block names, where it has one; it steps with the optimizer."""
+        """Make the config's scheduler, where it names one; it steps with the optimizer."""
         if self._config is None:
             return None
         schema = self._resolve(None, sharded.optimizer, facts).schema
         if schema.scheduler is None:
             return None
-        scheduler = create_scheduler(schema.scheduler, sharded.optimizer)
-        return Floor(scheduler, sharded.optimizer, schema.min_lr) if schema.min_lr else scheduler
+        return create_scheduler(schema.scheduler, sharded.optimizer, schema.min_lr)
 
     def _resolve(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, facts: Facts) -> Config:
         assert self._config is not None
@@ -161,23 +175,21 @@ class Sharding:
         if math.isfinite(facts.steps):
             known["total_num_steps"] = int(facts.steps)
         if optimizer is not None:
-            known |= {
-                key: optimizer.defaults[key]
-                for key in ("lr", "weight_decay", "betas", "eps")
-                if key in optimizer.defaults
-            }
-            known |= {"optimizer.type": type(optimizer).__name__}
+            options = ("lr", "weight_decay", "betas", "eps")
+            known |= {key: optimizer.defaults[key] for key in options if key in optimizer.defaults}
+            known["optimizer.type"] = type(optimizer).__name__
         config = load_config(self._config, world_size, model, known | self._auto)
-        told = config.schema.gradient_accumulation_steps, config.schema.train_batch_size
-        if told == (None, None):  # the Trainer's; of a loop, that there may be several
-            config = dataclasses.replace(
-                config, batch=dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)
-            )
+        if config.schema.gradient_accumulation_steps is None and config.schema.train_batch_size is None:
+            # The Trainer's number; a loop may have several.
+            batch = dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)
+            config = dataclasses.replace(config, batch=batch)
         else:
             _refuse_accumulation(config, facts)
         _refuse_disagreement(config, facts)
         if model is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-            unused = [*_unused(config), *(["optimizer"] if optimizer is not None and config.schema.optimizer else [])]
+            unused = list(_unused(config))
+            if optimizer is not None and config.schema.optimizer is not None:
+                unused.append("optimizer")
             if unused:
                 warnings.warn(
                     f"these keys of the config have no effect under Lightning: {', '.join(unused)}.", stacklevel=2
@@ -186,9 +198,10 @@ class Sharding:
 
 
 def _refuse_disagreement(config: Config, facts: Facts) -> None:
-    """What two places decide, they must decide alike: nobody would see which one won."""
+    """Raise where the config and Lightning have different values: nobody would see which one won."""
     schema = config.schema
-    for key, said in (("fp16", "16-mixed"), ("torch_autocast", f"{'16' if config.scales_loss else 'bf16'}-mixed")):
+    autocast = "16-mixed" if config.scales_loss else "bf16-mixed"
+    for key, said in (("fp16", "16-mixed"), ("torch_autocast", autocast)):
         if getattr(schema, key).enabled:
             raise ConfigError(
                 f'{key}.enabled: under Lightning the precision is its own: precision="{said}", and no {key} here.'
@@ -199,11 +212,9 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
         )
     clipping = facts.clipping or 0.0
     if "gradient_clipping" in schema.model_fields_set and schema.gradient_clipping != clipping:
-        where = (
-            "the loop is yours: call fabric.clip_gradients"
-            if facts.clipping is None
-            else f"gradient_clip_val is {clipping}"
-        )
+        where = f"gradient_clip_val is {clipping}"
+        if facts.clipping is None:
+            where = "the loop is yours: call fabric.clip_gradients"
         raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, and {where}: let them agree.")
 
 
@@ -228,17 +239,3 @@ def _unused(config: Config) -> Iterator[str]:
         block = getattr(config.schema, name, None)
         if name not in _HONOURED and getattr(block, "enabled", True):
             yield name
-
-
-def the_one(optimizers: list[torch.optim.Optimizer], who: str) -> torch.optim.Optimizer:
-    """The only optimizer.
-
-    Raises:
-        UsageError: there are several.
-    """
-    if len(optimizers) != 1:
-        raise UsageError(
-            f"{who} takes one optimizer for one model, not {len(optimizers)}: put the parameters into param groups of one, or use "
-            'Lightning\'s "ddp" with zeroshard.ZeroRedundancyOptimizer.'
-        )
-    return optimizers[0]

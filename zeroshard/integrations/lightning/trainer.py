@@ -1,93 +1,37 @@
-"""Owns `ZeroStrategy`: zeroshard under `lightning.pytorch.Trainer`. Made by users, called by the Trainer.
+"""Owns `ZeroStrategy`: zeroshard under `lightning.pytorch.Trainer`.
 
-What the Trainer has as precision is the run's: "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16;
+The Trainer's precision is the run's: "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16;
 "-true" makes 16-bit parameters, whose master weights are in fp32 here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from zeroshard.construction.sharded_init import sharded_init
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.package import trainer_class
-from zeroshard.integrations.lightning.scaling import NormOfShards
-from zeroshard.integrations.lightning.sharding import Facts, Sharding, refuse_strangers, the_one
+from zeroshard.integrations.lightning.sharding import (
+    Facts,
+    Registered,
+    Sharding,
+    trainer_class,
+)
 from zeroshard.policy import Policy, Units
 from zeroshard.sharded import Sharded
-from zeroshard.sharded_init import sharded_init
 
 _DDPStrategy: Any = trainer_class("strategies", "DDPStrategy")
-_Precision: Any = trainer_class("plugins.precision", "Precision")
-_Half: Any = trainer_class("plugins.precision", "HalfPrecision")
-_Double: Any = trainer_class("plugins.precision", "DoublePrecision")
-_Mixed: Any = trainer_class("plugins.precision", "MixedPrecision")
 _LRSchedulerConfig: Any = trainer_class("utilities.types", "LRSchedulerConfig")
 
 
-class _Clips:
-    """Gradient clipping over shards: `parameter.grad` has no values when the Trainer clips."""
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        optimizer.clip_grad_norm_(float(clip_val))
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        raise UsageError('gradient_clip_algorithm="value" is not offered by ZeroStrategy: clip by norm.')
-
-
-# Of the same names, under which the Trainer saves their state.
-class Precision(_Clips, _Precision):  # type: ignore[misc]
-    """ "32-true"."""
-
-
-class HalfPrecision(_Clips, _Half):  # type: ignore[misc]
-    """ "bf16-true" and "16-true"."""
-
-
-class DoublePrecision(_Clips, _Double):  # type: ignore[misc]
-    """ "64-true"."""
-
-
-class MixedPrecision(_Clips, _Mixed):  # type: ignore[misc]
-    """ "bf16-mixed" and "16-mixed"."""
-
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        closure()
-        shown = NormOfShards(optimizer, self.scaler.get_scale(), model.device)
-        self.scaler.unscale_(shown)
-        self._after_closure(model, optimizer)
-        result = self.scaler.step(shown, **kwargs)
-        self.scaler.update()
-        return result
-
-
-def _over_shards(plugin: Any) -> Any:
-    """The plugin that does the same over shards."""
-    if isinstance(plugin, _Clips):
-        return plugin
-    kind = type(plugin)
-    if kind is _Mixed:
-        return MixedPrecision(plugin.precision, plugin.device, plugin.scaler)
-    if kind is _Half:
-        return HalfPrecision(plugin.precision)
-    if kind in (_Precision, _Double):
-        return Precision() if kind is _Precision else DoublePrecision()
-    raise UsageError(
-        f"ZeroStrategy does not know the precision plugin {kind.__name__}: it takes 32-true, 64-true, bf16-true, 16-true, "
-        "bf16-mixed and 16-mixed."
-    )
-
-
-class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
-    """Trains one model with one optimizer under ZeRO, with any number of processes, on CPUs and accelerators.
+class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
+    """Trains one model under ZeRO, with any number of processes, on CPUs and accelerators.
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
@@ -112,6 +56,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "zeroshard"
+    _precision_argument = "precision_plugin"
     model: Any
     lr_scheduler_configs: Any
     _lightning_module: Any
@@ -121,33 +66,22 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self, stage: int | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
         policy: Policy | None = None, units: Units | None = None, auto: Mapping[str, Any] | None = None, **ddp: Any,
     ) -> None:  # fmt: skip
-        refuse_strangers("ZeroStrategy", ddp, "precision_plugin")
+        self._refuse_unknown(ddp)
         self.sharded: Sharded | None = None
         self._sharding = Sharding(stage, config, policy, units, auto)
         self._loads_file = True
         self._gave_states_up = self._broke_off = False
         super().__init__(**ddp)
 
-    @property
-    def precision_plugin(self) -> Any:
-        """What the Trainer was told, over shards."""
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else _over_shards(plugin)
-
     def _facts(self) -> Facts:
         trainer = self.lightning_module.trainer
-        accumulation, clipping = int(trainer.accumulate_grad_batches), float(trainer.gradient_clip_val or 0.0)
-        return Facts(str(self.precision_plugin.precision), accumulation, clipping)
+        clipping = float(trainer.gradient_clip_val or 0.0)
+        return Facts(str(self.precision_plugin.precision), int(trainer.accumulate_grad_batches), clipping)
 
     # ------------------------------------------------------------------ set up, and given back
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            self.precision_plugin.clip_grad_by_value(None, 0.0)
         self._broke_off = False
         fits = trainer.state.fn == "fit"
         if fits and self._layer_sync:
@@ -158,25 +92,25 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             self._gave_states_up = False
             self.setup_optimizers(trainer)
         elif any(True for _ in self.model.parameters()):
-            self.sharded = self._sharding.shard(self.model, None, self._facts())
+            self.sharded = self._sharding.shard(self.model, [], self._facts())
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """The module's one optimizer, or the config's, over shards."""
+        """Shard the module with its optimizers, or with the config's."""
         super().setup_optimizers(trainer)
-        optimizer, facts = the_one(self.optimizers, "ZeroStrategy"), self._facts()
+        facts = self._facts()
         if self._sharding.has_config:
             facts = replace(facts, steps=trainer.estimated_stepping_batches)
-        if type(optimizer).__name__ == "_MockOptimizer":  # what Lightning makes of None
+        if type(self.optimizers[0]).__name__ == "_MockOptimizer":  # what Lightning makes of None
             chosen = self._sharding.optimizer_of_config(self.model, facts)
             if chosen is None:
                 raise UsageError("configure_optimizers returned None: return an optimizer, or name one in the config.")
-            optimizer = chosen
-        self.sharded = self._sharding.shard(self.model, optimizer, facts)
-        self.optimizers = [self.sharded.optimizer]
-        scheduler = self._sharding.scheduler_of_config(self.sharded, facts) if not self.lr_scheduler_configs else None
-        if scheduler is not None:
-            self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
+            self.optimizers = [chosen]
+        self.sharded = self._sharding.shard(self.model, self.optimizers, facts)
+        if not self.lr_scheduler_configs:
+            scheduler = self._sharding.scheduler_of_config(self.sharded, facts)
+            if scheduler is not None:
+                self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:
         """Other ranks may be elsewhere: nothing that waits for them may follow."""
@@ -184,7 +118,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """The module is the user's again, whole; after an exception, as whole as it is without the other ranks."""
-        sharded, self.sharded = self.sharded, None
+        sharded = self.sharded
+        self.sharded = None
         module = self._lightning_module
         if sharded is not None:
             self._gave_states_up |= bool(self.optimizers)
@@ -218,7 +153,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ steps
 
     def _step(self, name: str, *args: Any) -> Any:
-        """Run a step as the module's forward: what belongs to no block is brought together once."""
+        """Run a step as the module's forward: parameters outside of all blocks are gathered once."""
         if self.sharded is None:
             return getattr(self.lightning_module, name)(*args)
         return self._forward_redirection(self.model, self.lightning_module, name, *args)
@@ -246,7 +181,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Backwards inside are not the last of their step."""
-        with self.sharded.accumulate() if self.sharded is not None else nullcontext():
+        with ExitStack() as stack:
+            if self.sharded is not None:
+                stack.enter_context(self.sharded.accumulate())
             yield
 
     @contextmanager
@@ -270,10 +207,12 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Empty while the module is sharded: each rank saves its own part."""
-        return {} if self.sharded is not None else dict(self.lightning_module.state_dict())
+        if self.sharded is not None:
+            return {}
+        return dict(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As `lightning_module_state_dict`."""
+        """Return no optimizer state: a checkpoint of zeroshard holds it."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -319,12 +258,4 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             raise UsageError(
                 "the checkpoint is one file, whose optimizer states another strategy saved whole: ZeroStrategy resumes from "
                 "folders of its own. For the weights alone, load them in the module and fit without ckpt_path."
-            )
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by its names."""
-        for name, stage in (("zeroshard", 2), *((f"zeroshard_stage_{stage}", stage) for stage in (1, 2, 3))):
-            strategy_registry.register(
-                name, cls, description=f"zeroshard, ZeRO stage {stage}", override=True, stage=stage
             )

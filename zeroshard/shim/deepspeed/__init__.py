@@ -1,107 +1,65 @@
 """zeroshard under the name `deepspeed`: on the path only when asked (`zeroshard run`, `import zeroshard.as_deepspeed`).
 
-Everything here is a name; what it does lives in zeroshard.
+Everything here is a name; its work is done in zeroshard.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from deepspeed import checkpoint, checkpointing, comm, launcher, moe, ops, pipe, runtime, utils, zero
-from deepspeed import comm as dist
-from deepspeed._missing import missing, refuse
-from deepspeed.accelerator import get_accelerator
+from deepspeed._finder import fill  # first: the modules of the table come by it
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import git_branch, git_hash, version
-from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedParameter
-from deepspeed.utils import OnDevice, log_dist, logger
+from deepspeed.utils.logging import log_dist
 from deepspeed.utils.z3_leaf_module import with_leaf_modules
 from zeroshard import UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
 from zeroshard.config.load import read
 
-__all__ = [
-    "DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedEngine", "DeepSpeedOptimizer", "OnDevice", "PipelineModule", "__version__",
-    "add_config_arguments", "checkpoint", "checkpointing", "comm", "dist", "get_accelerator", "init_distributed", "init_inference",
-    "initialize", "launcher", "log_dist", "logger", "moe", "ops", "pipe", "runtime", "tp_model_init", "utils", "version", "zero",
-]  # fmt: skip
-
-__version__ = version
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
-__git_hash__, __git_branch__ = git_hash, git_branch
 __implementation__ = f"zeroshard {_zeroshard_version}"
 HAS_TRITON = False
 
-__getattr__ = missing(
-    __name__,
-    InferenceEngine="Inference is not its subject: transformers, vLLM or SGLang serve what engine.export() writes.",
-    DeepSpeedHybridEngine="Train with initialize(); inside zeroshard.unsharded(model) each rank may generate.",
-    PipelineEngine="It shards over data-parallel ranks: stage 3 splits a model without pipeline stages.",
-)
-init_inference = refuse(
-    "deepspeed.init_inference",
-    "Inference is not its subject: transformers, vLLM or SGLang serve what engine.export() writes.",
-)
-tp_model_init = refuse(
-    "deepspeed.tp_model_init",
-    "There is no tensor parallelism: leave `tensor_parallel` out of the config, and use stage 3.",
-)
-
 
 def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
+    args: Any = None, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | Mapping[str, Any] | None = None,
-    mesh_param: Any = None,
+    model_parameters: Iterable[Any] | None = None, training_data: Any = None, lr_scheduler: Any = None,
+    distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None, config: str | Mapping[str, Any] | None = None, mesh_param: Any = None,
     config_params: str | Mapping[str, Any] | None = None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """`zeroshard.initialize` with DeepSpeed's arguments: (engine, optimizer, loader or None, scheduler or None).
 
     A process that no launcher started is a group of one rank, as trainers expect it.
     """
     if mesh_param is not None:
-        raise UsageError("initialize(mesh_param=...): zeroshard has no sequence parallelism. Leave it out.")
+        raise UsageError(
+            "initialize(mesh_param=...) is not offered. Set ParallelismConfig(sp_size=...), or use zeroshard.sequence."
+        )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     log_dist(
         f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch}, "
         f"implementation={__implementation__}",
         ranks=[0],
     )
-    given = _one_config(args, config if config is not None else config_params)
+    given = _of_all_ranks(_one_config(args, config if config is not None else config_params), mpu)
     if given is not None and isinstance(model, nn.Module):
         given = with_leaf_modules(model, given)
     made = _initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        config=given,
-        auto=_samples_of_a_microbatch(given),
-        group=_data_parallel_group(mpu),
-        attributes=DeepSpeedParameter,
-    )
+        model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
+        lr_scheduler=lr_scheduler, dist_init_required=dist_init_required, collate_fn=collate_fn, config=given,
+        auto=_samples_of_a_microbatch(given), group=_data_parallel_group(mpu), attributes=DeepSpeedParameter,
+    )  # fmt: skip
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return made
 
@@ -124,6 +82,17 @@ def _one_config(args: Any, config: Any) -> Any:
     return config
 
 
+def _of_all_ranks(config: Any, mpu: Any) -> Any:
+    """Count `train_batch_size` over all ranks, as the engine does: accelerate counts what the ranks of a sequence share once."""
+    size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if size == 1 or config is None:
+        return config
+    found = dict(read(config))
+    if isinstance(found.get("train_batch_size"), int):
+        found["train_batch_size"] *= size
+    return found
+
+
 def _data_parallel_group(mpu: Any) -> Any:
     if mpu is None:
         return None
@@ -143,3 +112,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
+
+
+def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "zeroshard has no deepspeed.init_inference. Inference is not its subject: transformers, vLLM or SGLang serve what "
+        "engine.export() writes."
+    )
+
+
+def tp_model_init(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "zeroshard has no deepspeed.tp_model_init. Divide the model with torch's `parallelize_module` and call "
+        "`zeroshard.shard`; or leave `tensor_parallel` out of the config, and use stage 3."
+    )
+
+
+fill(sys.modules[__name__])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed._missing import missing
-
+__all__ = ["accelerator_name", "compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
 version = "0.19.8"
 git_hash = git_branch = "zeroshard"
 installed_ops: dict[str, bool] = {}
@@ -18,4 +17,3 @@ torch_info = {
     "hip_version": torch.version.hip or "0.0",
     "bf16_support": True,
 }
-__getattr__ = missing(__name__)

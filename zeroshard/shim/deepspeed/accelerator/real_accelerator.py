@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from deepspeed._missing import missing
-
-__getattr__ = missing(__name__)
-
 
 class DeepSpeedAccelerator:
-    """What torch says of the accelerator that there is. Indices default to the current device."""
+    """The accelerator that torch finds. Indices default to the current device."""
 
     def __init__(self) -> None:
         self._kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -39,27 +35,24 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
-        return torch.accelerator.current_device_index() if self._kind is not None else "cpu"
+        return "cpu" if self._kind is None else torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
-        return self.device_name(torch.accelerator.current_device_index()) if self._kind is not None else "cpu"
-
-    def set_device(self, device_index: int) -> None:
-        if self._kind is not None:
-            torch.accelerator.set_device_index(device_index)
+        return self._name if self._kind is None else self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """On a CPU: this machine's ranks, as DeepSpeed says it."""
-        return (
-            torch.accelerator.device_count() if self._kind is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        )
+        """Return the number of devices; on a CPU this machine's ranks, as DeepSpeed does."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self._kind is None else torch.accelerator.device_count()
 
-    def is_available(self) -> bool:
-        return True
+    def set_device(self, device_index: int) -> None:
+        self._call("set_device_index", device_index)
 
     def synchronize(self, device_index: int | None = None) -> None:
-        if self._kind is not None:
-            torch.accelerator.synchronize(device_index)
+        self._call("synchronize", device_index)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Return what torch's accelerator does; None on a CPU."""
+        return None if self._kind is None else getattr(torch.accelerator, name)(*args)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
@@ -72,21 +65,21 @@ class DeepSpeedAccelerator:
 
     # ---- what it can
 
-    def is_synchronized_device(self) -> bool:
-        return self._kind is None
-
-    resolves_data_dependency = use_host_timers = is_synchronized_device
+    def is_available(self) -> bool:
+        return True
 
     def handles_memory_backpressure(self) -> bool:
         return False
 
+    def is_synchronized_device(self) -> bool:
+        return self._kind is None
+
+    is_fp16_supported = is_available
     is_triton_supported = is_graph_supported = handles_memory_backpressure
+    resolves_data_dependency = use_host_timers = is_synchronized_device
 
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if self._name == "cuda" else True
-
-    def is_fp16_supported(self) -> bool:
-        return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float, torch.half, torch.bfloat16]
@@ -95,7 +88,7 @@ class DeepSpeedAccelerator:
         return tensor.is_pinned()
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return tensor.pin_memory() if self._kind is not None else tensor
+        return tensor if self._kind is None else tensor.pin_memory()
 
     def amp(self) -> Any:
         return torch.amp
@@ -103,29 +96,21 @@ class DeepSpeedAccelerator:
     # ---- memory, bytes; 0 on a CPU, whose memory is not torch's
 
     def empty_cache(self) -> None:
-        if self._kind is not None:
-            torch.accelerator.empty_cache()
+        self._call("empty_cache")
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return self._memory("memory_allocated", device_index)
+    def _memory(self, name: str, device_index: int | None = None) -> int:
+        return self._call(name, self.current_device() if device_index is None else device_index) or 0
 
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return self._memory("max_memory_allocated", device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self._memory("memory_reserved", device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self._memory("max_memory_reserved", device_index)
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+    memory_allocated = partialmethod(_memory, "memory_allocated")
+    max_memory_allocated = partialmethod(_memory, "max_memory_allocated")
+    memory_reserved = memory_cached = partialmethod(_memory, "memory_reserved")
+    max_memory_reserved = max_memory_cached = partialmethod(_memory, "max_memory_reserved")
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        return dict(torch.accelerator.memory_stats(self.current_device())) if self._kind is not None else {}
+        return dict(self._call("memory_stats", self.current_device()) or {})
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if self._kind is not None:
-            torch.accelerator.reset_peak_memory_stats()
+        self._call("reset_peak_memory_stats")
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
@@ -142,11 +127,13 @@ class DeepSpeedAccelerator:
         free, total = torch.get_device_module(self._name).mem_get_info(device_index)
         return free, total
 
-    def _memory(self, what: str, device_index: int | None) -> int:
-        if self._kind is None:
-            return 0
-        index = self.current_device() if device_index is None else device_index
-        return int(getattr(torch.accelerator, what)(index))
+    # ---- marks for a profiler, where torch has them
+
+    def range_push(self, msg: str) -> Any:
+        return torch.cuda.nvtx.range_push(msg) if self._name == "cuda" else None
+
+    def range_pop(self) -> Any:
+        return torch.cuda.nvtx.range_pop() if self._name == "cuda" else None
 
     # ---- streams and random numbers
 
@@ -160,7 +147,7 @@ class DeepSpeedAccelerator:
         return nullcontext() if stream is None else stream  # type: ignore[no-any-return]
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        return None if self._kind is None else torch.accelerator.current_stream(device_index)
+        return self._call("current_stream", device_index)
 
     def random(self) -> Any:
         return torch.random
@@ -174,12 +161,14 @@ class DeepSpeedAccelerator:
         return torch.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        module = torch if self._kind is None else torch.get_device_module(self._name)
-        return module.get_rng_state() if device_index is None else module.get_rng_state(device_index)  # type: ignore[no-any-return]
+        return self._rng("get_rng_state", device_index)  # type: ignore[no-any-return]
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        self._rng("set_rng_state", device_index, new_state)
+
+    def _rng(self, name: str, device_index: int | None, *state: torch.Tensor) -> Any:
         module = torch if self._kind is None else torch.get_device_module(self._name)
-        module.set_rng_state(new_state) if device_index is None else module.set_rng_state(new_state, device_index)
+        return getattr(module, name)(*state, *([] if device_index is None else [device_index]))
 
 
 @cache
@@ -189,5 +178,5 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whatever torch runs on."""
+    """Return True, on all that torch runs on."""
     return True

@@ -8,22 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 import zeroshard
-from deepspeed._missing import missing
 from zeroshard import UsageError
 
-__all__ = [
-    "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",
-    "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
-    "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad", "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-]  # fmt: skip
-__getattr__ = missing(__name__)
-
-_PARAMETERS, _GRADIENTS = "parameters", "gradients"
+_PARAMETERS = "parameters"
+_GRADIENTS = "gradients"
 
 
 def _trained(param: Tensor) -> zeroshard.ParameterStates | None:
-    """None of what no engine trains."""
+    """Return the parameter's states; None if no engine trains it."""
     try:
         states = zeroshard.parameter_states(param)
     except UsageError:

@@ -9,15 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from deepspeed._missing import missing
 from zeroshard.config.load import read
 from zeroshard.layout.bucketing import MIXTURES
-
-__all__ = [
-    "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "with_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
-]  # fmt: skip
-__getattr__ = missing(__name__)
 
 _marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -74,7 +67,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The other way."""
+    """Undo `set_z3_leaf_modules` of these classes."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 

@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[2]
-    )  # a script's own folder goes first, and this one holds a torch.py
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed._missing import missing
 from zeroshard.cli.options import nbytes_of
 from zeroshard.formats import consolidated, hugging_face
-
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint",
-]  # fmt: skip
-
-_INSTEAD = (
-    "Checkpoints here have one format: get_fp32_state_dict_from_zero_checkpoint and `zeroshard consolidate` read them."
-)
-__getattr__ = missing(__name__, get_model_state_file=_INSTEAD, get_optim_files=_INSTEAD)
 
 Folder = str | os.PathLike[str]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Folder,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
+    checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
     """The whole model, for `model.load_state_dict`, in fp32 on the CPU (also with `lazy_mode`)."""
     return consolidated.state_dict_of(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
@@ -51,35 +30,27 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folde
 
 
 def convert_zero_checkpoint_to_state_dict(
-    checkpoint_dir: Folder,
-    output_dir: Folder,
-    dtype: torch.dtype | str = torch.float32,
-    max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
+    checkpoint_dir: Folder, output_dir: Folder, dtype: torch.dtype | str = torch.float32, max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
     """Write it to a folder: with torch.save, or as safetensors."""
     wanted: Any = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     limit = float("inf") if max_shard_size is None else nbytes_of(str(max_shard_size))
     with consolidated.open_any(checkpoint_dir, tag) as reader:
-        if safe_serialization and not exclude_frozen_parameters:
-            hugging_face.export(reader, output_dir, wanted, max_shard_nbytes=limit)
+        if safe_serialization:
+            hugging_face.export(
+                reader, output_dir, wanted, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters
+            )
         else:
             consolidated.write_files(
-                reader, output_dir, dtype=wanted, max_shard_nbytes=limit,
-                exclude_frozen=exclude_frozen_parameters, safe=safe_serialization,
-            )  # fmt: skip
+                reader, output_dir, dtype=wanted, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters
+            )
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Folder,
-    output_dir: Folder,
-    max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
+    checkpoint_dir: Folder, output_dir: Folder, max_shard_size: str | int | None = "5GB", safe_serialization: bool = False,
+    tag: str | None = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
     """The same, in fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
@@ -96,15 +67,9 @@ def main() -> None:
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: what `latest` names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="(says nothing more)")
-    told = parser.parse_args()
-    convert_zero_checkpoint_to_fp32_state_dict(
-        told.checkpoint_dir,
-        told.output_dir,
-        told.max_shard_size,
-        told.safe_serialization,
-        told.tag,
-        told.exclude_frozen_parameters,
-    )
+    arguments = vars(parser.parse_args())
+    del arguments["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**arguments)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init_distributed
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 import zeroshard
-from deepspeed._missing import missing
-from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import init_distributed
 from zeroshard import UsageError
-from zeroshard.config.birth import Birth, load_birth
-
-__all__ = [
-    "GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "get_accelerator", "is_zero_param",
-    "register_external_parameter", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor",
-]  # fmt: skip
-__getattr__ = missing(
-    __name__,
-    shutdown_init_context="Leave the `with zero.Init()` block before you build what is not to be sharded.",
-    restore_init_context="Leave the `with zero.Init()` block before you build what is not to be sharded.",
-)
+from zeroshard.config.load import Birth, load_birth
 
 _orig_torch_arange, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones, _orig_torch_full = (
     torch.arange, torch.empty, torch.zeros, torch.ones, torch.full,
@@ -35,7 +24,7 @@ _orig_torch_arange, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones, _ori
 
 
 class ZeroParamType(enum.Enum):
-    """What kind of parameter it is."""
+    """The kind of a parameter."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -117,31 +106,16 @@ class Init:
     """`zeroshard.sharded_init` with rank 0's values; with `module`, `zeroshard.cut` of what is there."""
 
     def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
-        tensor_overrides: Any = None,
-    ) -> None:
-        for name, asked, instead in (
-            ("zero_quantized_weights", zero_quantized_weights, "parameters are born exact; say it in the config"),
-            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights, "what is frozen rests exact"),
-            ("zero_param_parallel_group", zero_param_parallel_group is not None, "zero_hpz_partition_size names them"),
-        ):
-            if asked:
-                raise UsageError(f"zero.Init({name}=...): {instead}. Leave it out.")
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
+        remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = None,
+    ) -> None:  # fmt: skip
+        if zero_param_parallel_group is not None:
+            raise UsageError(
+                "zero.Init(zero_param_parallel_group=...): zero_hpz_partition_size names the ranks of a host. Leave it out."
+            )
         self.enabled = enabled
         said = config_dict_or_path if config_dict_or_path is not None else config
         birth = load_birth(said) if said is not None else Birth()
@@ -181,13 +155,11 @@ class GatheredParameters:
     """`zeroshard.unsharded`. Without a modifier rank changes are undone; with one they count under every stage."""
 
     def __init__(
-        self,
-        params: Tensor | Iterable[Any],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
+        self, params: Tensor | Iterable[Any], modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
         enabled: bool = True,
-    ) -> None:
-        self.enabled, self._rank = enabled, modifier_rank
+    ) -> None:  # fmt: skip
+        self.enabled = enabled
+        self._rank = modifier_rank
         given = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else []
         self.params = [
             one for one in given if is_zero_param(one) or (modifier_rank is not None and isinstance(one, Tensor))
@@ -210,7 +182,7 @@ _external: WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = WeakKeyDictionary
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """From now on, the parameter is whole while the module's forward runs, and where its backward needs it."""
+    """Keep the parameter whole, from now on, while the module's forward runs, and where its backward needs it."""
     if not isinstance(module, nn.Module):
         raise RuntimeError(f"register_external_parameter takes a module first, not {type(module).__name__}.")
     if not isinstance(parameter, nn.Parameter):

@@ -1,0 +1,34 @@
+"""Owns `zeroshard` of the command line, called in this process: a process of its own imports torch for seconds."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from unittest import mock
+
+from zeroshard.cli.main import main
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a finished program left, as `subprocess.CompletedProcess` names it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def zeroshard(*arguments: str, columns: int = 150) -> Done:
+    """Run the program with these arguments on a terminal of so many columns."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    terminal = mock.patch.dict(os.environ, COLUMNS=str(columns))
+    typed = mock.patch.object(sys, "argv", ["zeroshard", *arguments])
+    with terminal, typed, redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return Done(code, out.getvalue(), err.getvalue())

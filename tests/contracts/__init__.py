@@ -1,0 +1,1 @@
+"""Stock scripts, which contain nothing of zeroshard, and the process that runs them."""

@@ -1,0 +1,123 @@
+"""A stock script whose sequences lie on two ranks each, as accelerate's guide has it: `long_sequences.py CASES.json OUT.json`.
+
+It knows nothing of zeroshard. With `"ranks": 1` it is the same training on one process.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from cases import run_all
+from torch import Tensor
+from torch.utils.data import Dataset, SequentialSampler
+
+transformers.logging.set_verbosity_error()
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Eight sequences, of which fewer and fewer tokens count."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 64, (14,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[:index] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+class InOrder(transformers.Trainer):
+    """Two ranks of one sequence load what one process loads."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+def words() -> Any:
+    """Return a tokenizer of the words t0 to t63."""
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel({f"t{number}": number for number in range(64)}, unk_token="t0")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="t1", pad_token="t2")
+
+
+def tuner(**arguments: Any) -> Any:
+    """Return TRL's trainer for fine-tuning, over prompts and completions of several lengths."""
+    import trl
+    from datasets import Dataset as Rows
+
+    class Tuner(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        _get_train_sampler = InOrder._get_train_sampler
+
+    rows = [
+        {
+            "input_ids": Tokens()[n]["input_ids"][n:].tolist(),
+            "completion_mask": [0] * (2 + n // 2) + [1] * (12 - n - n // 2),
+        }
+        for n in range(8)
+    ]
+    more = {"bf16": False, "gradient_checkpointing": False, "pad_to_multiple_of": 4}
+    options = trl.SFTConfig(**arguments.pop("options"), **more)
+    return Tuner(**arguments, args=options, train_dataset=Rows.from_list(rows), processing_class=words())
+
+
+def parallelism(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that cut sequences."""
+    if case["stage"] is None:
+        return {}
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    config = {
+        "zero_optimization": {"stage": case["stage"]},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    return {
+        "parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
+        "deepspeed": config,
+    }
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train, evaluate between, and save."""
+    options: dict[str, Any] = dict(
+        output_dir=str(folder), per_device_train_batch_size=1, per_device_eval_batch_size=1, max_steps=4, learning_rate=1e-2,
+        lr_scheduler_type="constant", logging_steps=1, eval_steps=2, save_strategy="no", report_to=[],
+        disable_tqdm=True, seed=0, max_grad_norm=0.5, use_cpu=case["stage"] is None, adam_epsilon=1e-3, **parallelism(case),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    if case.get("tuner"):
+        trainer = tuner(model=model, options=options)
+    else:
+        options |= {"eval_strategy": "steps", "gradient_checkpointing": case["checkpointing"]}
+        trainer = InOrder(
+            model, transformers.TrainingArguments(**options), train_dataset=Tokens(), eval_dataset=Tokens()
+        )
+    trainer.train()
+    history = trainer.state.log_history
+    trainer.save_model(str(folder / "final"))
+    trainer.accelerator.wait_for_everyone()
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "saved": "attn" in (folder / "final" / "config.json").read_text()
+        if int(os.environ.get("RANK", "0")) == 0
+        else None,
+    }
+
+
+if __name__ == "__main__":
+    run_all(run)

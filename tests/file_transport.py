@@ -1,0 +1,197 @@
+"""A transport of a hundred lines: ranks write what they send to files of one folder. It shows what a transport has to be."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.base import Reduction, Work, nothing, sum_into
+from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.watch import Watch
+
+FOLDER = "ZEROSHARD_TEST_FOLDER"
+"""The environment variable that names the folder."""
+
+
+class Files(Grouped):
+    """A message is a file named by its sender, its operation, and how many of that kind came before."""
+
+    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
+        super().__init__(members, device, predivide_factor, watch)
+        number = len(list(Path(os.environ[FOLDER]).glob(f"*.{members.own}")))
+        (Path(os.environ[FOLDER]) / f"{number}.{members.own}").touch()
+        self._folder = Path(os.environ[FOLDER]) / f"{number}.{'-'.join(map(str, members.ranks))}"
+        self._folder.mkdir(exist_ok=True)
+        self._count: Counter[str] = Counter()
+
+    def next(self, operation: str) -> str:
+        """Return the name of the next operation of a kind, the same on every rank."""
+        self._count[operation] += 1
+        return f"{operation}.{self._count[operation]}"
+
+    def send(self, name: str, tensor: Tensor, receivers: int) -> None:
+        """Write a tensor for so many ranks. It may be written to again at once."""
+        self.sent[name.split(" ", maxsplit=1)[0]] += tensor.nbytes * receivers
+        part = self._folder / f"part.{self.rank}"
+        part.write_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        part.rename(self._folder / f"{name}.from.{self.rank}")
+
+    def receive(self, name: str, sender: int, out: Tensor, label: str) -> None:
+        """Wait for a rank's tensor."""
+        path, deadline = self._folder / f"{name}.from.{sender}", time.monotonic() + self.members.timeout.total_seconds()
+        with self.guarded(label, sender), self.measure(name.rsplit("_", maxsplit=1)[-1].split(" ", maxsplit=1)[0]):
+            while not path.exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"timed out waiting for {path.name}")
+                time.sleep(0.0005)
+            data = bytearray(path.read_bytes())
+            if len(data) != out.nbytes:
+                raise RuntimeError(f"rank {sender} sent {len(data)} bytes, and this rank expects {out.nbytes}")
+        if data:
+            out.detach().copy_(torch.frombuffer(data, dtype=out.dtype).view(out.shape))
+
+    # ------------------------------------------------------------------ the five operations
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        name = self.next(f"all_gather {bucket}")
+        self.send(name, rows[self.rank], self.world_size - 1)
+        return Arriving(self, name, {other: rows[other] for other in range(self.world_size)}, label)
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+        name = self.next(f"reduce_scatter {bucket}")
+        self.send(name, rows, 1)
+        return Mean(self, name, rows, label)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self.transfer(tensor, source, self.rank, "a broadcast", "broadcast").wait()
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        rows = torch.zeros(self.world_size, len(data), dtype=torch.uint8)
+        rows[self.rank] = torch.tensor(list(data), dtype=torch.uint8)
+        name = self.next("exchange")
+        self.send(name, rows[self.rank], self.world_size - 1)
+        Arriving(self, name, {other: rows[other] for other in range(self.world_size)}, label).wait()
+        return [row.numpy().tobytes() for row in rows]
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str, kind: str = "transfer") -> Work:
+        name = self.next(f"{kind} {source}")
+        if self.rank == source:
+            self.send(name, tensor, 1)
+        return Arriving(self, name, {source: tensor} if self.rank == target != source else {}, label)
+
+
+class Arriving(Work):
+    """Tensors on their way from other ranks, by rank."""
+
+    def __init__(self, files: Files, name: str, expected: dict[int, Tensor], label: str) -> None:
+        self._files, self._name, self._label = files, name, label
+        self._expected = {sender: out for sender, out in expected.items() if sender != files.rank}
+
+    def wait(self) -> None:
+        while self._expected:
+            sender = next(iter(self._expected))
+            self._files.receive(self._name, sender, self._expected[sender], self._label)
+            del self._expected[sender]
+
+
+class Mean(Reduction):
+    """The sum over ranks, in their order, divided."""
+
+    def __init__(self, files: Files, name: str, rows: Tensor, label: str) -> None:
+        self._files, self._name, self._rows, self._label = files, name, rows, label
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        files, contributions = self._files, []
+        for sender in range(files.world_size):
+            rows = self._rows
+            if sender != files.rank:
+                rows = torch.empty_like(self._rows)
+                files.receive(self._name, sender, rows, self._label)
+            contributions.append(rows[files.rank])
+        sum_into(contributions, files.divisor, out, accumulate)
+
+
+class Lending(Files):
+    """As `Files`, but what an operation sends counts as lent until somebody waits for its release. A write before that raises."""
+
+    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
+        super().__init__(members, device, predivide_factor, watch)
+        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+        """By a number, the memory and what it held when it was lent."""
+        self._resting: set[int] = set()
+        """The numbers of what rests here: parameters that others gather."""
+        self._numbers = count()
+
+    def lend(self, memory: Tensor) -> int:
+        """Return the number of what is lent."""
+        number = next(self._numbers)
+        self._lent[number] = memory, memory.clone()
+        return number
+
+    def check(self) -> None:
+        """Raise where somebody wrote to what is lent."""
+        for memory, lent in self._lent.values():
+            if not torch.equal(memory, lent):
+                raise AssertionError("memory was written to before its release")
+
+    def give_back(self, number: int) -> None:
+        """End a loan."""
+        self.check()
+        self._lent.pop(number, None)
+
+    def is_lent(self, number: int) -> bool:
+        """Whether nobody waited for its release so far."""
+        return number in self._lent
+
+    def next(self, operation: str) -> str:
+        self.check()
+        return super().next(operation)
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        if own is not None:
+            self._resting.add(self.lend(own))
+        return super().all_gather(rows, bucket, label, own, prepare)
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+        arriving = super().reduce_scatter(rows, workspace, bucket, label)
+        assert isinstance(arriving, Mean)
+        numbers = [self.lend(rows[other]) for other in range(self.world_size) if other != self.rank]
+        return LentMean(arriving, self, numbers)
+
+    def wait_released(self, memory: Tensor | None = None) -> None:
+        self.check()
+        for number in [*self._resting]:
+            if memory is None or self._lent[number][0].data_ptr() == memory.data_ptr():
+                self._resting.remove(number)
+                del self._lent[number]
+
+
+class LentMean(Reduction):
+    """A reduction whose rows stay lent after its end."""
+
+    def __init__(self, mean: Mean, lender: Lending, numbers: list[int]) -> None:
+        self._mean, self._lender, self._numbers = mean, lender, numbers
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self._mean.finish(out, accumulate=accumulate)
+
+    def wait_released(self) -> None:
+        for number in self._numbers:
+            self._lender.give_back(number)
+
+    @property
+    def is_released(self) -> bool:
+        return not any(map(self._lender.is_lent, self._numbers))

@@ -1,0 +1,253 @@
+"""Owns the ranks that tests share: processes that stay from case to case, joined in one gloo process group.
+
+`on_ranks` does what `zeroshard.testing.run_ranks` does, without the tenths of a second that a start takes. Ranks are replaced
+after a failure or a timeout, and after a case that leaves something behind: a patch, a process group, a thread. Cases that
+end their processes, patch zeroshard in the parent, or measure their process take fresh ranks: `run_ranks`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from zeroshard.testing import RankError, run_ranks
+from zeroshard.testing.ranks import join_store
+
+__all__ = ["RankError", "on_ranks", "run_ranks"]
+
+PATCHED = (
+    types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod, int, float, str,
+)  # fmt: skip
+"""Types of the values that cases replace."""
+GRACE_SECONDS = 10.0
+"""Time for the other ranks to fail after one did: they see its closed connections, or hang."""
+PATCHABLE = ("os", "time", "socket", "select", "signal", "pathlib", "torch.accelerator")
+"""Modules besides those of zeroshard that cases patch."""
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+    """Call `function(rank, *args)` on `world_size` ranks that are joined, and return their results in rank order.
+
+    Args:
+        function: a function of a module or a closure, sent by cloudpickle; its result returns by pickle. A closure sees copies
+            of the globals that it names, so what it appends to a list of its module stays in the copy.
+        timeout: seconds after which ranks that still run are hung; the error holds every rank's stack.
+
+    Raises:
+        RankError: with every failed rank's traceback.
+    """
+    if changed := _changed(_AS_IMPORTED):
+        raise ValueError(f"{', '.join(changed)} is patched in this process, which warm ranks do not see: use run_ranks")
+    ranks = _warm.pop(world_size, None) or Ranks(world_size)
+    results = ranks.run(function, args, timeout)
+    if ranks.are_clean:
+        _warm[world_size] = ranks
+    else:
+        ranks.end()
+    return results
+
+
+class Ranks:
+    """A set of processes that wait for the next case."""
+
+    def __init__(self, world_size: int) -> None:
+        self.are_clean = True
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self._pids: list[int] = []
+        self._connections: list[Connection] = []
+        door = socket.create_server(("127.0.0.1", 0))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(world_size):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                _serve(Connection(theirs.detach()), rank, world_size, door, self._stack(rank))
+            theirs.close()
+            self._pids.append(pid)
+            self._connections.append(Connection(ours.detach()))
+        door.close()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Call it on every rank. After an error the ranks are gone."""
+        request = cloudpickle.dumps((function, args, dict(os.environ)))
+        for connection in self._connections:
+            connection.send_bytes(request)
+        answers, reports = self._answers(timeout)
+        if reports:
+            self.end()
+            raise RankError(f"{len(reports)} of {len(self._pids)} ranks failed\n" + "\n".join(reports))
+        self.are_clean = all(is_clean for _, is_clean in answers.values())
+        return [answers[rank][0] for rank in sorted(answers)]
+
+    def _answers(self, timeout: float) -> tuple[dict[int, tuple[Any, bool]], list[str]]:
+        """Return (result, whether nothing is left behind) of each rank, and a report for each that failed or hung."""
+        deadline = time.monotonic() + timeout
+        waited_for = {connection: rank for rank, connection in enumerate(self._connections)}
+        answers, reports = {}, []
+        while waited_for:
+            ready = wait(list(waited_for), max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waited_for.pop(connection)
+                error, *answer = self._receive(connection, rank)
+                if error is None:
+                    answers[rank] = answer
+                else:
+                    reports.append(f"--- rank {rank} failed:\n{error}")
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers, reports + [self._stack_of_hung(rank) for rank in waited_for.values()]
+
+    def _receive(self, connection: Any, rank: int) -> Any:
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except EOFError:
+            _, status = os.waitpid(self._pids[rank], 0)
+            self._pids[rank] = 0
+            return f"ended with exit status {os.waitstatus_to_exitcode(status)} and no traceback", None, False
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stack.{rank}"
+
+    def _stack_of_hung(self, rank: int) -> str:
+        os.kill(self._pids[rank], signal.SIGUSR1)
+        for _ in range(50):  # the handler writes within milliseconds on an idle machine
+            time.sleep(0.05)
+            if self._stack(rank).exists() and "most recent call first" in self._stack(rank).read_text():
+                break
+        return f"--- rank {rank} hung; its stack:\n{self._stack(rank).read_text()}"
+
+    def end(self) -> None:
+        """Kill the processes."""
+        for connection in self._connections:
+            connection.close()
+        for pid in filter(None, self._pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._folder.cleanup()
+
+
+_warm: dict[int, Ranks] = {}
+"""By world size. They end with this process."""
+
+
+# ---------------------------------------------------------------------- in a rank
+
+
+def _serve(connection: Connection, rank: int, world_size: int, door: socket.socket, stack: Path) -> None:
+    """Run cases until one fails or the parent is gone. Never returns."""
+    try:
+        _end_with_parent()
+        torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
+        gc.freeze()  # what was imported is in no cycle that a case makes
+        timeout = timedelta(seconds=60)
+        store = join_store(door, rank, world_size, timeout)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        own |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        while True:
+            function, args, environment = pickle.loads(connection.recv_bytes())
+            answer = _case(function, rank, args, {**environment, **own})
+            connection.send_bytes(pickle.dumps(answer))
+            if answer[0] is not None:
+                break  # its connections close, so that the others do not wait for it
+    except (EOFError, OSError):
+        pass
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Linux's PR_SET_PDEATHSIG: other children of the parent hold our connections, so their end would not be seen."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _state() -> tuple[Any, ...]:
+    """Return what a case may change of its process, beside names."""
+    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    limits = [resource.getrlimit(one) for one in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)]
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGXFSZ)]
+    torch_wide = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    return groups, limits, handlers, torch_wide, Path.cwd()
+
+
+def _case(function: Any, rank: int, args: Any, environment: dict[str, str]) -> tuple[str | None, Any, bool]:
+    """Return (traceback or None, result, whether nothing is left behind)."""
+    names, state, threads = _names(), _state(), set(threading.enumerate())
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        result = function(rank, *args)
+    except BaseException:
+        return traceback.format_exc(), None, False
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    del function
+    gc.collect()
+    gc.freeze()  # what is left was imported
+    is_clean = not _changed(names) and _state() == state and set(threading.enumerate()) <= threads
+    return None, result, is_clean
+
+
+# ---------------------------------------------------------------------- what a case may leave behind
+
+
+def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield modules, and the classes that they define, by name."""
+    for name, module in list(sys.modules.items()):
+        if name in PATCHABLE or name.partition(".")[0] == "zeroshard":
+            yield name, vars(module)
+            for key, value in list(vars(module).items()):
+                if type(value) is type and value.__module__ == name:
+                    yield f"{name}.{key}", vars(value)
+
+
+def _names() -> dict[str, dict[str, Any]]:
+    return {scope: {key: value for key, value in names.items() if type(value) in PATCHED} for scope, names in _scopes()}
+
+
+def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the names whose values are others than before.
+
+    torch wraps `step` in the class of an optimizer when the first object is made: that is no change.
+    """
+    return [
+        f"{scope}.{key}"
+        for scope, names in _scopes()
+        for key, value in before.get(scope, {}).items()
+        if names.get(key) is not value and not hasattr(names.get(key), "hooked")
+    ]
+
+
+_AS_IMPORTED = _names()

@@ -1,0 +1,88 @@
+"""Owns what the host does beside its device: threads, groups of some ranks, asynchronous saves."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Stack
+
+import zeroshard
+from simgpu import device as simgpu
+from simgpu import simccl
+from simgpu.bodies import BF16, Training, folder_of_all
+from zeroshard import Place, Policy
+
+
+def group_beside_a_bound_world(rank: int, splits: bool) -> str:
+    """Shard over two of three ranks, where torch would split the communicator of all."""
+    group = dist.new_group([0, 1])
+    world: Any = dist.group.WORLD
+    world.bound_device_id = simgpu.device()
+    backend: Any = simccl.SimCCL
+    backend.supports_splitting = splits
+    if rank == 2:
+        return ""
+    model = Stack().to(simgpu.device())
+    try:
+        zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(2), group=group)
+    except zeroshard.UsageError as error:
+        return str(error)
+    return "sharded"
+
+
+def threads_that_took_the_device(rank: int) -> set[str]:
+    """Train from disk and save behind the training; return the kinds of threads that chose this rank's device."""
+    found = set()
+    accelerator: Any = torch.accelerator
+    before = accelerator.set_device_index
+
+    def note(index: int) -> None:
+        found.add(threading.current_thread().name.rstrip("_0123456789"))
+        before(index)
+
+    accelerator.set_device_index = note
+    with folder_of_all() as folder:
+        on_disk = Training(simgpu.device(), Policy.stage(2).offloaded(optimizer=Place.DISK, path=folder))
+        on_disk.step()
+        here = Training(simgpu.device(), Policy.stage(2))
+        here.step()
+        here.sharded.save(folder, "x", asynchronous=True)
+        here.sharded.checkpoints.wait()
+        on_disk.end()
+        here.end()
+    return found
+
+
+def asynchronous_save(rank: int, stage: int) -> dict[str, Any]:
+    """Count what an asynchronous save makes the host wait for, the first and the second."""
+    training = Training(simgpu.device(), Policy.stage(stage), BF16)
+    checkpoints: Any = training.sharded.checkpoints
+    write_behind = checkpoints._write_behind
+    may_write = threading.Event()
+
+    def write(*arguments: Any) -> None:
+        may_write.wait()  # the thread that writes waits for copies, and is not counted
+        write_behind(*arguments)
+
+    checkpoints._write_behind = write
+    found = []
+    with folder_of_all() as folder:
+        for tag in ("one", "two"):
+            training.step()
+            checkpoints.wait()
+            may_write.clear()
+            training.backward()
+            training.sharded.clip_grad_norm_(1.0)
+            training.sharded.optimizer.step()
+            training.sharded.optimizer.zero_grad()
+            simgpu.reset_counts()
+            training.sharded.save(folder, tag, asynchronous=True)
+            counts = simgpu.counts()
+            found.append({"waits": dict(counts.synchronisations), "pageable": dict(counts.pageable_copies)})
+            may_write.set()
+        checkpoints.wait()
+    training.end()
+    return {"saves": found}

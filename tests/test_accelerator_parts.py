@@ -1,0 +1,97 @@
+"""`make accelerator` on the simulated device, tiny: each part ends in its time, and the page takes its figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("facts", "right", "memory", "speed", "offload")
+EXPECTED = {
+    "facts": "pinning, GB/s",
+    "right": "body: activation_checkpointing",
+    "memory": "peak_reserved_gib",
+    "speed": "zeroshard, stage 3, collectives forced",
+    "offload": "tokens_per_s",
+}
+"""A word of the last rows of each part."""
+
+
+def rehearse(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks/accelerator.py"), "--rehearse", "--out", str(out), *more]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+
+
+def results(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_ends_in_its_time(part: str, tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--part", part, "--minutes", "5")
+    log = (tmp_path / f"{part}.log").read_text()
+    assert done.returncode == 0, log[-3000:]
+    found = results(tmp_path)["parts"][part]
+    assert found["end"] == "done"
+    assert found["about"]["rehearsal"]
+    assert EXPECTED[part] in json.dumps(found["rows"])
+    assert "failed" not in json.dumps(found["rows"]), found["rows"]
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        assert set(archive.getnames()) == {"results.json", f"{part}.log"}
+
+
+def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runner = importlib.import_module("accelerator")
+    known = {"parts": {"facts": {"rows": [{"fact": "x", "value": 1.0}], "end": "done", "seconds": 1.0}}}
+    (tmp_path / "results.json").write_text(json.dumps(known))
+    (tmp_path / "accelerator.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 1.0)
+    assert runner.run_part("speed", tmp_path, 2.0, rehearse=True).startswith("ended after its 2 s")
+    found = results(tmp_path)["parts"]
+    assert found["facts"] == known["parts"]["facts"]
+    assert found["speed"]["end"].startswith("ended after its 2 s")
+
+
+def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
+    assert len(rows) > 10
+    assert all(row["left_out"] == "no time" for row in rows)
+
+
+def test_the_page_takes_the_figures(tmp_path: Path) -> None:
+    row = {"system": "a", "ms": 12.345, "mfu": None}
+    part = {"rows": [row], "end": "done", "seconds": 61.2, "about": {"device": "D", "torch": "2", "rehearsal": False}}
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
+    command = [sys.executable, str(ROOT / "benchmarks/accelerator_page.py"), str(tmp_path / "results.json"), str(page)]
+    for is_rehearsal in (True, False):
+        part["about"]["rehearsal"] = is_rehearsal  # type: ignore[index]
+        (tmp_path / "results.json").write_text(json.dumps({"parts": {"speed": part}}))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode != 0) == is_rehearsal
+    text = page.read_text()
+    assert "| a | 12.35 |  |" in text
+    assert "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "61 s" in text
+
+
+def test_the_page_of_the_docs_has_its_marks() -> None:
+    text = (ROOT / "docs/accelerators.md").read_text()
+    assert text.count("<!-- figures: begin -->") == text.count("<!-- figures: end -->") == 1

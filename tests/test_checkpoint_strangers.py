@@ -1,0 +1,313 @@
+"""Checkpoints in hands that nobody expects: a stranger's manifest, links, a clock that is set right, the end of a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from twin import build, step
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import CheckpointError, UsageError
+from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint import saving
+from zeroshard.checkpoint.loading import open_checkpoint
+from zeroshard.cli.main import app
+from zeroshard.formats.hugging_face import export
+
+
+def save(folder: Path, *tags: str, **more: Any) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(2)
+        for number, tag in enumerate(tags):
+            step(model, sharded, rank, number)
+            sharded.save(folder, tag, **more)
+
+    on_ranks(body, 1)
+
+
+def change(checkpoint: Path, what: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, with a checksum that is right."""
+    path = checkpoint / files.MANIFEST
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    what(body)
+    path.write_text(json.dumps({**body, "checksum": files._digest(body)}))
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+@pytest.mark.parametrize(
+    "name", ["/{}/outside/", "../outside/", "a/../../outside/", "..", "./", "a/b/", "a\\b/", "\0/", "a"]
+)
+def test_an_export_writes_nowhere_else(name: str, is_adapter: bool, tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", "one")
+    name = name.format(tmp_path)
+    (tmp_path / "outside").mkdir()
+
+    def harm(body: dict[str, Any]) -> None:
+        description = body["values"]["description"]
+        if is_adapter:
+            description["adapters"] = {name: {"weight": next(iter(body["parameters"]))}}
+        else:
+            description["files"] = {f"{name}config.json": {"$(command)": 1}}
+
+    change(tmp_path / "ckpt" / "one", harm)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="description of the model"):
+        export(open_checkpoint(tmp_path / "ckpt"), tmp_path / "out")
+    done = CliRunner().invoke(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out")])
+    assert done.exit_code != 0
+    assert "Traceback" not in done.output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["evil.json", "model.safetensors", "x/.bashrc"])
+def test_an_export_writes_no_other_files(name: str, tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", "one")
+    change(tmp_path / "ckpt" / "one", lambda body: body["values"]["description"].update(files={name: {}}))
+    with pytest.raises(CheckpointError, match="description of the model"):
+        export(open_checkpoint(tmp_path / "ckpt"), tmp_path / "out")
+
+
+def _first(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(iter(body["parameters"].values()))
+    return found
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a file without checksums": lambda body: body["files"][0].update(checksums=[]),
+    "a negative shape": lambda body: _first(body).update(shape=[-3, 4]),
+    "a parameter without a name": lambda body: _first(body).update(names=[]),
+    "a range in no file": lambda body: _first(body)["states"]["parameters"]["ranges"][0].update(file=7),
+    "a range beyond its file": lambda body: _first(body)["states"]["parameters"]["ranges"][0].update(offset=1 << 40),
+    "a range beyond its parameter": lambda body: _first(body)["states"]["parameters"]["ranges"][-1].update(
+        stop=1 << 20
+    ),
+    "a negative offset": lambda body: _first(body)["states"]["parameters"]["ranges"][0].update(offset=-8),
+    "a dtype that is none": lambda body: _first(body)["states"]["parameters"].update(dtype="save"),
+    "a description that is none": lambda body: body["values"].update(description=3),
+    "a description of other things": lambda body: body["values"].update(description={"files": 3}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_manifest_that_was_changed_with_care_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", "one")
+    change(tmp_path / "ckpt" / "one", WRONG[what])
+    with pytest.raises(CheckpointError):
+        export(open_checkpoint(tmp_path / "ckpt"), tmp_path / "out")
+    for command in (
+        ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out")],
+        ["inspect", str(tmp_path / "ckpt")],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exception is None or isinstance(done.exception, SystemExit | CheckpointError), done.exception
+        assert done.exit_code != 0 or "description" in what
+
+
+def test_a_folder_that_was_not_meant_is_named_in_full(tmp_path: Path) -> None:
+    """There is none; the folder above was meant; or there is no such tag."""
+
+    def body(rank: int) -> None:
+        os.chdir(tmp_path)
+        engine = zeroshard.initialize(
+            model=torch.nn.Linear(3, 4), config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        )[0]
+        sharded = engine._sharded
+        sharded.save("ckpt", "end")
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/wrong has no file 'latest': there is no such folder"):
+            sharded.load("wrong")
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/ckpt/other is no checkpoint: there is no such folder"):
+            sharded.load("ckpt", "other")
+        for load in (sharded.load, engine.load_checkpoint):  # the engine began afresh, with a warning
+            with pytest.raises(CheckpointError, match=f"name {tmp_path}/ckpt and the tag 'end'"):
+                load("ckpt/end")
+        with pytest.warns(UserWarning, match=f"no checkpoint was loaded: {tmp_path}/new"):
+            assert engine.load_checkpoint("new") == (None, None)
+
+    zeroshard.testing.run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("node_local", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_whose_file_another_job_removed_has_failed(node_local: bool, asynchronous: bool, tmp_path: Path) -> None:
+    """The other job begins a save to the same folder, and takes files that no manifest names for leftovers."""
+
+    def body(rank: int) -> None:
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        sharded.save(tmp_path, "before", node_local=node_local)
+        write_part = saving.write_part
+
+        def write_and_lose(*arguments: Any) -> Any:
+            report = write_part(*arguments)
+            if rank == 1:
+                files.clean(tmp_path)
+            return report
+
+        saving.write_part = write_and_lose
+        with pytest.raises(CheckpointError, match=r"just wrote it: another program, or another job that saves to"):
+            sharded.save(tmp_path, "torn", node_local=node_local, asynchronous=asynchronous)
+            sharded.checkpoints.wait()
+        saving.write_part = write_part
+        assert files.tags(tmp_path) == ["before"]
+        assert sharded.load(tmp_path, node_local=node_local).tag == "before"
+        sharded.save(tmp_path, "torn", node_local=node_local)
+        assert files.tags(tmp_path) == ["torn", "before"]
+
+    zeroshard.testing.run_ranks(body, 2)
+
+
+def test_links_are_nobodys_to_remove(tmp_path: Path) -> None:
+    save(tmp_path / "archive", "kept")
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "pinned").symlink_to(tmp_path / "archive" / "kept")
+    save(tmp_path / "ckpt", "one", "two", keep_last=2)
+    (tmp_path / "ckpt" / "best").symlink_to(tmp_path / "ckpt" / "two")
+    save(tmp_path / "ckpt", "three", keep_last=2)
+    assert files.tags(tmp_path / "ckpt") == ["three", "two"]
+    assert files.is_whole(tmp_path / "archive" / "kept", files.read_manifest(tmp_path / "archive" / "kept"))
+
+
+def test_a_clock_that_was_ahead_makes_no_old_checkpoint_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int, ahead: float) -> None:
+        now = files.time.time()
+        files.time.time = lambda: now + ahead
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        sharded.save(tmp_path, f"at {ahead}", keep_last=2)
+
+    for ahead in (100_000.0, 0.0, 1.0):
+        zeroshard.testing.run_ranks(body, 1, ahead)
+    assert files.tags(tmp_path) == ["at 1.0", "at 0.0"]
+
+
+def test_a_save_from_a_working_folder_that_was_removed_names_it(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        gone = tmp_path / f"gone{rank}"
+        gone.mkdir()
+        os.chdir(gone)
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        if rank == 0:
+            gone.rmdir()
+        with pytest.raises(CheckpointError, match="ckpt is relative, and this program's working folder was removed"):
+            sharded.save("ckpt", "one")
+        os.chdir(tmp_path)
+        sharded.save("ckpt", "one")
+
+    zeroshard.testing.run_ranks(body, 2)
+
+
+def test_a_folder_without_a_name_is_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        os.chdir(tmp_path)
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        engine = zeroshard.initialize(model=torch.nn.Linear(3, 4), config=config)[0]
+        with pytest.raises(CheckpointError, match="folder to save to is empty"):
+            engine.save_checkpoint("")
+        assert not [*tmp_path.iterdir()]
+
+    zeroshard.testing.run_ranks(body, 1)
+
+
+def test_a_tag_of_a_megabyte_is_a_short_error(tmp_path: Path) -> None:
+    (tmp_path / files.LATEST).write_text("x" * 1_000_000)
+    with pytest.raises(CheckpointError, match="cannot be a tag") as caught:
+        files.latest_tag(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("tag", ["one ", " one", "\tone", "one\n", "a\0b", "a\nb"])
+def test_a_tag_that_latest_would_not_find_is_refused(tag: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be a tag"):
+        files.check_tag(tag)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_tag_that_is_no_text_is_refused_on_every_rank(asynchronous: bool, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        _, sharded = build(2)
+        for tag in (5, b"five", 5.0):
+            with pytest.raises(CheckpointError, match="cannot be a tag, which is text: give "):
+                sharded.save(tmp_path, tag, asynchronous=asynchronous)
+            with pytest.raises(CheckpointError, match="cannot be a tag, which is text: give "):
+                sharded.load(tmp_path, tag)
+
+    on_ranks(body, 2)
+
+
+def test_an_asynchronous_save_goes_to_the_folder_that_was_meant(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        (tmp_path / "here").mkdir()
+        (tmp_path / "there").mkdir()
+        os.chdir(tmp_path / "here")
+        _, sharded = build(2)
+        sharded.save("ckpt", "one", asynchronous=True)
+        os.chdir(tmp_path / "there")
+        sharded.checkpoints.wait()
+        assert (tmp_path / "here" / "ckpt" / "one").is_dir()
+
+    zeroshard.testing.run_ranks(body, 1)
+
+
+PROGRAM = """
+import sys, torch, zeroshard
+model = torch.nn.Linear(3, 4)
+sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 2)
+sharded.save(sys.argv[1], "one", asynchronous=True)
+print("the last line")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_whose_last_save_failed_says_so_at_its_end(fails: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "ckpt" if fails else tmp_path / "ckpt"
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, check=False)
+    assert "the last line" in done.stdout
+    assert done.returncode == int(fails), done.stderr
+    assert ("the last asynchronous save failed" in done.stderr) is fails
+
+
+class Saving(torch.optim.SGD):
+    """Saves in the middle of its step, as a signal's handler may."""
+
+    save: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:
+        self.save()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=lambda p: Saving(p, lr=0.1))
+        step(model, sharded, rank, 0)
+        sharded.save(tmp_path, "before")
+        optimizer = sharded.optimizer
+        optimizer.save = lambda: sharded.save(tmp_path, "within", within_step=True)
+        with pytest.raises(UsageError, match=r"in the middle of optimizer\.step"):
+            step(model, sharded, rank, 1)
+        del optimizer.save
+        with pytest.raises(UsageError, match="load a checkpoint"):
+            sharded.save(tmp_path, "torn", within_step=True)
+        sharded.optimizer.zero_grad()
+        sharded.load(tmp_path)
+        step(model, sharded, rank, 1)
+        sharded.save(tmp_path, "after")
+        assert sorted(files.tags(tmp_path)) == ["after", "before"]
+
+    on_ranks(body, 2)

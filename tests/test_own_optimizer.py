@@ -1,0 +1,632 @@
+"""The optimizer that the user made stays the user's: its `step` is the sharded step, and its groups hold the model's parameters."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from twin import same_on_all_ranks, whole
+
+import zeroshard
+from zeroshard import Place, Policy, UsageError
+
+STAGES = pytest.mark.parametrize("stage", range(4))
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Any, int], None]
+"""Takes the model, an optimizer, the same or `sharded` where one of ours has to be called, and the rank."""
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach Adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+def sharded_of(stage: int, make: Callable[..., torch.optim.Optimizer] = OPTIMIZERS["AdamW"], **policy: Any) -> Any:
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = make(model.parameters())
+    how = Policy.stage(stage)
+    if policy and stage:
+        how = how.offloaded(**policy)
+    return model, optimizer, zeroshard.shard(model, optimizer, how, bucket_numel=100)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(other[fqn], value) for fqn, value in one.items())
+
+
+@STAGES
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_its_step_is_the_sharded_step(optimizer: str, stage: int) -> None:
+    """The one line: clipping, `step` and `zero_grad` are those of plain PyTorch."""
+
+    def body(rank: int) -> None:
+        model, ours, sharded = sharded_of(stage, OPTIMIZERS[optimizer])
+        for number in range(3):
+            model(*tokens(rank, number)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        expected = whole(model)
+        model, own, _ = sharded_of(stage, OPTIMIZERS[optimizer])
+        parameters = [*model.parameters()]
+        for number in range(3):
+            model(*tokens(rank, number)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            own.step()
+            own.zero_grad()
+            assert all(parameter.grad is None for parameter in parameters)
+            assert [*map(id, own.param_groups[0]["params"])] == [*map(id, parameters)]
+        assert type(own) is type(ours)
+        assert same(expected, whole(model))
+
+    on_ranks(body, 2)
+
+
+@STAGES
+@pytest.mark.parametrize("place", [Place.CPU, Place.DISK])
+def test_states_that_rest_elsewhere(place: Place, stage: int, tmp_path: Any) -> None:
+    def body(rank: int) -> None:
+        results = []
+        for is_own in (False, True):
+            model, own, sharded = sharded_of(stage, optimizer=place, path=str(tmp_path))
+            optimizer = own if is_own else sharded.optimizer
+            for number in range(3):
+                model(*tokens(rank, number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(whole(model))
+            sharded.remove()
+        assert same(*results)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_schedulers_hooks_and_closures_act_as_ever(stage: int) -> None:
+    """Made before `shard` or after, hooks run once a step, and those after it read updated parameters."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        calls: list[tuple[str, float]] = []
+        weight = model.head.weight
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(other: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                assert [*map(id, other.param_groups[0]["params"])] == [*map(id, model.parameters())]
+                with zeroshard.unsharded(model):
+                    calls.append((name, float(weight.sum())))
+
+            return hook
+
+        optimizer.register_step_pre_hook(note("early before"))
+        optimizer.register_step_post_hook(note("early after"))
+        zeroshard.shard(model, optimizer, stage)
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer.register_step_post_hook(note("late after"))
+        optimizer.zero_grad()
+        for number in range(2):
+            if number == 1:
+                optimizer.register_step_pre_hook(note("late before"))
+                optimizer.zero_grad()
+            with zeroshard.unsharded(model):
+                old = float(weight.sum())
+            calls.clear()
+
+            def closure(number: int = number) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(*tokens(rank, number))
+                loss.backward()
+                return loss
+
+            assert isinstance(optimizer.step(closure), Tensor)
+            with zeroshard.unsharded(model):
+                new = float(weight.sum())
+            assert new != old
+            late = [("late before", old)] if number == 1 else []
+            assert calls == [("early before", old), *late, ("early after", new), ("late after", new)]
+            before.step()
+            after.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**4)
+
+    on_ranks(body, 2)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of a group, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+@STAGES
+def test_what_it_keeps_of_a_group_counts_one_step(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = Counting(model.parameters(), lr=0.1)
+        zeroshard.shard(model, optimizer, stage, elementwise=True)
+        for number in range(3):
+            model(*tokens(rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["count"] == 3
+
+    on_ranks(body, 2)
+
+
+class Twice(torch.optim.SGD):
+    """Updates before and after the step of the class that it extends, as wrappers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.9)
+            loss = super().step(closure)
+        return loss
+
+
+@STAGES
+def test_a_class_that_calls_the_step_of_the_class_that_it_extends(stage: int) -> None:
+    """torch runs the object's hooks for each of the calls."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch wraps the step of a class when it is made first
+        model = Stack()
+        plain = copy.deepcopy(model)
+        optimizer, expected = (Twice(one.parameters(), lr=0.1) for one in (model, plain))
+        sharded = zeroshard.shard(model, optimizer, stage, elementwise=True)
+        for number in range(3):
+            model(*tokens(0, number)).backward()
+            plain(*tokens(0, number)).backward()
+            for one in (optimizer, expected):
+                one.step()
+                one.zero_grad()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(sharded.states.get(name, "parameters"), parameter), name
+
+    on_ranks(body, 2)
+
+
+@STAGES
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_zero_grad_drops_what_no_step_used(by: str, stage: int) -> None:
+    def body(rank: int) -> None:
+        results = []
+        for drops in (False, True):
+            model, own, _ = sharded_of(stage)
+            if drops:
+                model(*tokens(rank, 7)).backward()
+                (own if by == "optimizer" else model).zero_grad()
+            for number in range(2):
+                model(*tokens(rank, number)).backward()
+                own.step()
+                (own if by == "optimizer" else model).zero_grad()
+            results.append(whole(model))
+        assert same(*results)
+        assert same_on_all_ranks(results[0])
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_gradient_of_the_users_is_not_dropped_with_the_others(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, own, _ = sharded_of(stage)
+        model(*tokens(rank, 0)).backward()
+        first, *others = (parameter for parameter in model.parameters() if parameter.grad is not None)
+        first.grad = None
+        first.grad = torch.ones(first.shape)
+        for parameter in others:
+            parameter.grad = None
+        with pytest.raises(UsageError, match="was set after a backward"):
+            own.step()
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_zero_grad_after_a_backward_that_broke_off(stage: int) -> None:
+    class Boom(Exception):
+        pass
+
+    def fail(_: Tensor) -> None:
+        raise Boom
+
+    def body(rank: int) -> None:
+        results = []
+        for breaks in (False, True):
+            model, own, _ = sharded_of(stage)
+            for number in range(2):
+                if breaks:
+                    loss = model(*tokens(rank, 9))
+                    handle = model.blocks[1].norm.weight.register_hook(fail)
+                    with pytest.raises(Boom):
+                        loss.backward()
+                    handle.remove()
+                    with pytest.raises(UsageError, match="broke off"):
+                        own.step()
+                    own.zero_grad()
+                model(*tokens(rank, number)).backward()
+                own.step()
+                own.zero_grad()
+            results.append(whole(model))
+        assert same(*results)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_step_on_the_gradients_of_two_steps_is_refused(stage: int) -> None:
+    """In plain PyTorch they would be added up, which is nearly always a mistake. To drop them is not."""
+
+    def body(rank: int) -> None:
+        results = []
+        for drops in (False, True):
+            model, own, sharded = sharded_of(stage)
+            model(*tokens(rank, 0)).backward()
+            own.step()
+            if drops:
+                model(*tokens(rank, 1)).backward()
+                with pytest.raises(UsageError, match="zero_grad"):
+                    own.step()
+                with pytest.raises(UsageError, match="zero_grad"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                before = sharded._context.collectives.sent.copy()
+                model(*tokens(rank, 1)).backward()
+                sent = sharded._context.collectives.sent - before
+                assert not sent["reduce_scatter"] and not sent["all_reduce"]
+            own.zero_grad()
+            model(*tokens(rank, 2)).backward()
+            own.step()
+            own.zero_grad()
+            results.append(whole(model))
+        assert same(*results)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_its_state_dict_is_the_sharded_one(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, own, sharded = sharded_of(stage)
+
+        def train(first: int) -> None:
+            for number in range(first, first + 2):
+                model(*tokens(rank, number)).backward()
+                own.step()
+                own.zero_grad()
+
+        train(0)
+        kept, values = copy.deepcopy(own.state_dict()), whole(model)
+        assert kept.keys() == sharded.optimizer.state_dict().keys()
+        assert kept["state"]
+        train(2)
+        expected = whole(model)
+        with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
+            for fqn, parameter in model.named_parameters():
+                parameter.copy_(values[fqn])
+        own.load_state_dict(kept)
+        assert [*map(id, own.param_groups[0]["params"])] == [*map(id, model.parameters())]
+        train(2)
+        assert same(expected, whole(model))
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_add_param_group_frees_parameters(stage: int) -> None:
+    """As `update_trainable(param_group)`, also where a loop drops gradients before a backward and not after the step."""
+
+    def trained(rank: int, add: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Stack()
+        model.blocks[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, stage)
+        for number in range(4):
+            if number == 2:
+                model.blocks[1].requires_grad_(True)
+                group = {"params": model.blocks[1].parameters(), "lr": 0.01}
+                if add == "add_param_group":
+                    optimizer.add_param_group(group)
+                else:
+                    optimizer.zero_grad()
+                    sharded.update_trainable(group)
+            optimizer.zero_grad()
+            model(*tokens(rank, number)).backward()
+            optimizer.step()
+        assert len(optimizer.param_groups) == 2
+        assert optimizer.param_groups[1]["lr"] == 0.01
+        return whole(model)
+
+    def body(rank: int) -> None:
+        assert same(*(trained(rank, add) for add in ("add_param_group", "update_trainable")))
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_group_that_cannot_be_added_is_refused(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, own, _ = sharded_of(stage)
+        with pytest.raises(UsageError, match="1 of the new param group's parameters are not of the model"):
+            own.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(UsageError, match="in a group of the optimizer already"):
+            own.add_param_group({"params": [model.embedding.weight]})
+        model(*tokens(rank, 0)).backward()
+        with pytest.raises(UsageError, match="End the step first"):
+            own.add_param_group({"params": []})
+        own.step()
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_an_optimizer_that_was_not_named_is_refused_at_its_first_step(stage: int) -> None:
+    """It would update parameters with gradients that are each rank's own."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        mine, other = (
+            torch.optim.AdamW([p for fqn, p in model.named_parameters() if ("blocks.1" in fqn) == second])
+            for second in (False, True)
+        )
+        sharded = zeroshard.shard(model, mine, stage)
+        elsewhere = nn.Linear(2, 2)
+        theirs = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+        model(*tokens(rank, 0)).backward()
+        elsewhere(torch.ones(2)).sum().backward()
+        theirs.step()
+        with pytest.raises(UsageError, match=r"AdamW.step\(\) of blocks.1.*shard\(model, \[one, other\], policy\)"):
+            other.step()
+        model.zero_grad()
+        sharded.remove()
+        model(*tokens(rank, 1)).backward()
+        other.step()
+
+    on_ranks(body, 2)
+
+
+def test_a_parameter_that_no_optimizer_lists_is_named() -> None:
+    """A second optimizer would update it with this rank's gradient."""
+    model = Stack()
+    listed = [parameter for fqn, parameter in model.named_parameters() if "blocks.1" not in fqn]
+    optimizer = torch.optim.SGD(listed, lr=0.1)
+    zeroshard.shard(model, optimizer, 2)
+    model(*tokens(0, 0)).backward()
+    with pytest.warns(UserWarning, match=r"blocks\.1\..* has a gradient of this rank's own"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.zero_grad()
+    model.blocks[1].requires_grad_(False)
+    model(*tokens(0, 1)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_model_that_is_collected_in_the_middle_of_anothers_step() -> None:
+    """torch goes through its hooks then."""
+
+    def sharded() -> zeroshard.Sharded:
+        model = nn.Linear(2, 2)
+        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    dropped = sharded()
+    collects = register_optimizer_step_pre_hook(collect)
+    other = sharded()
+    is_alive = weakref.ref(dropped.model)
+    del dropped
+    try:
+        other.model(torch.ones(2)).sum().backward()
+        other.optimizer.step()
+    finally:
+        collects.remove()
+    assert is_alive() is None
+    other.remove()
+
+
+def test_after_remove_its_step_is_refused() -> None:
+    model, own, sharded = sharded_of(2)
+    sharded.remove()
+    model(*tokens(0, 0)).backward()
+    with pytest.raises(UsageError, match="remove"):
+        own.step()
+
+
+@STAGES
+def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
+    """What is written there counts. A copy of the optimizer keeps its states as they are."""
+
+    def body(rank: int) -> None:
+        model, own, sharded = sharded_of(stage)
+        model(*tokens(rank, 0)).backward()
+        own.step()
+        own.load_state_dict(own.state_dict())
+        found = 0
+        for fqn, parameter in model.named_parameters():
+            parts = sharded.states.local(fqn, "exp_avg")
+            try:
+                state = own.state[parameter]
+            except UsageError as error:
+                assert len(parts) > 1 and "lie in several parts" in str(error) and fqn in str(error)
+                continue
+            if not parts:
+                assert not state
+                with pytest.raises(TypeError):
+                    state["exp_avg"] = torch.zeros(1)
+                continue
+            assert torch.equal(state["exp_avg"], parts[0].tensor.flatten())
+            state["exp_avg"].fill_(rank + 2.0)
+            assert torch.equal(
+                sharded.states.local(fqn, "exp_avg")[0].tensor, torch.full_like(parts[0].tensor, rank + 2.0)
+            )
+            found += 1
+        assert found
+        assert own.state[nn.Parameter(torch.zeros(1))] == {}
+        assert len(copy.deepcopy(own.state)) == len(own.state) > 0
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_it_stays_the_same_object(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, own, sharded = sharded_of(stage)
+        assert sharded.optimizer is own
+        assert type(own) is torch.optim.AdamW
+        assert [*map(id, own.param_groups[0]["params"])] == [*map(id, model.parameters())]
+
+    on_ranks(body, 2)
+
+
+# ---------------------------------------------------------------------- several of them
+
+
+def two_of(stage: int, **policy: Any) -> Any:
+    """Matrices to Muon, which sees whole parameters, the rest to Adagrad, which keeps a state from the start."""
+    torch.manual_seed(0)
+    model = Stack()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    first, second = torch.optim.Muon(matrices, lr=0.01), torch.optim.Adagrad(rest, lr=0.1)
+    how = Policy.stage(stage).offloaded(**policy) if policy and stage else Policy.stage(stage)
+    return model, first, second, zeroshard.shard(model, [first, second], how, bucket_numel=100)
+
+
+@STAGES
+@pytest.mark.parametrize("place", [None, Place.CPU])
+def test_several_optimizers_are_saved_and_loaded_as_one(place: Place | None, stage: int, tmp_path: Any) -> None:
+    def body(rank: int) -> None:
+        policy = {} if place is None else {"optimizer": place}
+        model, first, second, sharded = two_of(stage, **policy)
+
+        def train(start: int) -> None:
+            for number in range(start, start + 2):
+                model(*tokens(rank, number)).backward()
+                for one in (second, first):
+                    one.step()
+                    one.zero_grad()
+
+        train(0)
+        sharded.save(tmp_path, "one")
+        kept = copy.deepcopy(sharded.optimizer.state_dict())
+        halfway = whole(model)
+        train(2)
+        expected = whole(model)
+        sharded.load(tmp_path)
+        assert same(halfway, whole(model))
+        train(2)
+        assert same(expected, whole(model))
+        assert same_on_all_ranks(expected)
+        for one in (first, second):
+            with pytest.raises(UsageError, match=r"sharded\.optimizer\.state_dict"):
+                one.state_dict()
+            with pytest.raises(UsageError, match=r"sharded\.optimizer\.state_dict"):
+                one.load_state_dict({"state": {}, "param_groups": []})
+        sharded.optimizer.load_state_dict(kept)
+        assert [group["lr"] for group in second.param_groups] == [0.1]
+        train(4)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_gradients_that_one_optimizer_dropped_take_part_in_nothing(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, first, second, sharded = two_of(stage)
+        before = whole(model)
+        model(*tokens(rank, 0)).backward()
+        second.zero_grad()
+        with pytest.raises(UsageError, match="gradient norm after zero_grad"):
+            sharded.sharded_step.grad_norm()
+        with pytest.raises(UsageError, match=r"after zero_grad\(\) of one"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        second.step()
+        assert same(before, whole(model))
+        first.step()
+        changed = {fqn for fqn, value in whole(model).items() if not torch.equal(value, before[fqn])}
+        assert changed == {fqn for fqn, p in model.named_parameters() if p.ndim == 2 and p.numel()}
+        first.zero_grad()
+        model(*tokens(rank, 1)).backward()
+        second.zero_grad()
+        model(*tokens(rank, 2)).backward()
+        for call in (first.step, first.zero_grad):
+            with pytest.raises(UsageError, match="a backward came after zero_grad"):
+                call()
+        sharded.optimizer.zero_grad()
+        model(*tokens(rank, 3)).backward()
+        first.step()
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
+def test_a_model_that_is_collected_in_the_middle_of_a_step_breaks_nothing_off() -> None:
+    """torch calls hooks of all optimizers one after the other, and the garbage collector may run in any of them."""
+
+    def take_a_model() -> None:
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters()), 2)
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    try:
+        take_a_model()
+        parameter = nn.Parameter(torch.ones(1))
+        parameter.grad = torch.ones(1)
+        torch.optim.SGD([parameter], lr=0.5).step()
+    finally:
+        hook.remove()
+    assert parameter.item() == 0.5
+
+
+def test_several_optimizers_share_no_parameter() -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        first, second = torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.blocks[0].parameters())
+        with pytest.raises(UsageError, match="in more than one of the optimizers"):
+            zeroshard.shard(model, [first, second], 2)
+        with pytest.raises(UsageError, match="the optimizer is a Linear"):
+            zeroshard.shard(model, [first, nn.Linear(1, 1)], 2)  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="MuonWithAdamW is made of other optimizers"):
+            zeroshard.shard(model, [zeroshard.MuonWithAdamW([model.head.weight]), second], 2)
+        with pytest.raises(UsageError, match="LBFGS"):
+            zeroshard.shard(model, [torch.optim.Muon([model.head.weight]), torch.optim.LBFGS([model.blocks[0].scale])])
+
+    on_ranks(body, 1)

@@ -1,0 +1,88 @@
+"""Plans of sequences that are cut over ranks: messages as a real run sends them, and memory that falls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import llama
+from ranks import on_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import UsageError
+from zeroshard.cli.main import app
+from zeroshard.sequence import Sequences
+
+CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+LENGTH = 32
+
+
+def batch(samples: int) -> dict[str, Tensor]:
+    tokens = torch.zeros(samples, LENGTH, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def planned(ranks: int = 2, **options: Any) -> zeroshard.Plan:
+    return zeroshard.plan(llama, CONFIG, world_size=ranks, batch=batch, machine="h100", **options)
+
+
+def test_exchanges_are_those_of_a_real_run() -> None:
+    def body(rank: int) -> int:
+        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
+        model: Any = llama()
+        sequences.attach(model)
+        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 3)
+        sequences.loss(model, sequences.cut(batch(1)), tiles=2).backward()
+        return sequences.sent_nbytes
+
+    made = planned(sequence_parallel=2, tile_tokens=8)
+    assert on_ranks(body, 2) == [made.figures.sent["all_to_all"]] * 2
+    assert made.figures.calls["all_to_all"] == 4 * 3
+    assert made.as_dict()["sequence_parallel"] == 2
+    # Two ranks share a sample.
+    assert made.samples_per_second == pytest.approx(1 / made.seconds)
+
+
+def test_memory_falls_with_ranks_and_tiles() -> None:
+    whole, cut, tiled = planned(), planned(sequence_parallel=2), planned(tile_tokens=8)
+    for other in (cut, tiled):
+        assert other.peak_nbytes < whole.peak_nbytes
+    assert "all_to_all" not in tiled.figures.sent
+    assert cut.parts["activations"] < 0.7 * whole.parts["activations"]
+
+
+def test_ranks_that_do_not_divide() -> None:
+    with pytest.raises(UsageError, match="3 ranks cannot hold sequences on 2 ranks each"):
+        planned(3, sequence_parallel=2)
+    with pytest.raises(UsageError, match="4 attention heads"):
+        planned(8, sequence_parallel=8)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {**llama().config.to_dict(), "architectures": ["LlamaForCausalLM"]}  # type: ignore[union-attr, operator]
+    Path("config.json").write_text(json.dumps(config))
+    Path("zero.json").write_text(json.dumps(CONFIG))
+    options = [
+        "--gpus",
+        "4",
+        "--sequence",
+        "32",
+        "--sequence-parallel",
+        "2",
+        "--tile-tokens",
+        "8",
+        "--config",
+        "zero.json",
+    ]
+    done = CliRunner().invoke(app, ["plan", ".", *options, "--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert (found["sequence_parallel"], found["tile_tokens"], found["ranks"]) == (2, 8, 4)
+    assert found["step"]["sent"]["all_to_all"] > 0

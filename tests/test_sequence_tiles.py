@@ -1,0 +1,367 @@
+"""Losses without whole logits, and modules in tiles: bits of the untiled run with one tile, close to them with more."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import llama
+from ranks import on_ranks
+from sequences import Case, Outcome, alone, batch, expect_close, make, same_bits, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroshard
+from zeroshard import UsageError
+from zeroshard.sequence import Sequences, head_log_probabilities, head_loss, tile, token_mean
+
+TOKENS, WIDTH, WORDS = 60, 8, 50
+
+
+def head(dtype: torch.dtype = torch.float32, bias: bool = True) -> tuple[list[Tensor], Tensor]:
+    """Return [hidden, weight, bias], which want gradients, and labels of which some do not count."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, TOKENS // 2, WIDTH), (WORDS, WIDTH), (WORDS,)]
+    tensors = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    labels = torch.randint(0, WORDS, (2, TOKENS // 2), generator=generator)
+    labels[0, :7] = -100
+    return tensors[: 2 + bias], labels
+
+
+def plain(tensors: list[Tensor], labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(F.linear(*tensors).flatten(0, 1).float(), labels.flatten(), reduction="none")
+    return losses.sum() / (labels != -100).sum()
+
+
+def tiled(tensors: list[Tensor], labels: Tensor, tiles: int) -> Tensor:
+    return head_loss(tensors[0], tensors[1], labels, bias=tensors[2] if len(tensors) > 2 else None, tiles=tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_tile_gives_the_bits_of_none(dtype: torch.dtype, bias: bool) -> None:
+    tensors, labels = head(dtype, bias)
+    expected, found = plain(tensors, labels), tiled(tensors, labels, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for one, other in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tiles", [2, 7, TOKENS, 10 * TOKENS])
+def test_tiles_change_rounding_only(tiles: int) -> None:
+    tensors, labels = head()
+    expected, found = plain(tensors, labels), tiled(tensors, labels, tiles)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for one, other in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
+        assert (one - other).abs().max() <= 1e-6 * other.abs().max()
+
+
+def test_gradients_of_16_bits_are_summed_in_fp32() -> None:
+    tensors, labels = head(torch.bfloat16)
+    exact = [one.detach().double().requires_grad_() for one in tensors]
+    wanted = torch.autograd.grad(tiled(exact, labels, 1), exact)[1]
+    by_tiles = [torch.autograd.grad(tiled(tensors, labels, tiles), tensors)[1].double() for tiles in (1, TOKENS)]
+    one, many = ((found - wanted).norm() / wanted.norm() for found in by_tiles)
+    assert many < 1.5 * one
+
+
+def test_log_probabilities() -> None:
+    """Any gradient for each token goes back, which DPO's and KTO's losses need; softcapping is the caller's."""
+    (hidden, weight), labels = head(bias=False)
+
+    def cap(logits: Tensor) -> Tensor:
+        return 3 * torch.tanh(logits / 3)
+
+    found = head_log_probabilities(hidden, weight, labels, tiles=4, transform=cap)
+    whole = cap(hidden @ weight.t()).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    whole = whole * (labels != -100)
+    torch.testing.assert_close(found, whole)
+    seed = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, [hidden, weight], seed),
+        torch.autograd.grad(whole, [hidden, weight], seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_is_the_forwards() -> None:
+    (hidden, weight), labels = head(bias=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = plain([hidden, weight], labels), tiled([hidden, weight], labels, 1)
+    for one, other in zip(
+        torch.autograd.grad(found, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_frozen_heads_get_no_gradient() -> None:
+    (hidden, weight), labels = head(bias=False)
+    frozen = weight.detach()
+    (one,) = torch.autograd.grad(tiled([hidden, frozen], labels, 3), [hidden])
+    (other,) = torch.autograd.grad(plain([hidden, frozen], labels), [hidden])
+    torch.testing.assert_close(one, other)
+
+
+class Largest(TorchDispatchMode):
+    """Sees the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_whole_logits_are_never_made() -> None:
+    tensors, labels = head()
+    for tiles, most in ((1, TOKENS * WORDS), (10, TOKENS // 10 * WORDS)):
+        with Largest() as largest:
+            tiled(tensors, labels, tiles).backward()
+        assert largest.numel == max(most, TOKENS * WIDTH)
+
+
+def test_no_token_counts() -> None:
+    (hidden, weight), labels = head(bias=False)
+    loss = tiled([hidden, weight], torch.full_like(labels, -100), 2)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not weight.grad.any() and not hidden.grad.any()  # type: ignore[union-attr]
+
+
+def test_a_token_mean_over_ranks() -> None:
+    """The average of gradients over ranks is that of the mean over all tokens."""
+
+    def body(rank: int) -> None:
+        values = torch.arange(6.0).requires_grad_()
+        counted = torch.arange(6) < (2, 5)[rank]
+        mean = token_mean(values * (rank + 1), counted)
+        assert float(mean) == pytest.approx((0 + 1 + 2 * (0 + 1 + 2 + 3 + 4)) / 7)
+        (gradient,) = torch.autograd.grad(mean, values)
+        assert torch.equal(gradient, torch.where(counted, (rank + 1) * 2 / 7, 0.0))
+        assert float(token_mean(values, counted, tokens=14)) == pytest.approx((1 + 10) / 14)
+        sequences = Sequences(torch.distributed.group.WORLD)
+        logp = torch.full((3,), rank + 1.0, requires_grad=True)
+        total = sequences.sum(logp)
+        assert total.tolist() == [3, 3, 3]
+        # Both ranks' losses depend on this rank's tensor, and gradients are averaged over the ranks.
+        (gradient,) = torch.autograd.grad((total * torch.arange(3)).sum(), logp)
+        assert gradient.tolist() == [0, 2, 4]
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"tiles": 0}, "1 part or more"),
+        ({"labels": torch.zeros(3)}, "do not fit"),
+        ({"weight": torch.zeros(3)}, "do not fit"),
+    ],
+)
+def test_what_does_not_fit(change: dict[str, Any], match: str) -> None:
+    (hidden, weight), labels = head(bias=False)
+    with pytest.raises(UsageError, match=match):
+        head_loss(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
+
+
+# ---------------------------------------------------------------------- modules
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.dropout(F.gelu(self.up(x))))
+        return y
+
+
+def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = x.detach().requires_grad_()
+    y = model(x)
+    return y, list(torch.autograd.grad(y.square().sum(), [x, *(p for p in model.parameters() if p.requires_grad)]))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7, 12, 100])
+def test_tiled_modules(tokens: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Mlp(), Mlp()), torch.randn(2, 12, WIDTH)
+    model[1].up.weight.requires_grad_(False)  # type: ignore[union-attr]
+    expected, gradients = run(model, x)
+    tiles = tile(model, "*", tokens=tokens)
+    found, by_tiles = run(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    largest = max(gradient.abs().max() for gradient in gradients)
+    assert all((one - other).abs().max() <= 1e-6 * largest for one, other in zip(by_tiles, gradients, strict=True))
+    if tokens >= 12:
+        assert torch.equal(found, expected)
+        assert all(torch.equal(one, other) for one, other in zip(by_tiles, gradients, strict=True))
+    copied = copy.deepcopy(model)
+    copied[0].up.weight.data.zero_()  # type: ignore[union-attr, operator]
+    assert not torch.equal(copied(x), model(x))
+    tiles.remove()
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert torch.equal(run(model, x)[0], expected)
+
+
+def test_dropout_is_the_forwards() -> None:
+    model = Mlp(0.5)
+    holder = nn.ModuleDict({"mlp": model})
+    tile(holder, "mlp", tokens=5)
+    x = torch.randn(2, 12, WIDTH, requires_grad=True)
+    torch.manual_seed(3)
+    y = model(x)
+    after = torch.get_rng_state()
+    # Where nothing was dropped, an input's gradient through a linear function is its part of the output.
+    y.backward(torch.ones_like(y))
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        again = torch.cat([Mlp.forward(model, part) for part in x.split(5, dim=1)], dim=1)
+    assert torch.equal(y, again)
+    torch.manual_seed(3)
+    other = x.detach().requires_grad_()
+    torch.cat([Mlp.forward(model, part) for part in other.split(5, dim=1)], dim=1).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (nn.Sequential(nn.Conv1d(12, 12, 1)), "whose work at one position needs others"),
+        (nn.Softmax(dim=1), "gives other results where it sees other positions"),
+        (nn.Flatten(), "must return one tensor"),
+    ],
+)
+def test_modules_that_cannot_run_in_tiles(module: nn.Module, match: str) -> None:
+    model = nn.ModuleDict({"one": module})
+    with pytest.raises(UsageError, match=match):
+        tile(model, "one", tokens=4)
+        module(torch.randn(1, 12, WIDTH))
+
+
+def test_calls_that_cannot_run_in_tiles() -> None:
+    model = nn.ModuleDict({"bilinear": nn.Bilinear(WIDTH, WIDTH, 2), "mlp": Mlp()})
+    tile(model, ["bilinear", "mlp"], tokens=4)
+    x = torch.randn(1, 12, WIDTH)
+    for call in (lambda: model["bilinear"](x, x), lambda: model["mlp"](x[0])):
+        with pytest.raises(UsageError, match="one positional argument must be a tensor"):
+            call()
+    with pytest.raises(UsageError, match="no module of the model is called 'mpl'"):
+        tile(model, "mpl")
+    with pytest.raises(UsageError, match="1 position or more"):
+        tile(model, "mlp", tokens=0)
+
+
+# ---------------------------------------------------------------------- sharded
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tiles=3, mlp_tokens=4),
+        Case("lora", tiles=2, mlp_tokens=3),
+        pytest.param(Case(tiles=3, mlp_tokens=4, checkpointing=True), marks=pytest.mark.full),
+        pytest.param(Case("learned positions", tiles=2, mlp_tokens=3), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_tiles_of_cut_sequences(case: Case) -> None:
+    def body(rank: int) -> list[Outcome]:
+        return [train(rank, case, 2, stage) for stage in (0, 3)]
+
+    outcomes, others = on_ranks(body, 2)
+    assert same_bits(*outcomes) and same_bits(outcomes[0], others[0]) and same_bits(outcomes[1], others[1])
+    expect_close(outcomes[1], alone(case, 1))
+
+
+def test_a_tiled_unit_is_gathered_once() -> None:
+    def body(rank: int) -> list[tuple[int, float]]:
+        found = []
+        for tokens in (64, 3):
+            model: Any = make(Case())
+            tile(model, "*.mlp", tokens=tokens)
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+            one = batch(Case(), 0, rank)
+            for _ in range(2):
+                model(**one).loss.backward()
+                norm = float(sharded.clip_grad_norm_(1.0))
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            found.append((sharded.comm_report()["all_gather"], norm))
+        return found
+
+    for (whole, norm), (tiles, other) in on_ranks(body, 2):
+        assert whole == tiles > 0
+        assert abs(norm - other) <= 1e-5 * norm
+
+
+def test_a_head_outside_of_its_model_is_refused_by_name() -> None:
+    """The loss reads the head's weight: outside of a forward, a sharded one is not there."""
+
+    def body(rank: int) -> str:
+        torch.manual_seed(0)
+        model: Any = llama()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        one = batch(Case(), 0, rank)
+        hidden = model.model(input_ids=one["input_ids"]).last_hidden_state
+        with pytest.raises(UsageError) as caught:
+            head_loss(hidden, model.lm_head.weight, one["labels"])
+        return str(caught.value)
+
+    for message in on_ranks(body, 2):
+        assert "lm_head.weight" in message
+
+
+class Attending(nn.Module):
+    """Attention without a cause, whose projection starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(F.scaled_dot_product_attention(x, x, x))
+        return y
+
+
+def test_a_module_that_mixes_positions_is_found_once_its_outputs_are_not_zero() -> None:
+    model = nn.Sequential(Attending())
+    tile(model, "0", tokens=2)
+    x = torch.randn(1, 6, WIDTH)
+    model(x).sum().backward()
+    with torch.no_grad():
+        model[0].out.weight.add_(model[0].out.weight.grad)
+    with pytest.raises(UsageError, match="sees other positions"):
+        model(x)
+
+
+def test_a_second_backward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    tile(model, "0", tokens=2)
+    x = torch.randn(1, 6, WIDTH, requires_grad=True)
+    with pytest.raises(UsageError, match=r"tile\(\) computes tiles again"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (hidden, weight), labels = head(bias=False)
+    loss = head_loss(hidden, weight, labels, tiles=2)
+    with pytest.raises(UsageError, match=r"head_loss\(\) computes tiles again"):
+        torch.autograd.grad(loss, [hidden], create_graph=True)
+
+
+def test_hooks_on_gradients_of_tiled_parameters_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    tile(model, "0", tokens=2)
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(UsageError, match=r"0 has a hook \(register_hook\)"):
+        model(torch.randn(1, 6, WIDTH))

@@ -1,0 +1,30 @@
+"""What the host does beside its device: threads, groups that would hang, saves that wait for nothing."""
+
+from __future__ import annotations
+
+import pytest
+from simgpu import host, server
+
+
+def test_a_group_of_some_ranks_beside_a_bound_world_is_refused() -> None:
+    """torch would split the communicator of all ranks for it, which waits for the third."""
+    said = server.call(host.group_beside_a_bound_world, ranks=3, splits=True)
+    assert said[0] == said[1]
+    assert "group= has 2 of 3 ranks" in said[0]
+    assert "device_id" in said[0]
+    assert server.call(host.group_beside_a_bound_world, ranks=3, splits=False) == ["sharded", "sharded", ""]
+
+
+def test_threads_take_the_device_of_their_rank() -> None:
+    assert server.call(host.threads_that_took_the_device)[0] >= {
+        "zeroshard watch",
+        "zeroshard disk",
+        "zeroshard checkpoint",
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_asynchronous_save_waits_for_no_copy(stage: int) -> None:
+    """The right values are saved: see the body `asynchronous_checkpoints`."""
+    for save in server.call(host.asynchronous_save, mode="all late", stage=stage)[0]["saves"]:
+        assert save == {"waits": {}, "pageable": {}}

@@ -1,0 +1,239 @@
+"""Owns the specification of equality: which settings there are, how a model is trained under each, and which must be equal.
+
+A `Setting` says how a training runs; a table of settings is what zeroshard promises to be equal, to the last bit. A test names
+a workload and rows of a table, and `expect_equal` trains and compares. The tables here read as the list of what can be set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import OPTIMIZERS, Stack, tokens
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire
+from zeroshard.storage import storages
+from zeroshard.testing import Run, Workload, ranks_agree, train, whole_parameters
+from zeroshard.testing.parity import same
+
+__all__ = ["ranks_agree", "same"]
+
+SMALL_BUCKETS = 256
+"""Elements: the larger parameters of the test models span several buckets."""
+LARGE_BUCKETS = 10**6
+"""Elements: each unit is one bucket."""
+PRECISIONS = {
+    "fp32": None,
+    "bf16": Precision(torch.bfloat16),
+    "bf16, buffers too": Precision(torch.bfloat16, buffer_dtype=torch.bfloat16),
+    "fp16": Precision(torch.float16),
+}
+LOSS_SCALES = {"fp32": 1.0, "bf16": 1.0, "bf16, buffers too": 1.0, "fp16": 2.0**12}
+ACCELERATOR, CPU, DISK = Place.ACCELERATOR, Place.CPU, Place.DISK
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train that must not change the result."""
+
+    policy: Policy
+    transport: str = "shared memory"
+    """Or "gloo"."""
+    overlap: bool = True
+    apart: bool = False
+    """CPU memory counts as another place than the accelerator's, so that every copy between the two is made."""
+    parks: Place | None = None
+    """All states rest there between the steps."""
+
+
+def kept(policy: Policy) -> Policy:
+    """Units stay whole from their forward to their backward."""
+    return replace(policy, reshard_after_forward=False)
+
+
+STAGES = {
+    "stage 0": Setting(Policy.stage(0)),
+    "stage 1": Setting(Policy.stage(1)),
+    "stage 2": Setting(Policy.stage(2)),
+    "stage 3": Setting(Policy.stage(3)),
+    "stage 3, kept": Setting(kept(Policy.stage(3))),
+}
+TRANSPORTS = {
+    "stage 0 over gloo": Setting(Policy.stage(0), "gloo"),
+    "stage 1 over gloo": Setting(Policy.stage(1), "gloo"),
+    "stage 2 over gloo": Setting(Policy.stage(2), "gloo"),
+    "stage 3 over gloo": Setting(Policy.stage(3), "gloo"),
+    "stage 1 without overlap": Setting(Policy.stage(1), overlap=False),
+    "stage 3 without overlap": Setting(Policy.stage(3), overlap=False),
+    "stage 3, kept, over gloo, without overlap": Setting(kept(Policy.stage(3)), "gloo", overlap=False),
+    "stage 3, nothing prefetched": Setting(replace(Policy.stage(3), prefetch_numel=0)),
+}
+
+
+def places(folder: Path, stage: int, optimizer: Place) -> dict[str, Setting]:
+    """Every legal combination of residencies of a stage with states that rest off the accelerator, in one memory and apart."""
+    how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
+    parameters = [ACCELERATOR, CPU] + ([DISK] if stage == 3 else [])
+    gradients = [ACCELERATOR] + ([CPU, DISK] if stage > 1 else [])
+    settings = {"on the accelerator": Setting(Policy.stage(stage))}
+    for parameter, gradient in product(parameters, gradients):
+        if {parameter, gradient, optimizer} == {ACCELERATOR}:
+            continue
+        policy = Policy(
+            Residency(sharded=stage > 2, place=parameter),
+            Residency(sharded=stage > 1, place=gradient),
+            Residency(sharded=True, place=optimizer),
+            offload_parameters=how,
+            offload_optimizer=how,
+        )
+        name = f"parameters: {parameter.value}, gradients: {gradient.value}, optimizer: {optimizer.value}"
+        settings[name] = Setting(policy, apart=True)
+    return settings
+
+
+def in_one_memory(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The same where the accelerator's memory is the CPU's, and states are used in place."""
+    return {name: replace(setting, apart=False) for name, setting in settings.items()}
+
+
+def hosts(within: int, wire: Wire | None = None) -> dict[str, Setting]:
+    """Stages over hosts of `within` ranks: sums are made host by host."""
+    options = {"within": within} if wire is None else {"within": within, "wire": wire}
+    stages = {f"stage {stage}": Setting(Policy.stage(stage, **options)) for stage in range(4)}  # type: ignore[arg-type]
+    third = stages["stage 3"].policy
+    return {
+        **stages,
+        "stage 3, kept": Setting(kept(third)),
+        "stage 3 over all ranks": Setting(replace(third, parameters=Residency(sharded=True))),
+        "stage 3 over gloo": Setting(third, "gloo"),
+        "stage 1 over gloo": Setting(stages["stage 1"].policy, "gloo"),
+        "stage 3 without overlap": Setting(third, overlap=False),
+    }
+
+
+# ---------------------------------------------------------------------- training and comparing
+
+
+@contextmanager
+def as_set(setting: Setting) -> Iterator[None]:
+    """Give this process the setting's transport and places."""
+    transport, is_cpu_memory = os.environ.get("ZEROSHARD_SHARED_MEMORY"), storages.is_cpu_memory
+    os.environ["ZEROSHARD_SHARED_MEMORY"] = "0" if setting.transport == "gloo" else "1"
+    if setting.apart:
+        storages.is_cpu_memory = lambda device: False
+    try:
+        yield
+    finally:
+        storages.is_cpu_memory = is_cpu_memory
+        if transport is None:
+            del os.environ["ZEROSHARD_SHARED_MEMORY"]
+        else:
+            os.environ["ZEROSHARD_SHARED_MEMORY"] = transport
+
+
+def run(
+    rank: int, work: Workload, setting: Setting, *, precision: str = "fp32", bucket_numel: int = SMALL_BUCKETS
+) -> Run:
+    """Train the workload under a setting; every rank ends with finite losses and the same parameters."""
+
+    def park(sharded: Sharded) -> None:
+        if setting.parks is not None:
+            sharded.offload_states(place=setting.parks)
+            sharded.reload_states()
+
+    with as_set(setting):
+        done = train(
+            rank, work, setting.policy, precision=PRECISIONS[precision], bucket_numel=bucket_numel,
+            overlap=setting.overlap, inspect=park,
+        )  # fmt: skip
+    assert torch.isfinite(done.losses).all(), setting
+    assert ranks_agree(done), f"ranks ended with different parameters under {setting}"
+    return done
+
+
+def expect_equal(
+    rank: int,
+    work: Workload,
+    settings: Mapping[str, Setting],
+    precision: str = "fp32",
+    bucket_numel: int = SMALL_BUCKETS,
+) -> dict[bool, Run]:
+    """Train under each setting and compare with the first of its kind, to the last bit. Returns the first of each kind.
+
+    With several microbatches there are two kinds (docs/design.md): unsharded gradients (False) are summed over microbatches
+    first, sharded ones (True) over ranks first.
+    """
+    first: dict[bool, Run] = {}
+    differ = []
+    for name, setting in settings.items():
+        kind = work.microbatches > 1 and setting.policy.gradients.sharded
+        done = run(rank, work, setting, precision=precision, bucket_numel=bucket_numel)
+        if not done.equals(first.setdefault(kind, done)):
+            differ.append(name)
+    assert not differ, f"other bits than under {next(iter(settings))}: {', '.join(differ)}"
+    return first
+
+
+def close(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    """Assert that values by name are near the expected ones: sums of another order."""
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+# ---------------------------------------------------------------------- loops that tests write out
+
+
+def build(
+    policy: Policy | int,
+    *,
+    precision: Precision | torch.dtype | None = None,
+    make_model: Callable[[], nn.Module] = Stack,
+    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = OPTIMIZERS["fused AdamW"],
+    bucket_numel: int = SMALL_BUCKETS,
+) -> tuple[Any, Sharded]:
+    """Return the same model on every rank, and what `shard` returned. `policy` may be a stage, `precision` a dtype."""
+    torch.manual_seed(0)
+    model = make_model()
+    policy = Policy.stage(policy) if isinstance(policy, int) else policy
+    precision = precision if isinstance(precision, Precision) else Precision(precision)
+    optimizer = make_optimizer(model.parameters())
+    return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel)
+
+
+def step(model: nn.Module, sharded: Sharded, rank: int, number: int) -> None:
+    """Take one optimizer step on this rank's batch of that number."""
+    model(*tokens(rank, number)).backward()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+
+
+whole = whole_parameters
+
+
+def same_on_all_ranks(values: Mapping[str, Tensor]) -> bool:
+    """Return whether every rank holds rank 0's values, to the last bit."""
+    for value in values.values():
+        first = value.clone()
+        dist.broadcast(first, src=0)
+        if not torch.equal(first, value):
+            return False
+    return True
+
+
+def gpt_batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets for the example's GPT, of shape [2, 16]."""
+    drawn = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * number + rank))
+    return drawn[:, :-1], drawn[:, 1:]

@@ -1,0 +1,264 @@
+"""Owns models whose backward does not go through what their modules return, and their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from zeroshard.testing import Workload
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers; `make_block` says which."""
+
+    def __init__(self, make_block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(make_block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.last(x).square().mean()
+
+
+# ------------------------------------------------------------------ losses that escape
+
+
+class Router(Block):
+    """As a mixture of experts keeps its auxiliary loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = F.linear(x, self.up.weight).softmax(-1).square().mean()
+        return super().forward(x)
+
+
+class LateRouter(Block):
+    """Nothing of what the block returns depends on its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = super().forward(x).square().mean()
+        return x
+
+
+class WithAux(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * sum(block.aux for block in self.blocks)
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    extra: Tensor | None = None
+
+
+class DataclassBlock(Block):
+    def forward(self, x: Tensor) -> Output:
+        return Output(super().forward(x))
+
+
+class DataclassNet(Net):
+    """Neither blocks nor the whole return tensors that one can see."""
+
+    def __init__(self) -> None:
+        super().__init__(DataclassBlock)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x).hidden
+
+    def forward(self, x: Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+class Features(Net):
+    """The loss is made of what a hook caught inside of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caught: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _, __, output: self.caught.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.caught.clear()
+        loss = super().forward(x)
+        return 0 * loss + sum(feature.square().mean() for feature in self.caught)
+
+
+class InPlace(Block):
+    """A view of what it returns is written to by who gets it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1, WIDTH)
+
+
+class InPlaceNet(Net):
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        y = block(x)
+        y[:, ::2].mul_(0.5)
+        return y
+
+
+class Mapped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row + self.down(torch.tanh(self.up(row))))(x)
+
+
+# ------------------------------------------------------------------ hooks of others
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.weight_norm(self.up)
+
+
+class OwnNorm(nn.Module):
+    """weight_norm and spectral_norm on the unit's own module: their hooks compute before its forward."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.zeros(WIDTH))
+        norm(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x, self.weight, self.bias))
+
+
+class MaxNorm(nn.Module):
+    """Embeddings that a forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, WIDTH, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.detach() * 1000).long().remainder(23)[:, 0])
+
+
+# ------------------------------------------------------------------ backwards inside of backwards
+
+
+class Inner(torch.autograd.Function):
+    """Runs its block again in the backward, and differentiates there, as reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class Reversible(Net):
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return Inner.apply(x, block)
+
+
+class FrozenEnds(Net):
+    """As LoRA with reentrant checkpointing: what is outside of the blocks takes no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
+        self.first.register_forward_hook(lambda _, __, output: output.requires_grad_())  # enable_input_require_grads
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class FrozenReversible(FrozenEnds):
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return Inner.apply(x, block)
+
+
+# ------------------------------------------------------------------ losses
+
+
+def plain_loss(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    return out.hidden if isinstance(out, Output) else out
+
+
+def with_gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    loss = model(x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    model(2 * x)  # another forward comes between
+    return loss + gradient.square().sum()
+
+
+def with_weight_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x)
+    with zeroshard.unsharded(model):
+        penalty = sum(block.up.weight.square().sum() for block in model.blocks)
+    return loss + 0.01 * penalty
+
+
+UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "auxiliary loss": (lambda: WithAux(Router), plain_loss),
+    "auxiliary loss alone": (lambda: WithAux(LateRouter), plain_loss),
+    "dataclasses": (DataclassNet, plain_loss),
+    "features": (Features, plain_loss),
+    "in place": (lambda: InPlaceNet(InPlace), plain_loss),
+    "vmap": (lambda: Net(Mapped), plain_loss),
+    "weight_norm inside": (lambda: Net(Normed), plain_loss),
+    "weight_norm": (lambda: Net(lambda: OwnNorm(nn.utils.weight_norm)), plain_loss),
+    "spectral_norm": (lambda: Net(lambda: OwnNorm(nn.utils.spectral_norm)), plain_loss),
+    "max_norm": (lambda: Net(MaxNorm), plain_loss),
+    "reversible": (Reversible, plain_loss),
+    "frozen ends": (FrozenEnds, plain_loss),
+    "frozen ends, reversible": (FrozenReversible, plain_loss),
+    "gradient penalty": (Net, with_gradient_penalty),
+    "weight penalty": (Net, with_weight_penalty),
+}
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def unusual(name: str, precision: str = "fp32", microbatches: int = 1) -> Workload:
+    """Return the training of one of them."""
+    make_model, compute_loss = UNUSUAL[name]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return Workload(
+        make_model,
+        lambda rank, number: (batch(rank, number).to(dtype),),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        lambda model, given: compute_loss(model, *given),
+        lambda model: [parameter for parameter in model.parameters() if parameter.requires_grad],
+        steps=3,
+        microbatches=microbatches,
+    )

@@ -1,0 +1,1 @@
+"""Access: how users read and write parameters that are sharded."""

@@ -1,0 +1,122 @@
+"""Owns changes of the trained parameters: frozen ones give up their states, and unfrozen ones begin with new ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from zeroshard.access.unsharded import register
+from zeroshard.errors import UsageError
+from zeroshard.layout.bucketing import Group, NamedParameter
+from zeroshard.parameters.context import Context
+from zeroshard.schedule.hooks import Hooks
+from zeroshard.schedule.make_units import frozen_names, make_units
+from zeroshard.schedule.schedule import Schedule, StepState
+from zeroshard.schedule.unit import Unit
+from zeroshard.step.model_states import PARAMETERS, ModelStates
+from zeroshard.step.sharded_step import ShardedStep
+
+
+class Freezing:
+    """See the module's docstring."""
+
+    def __init__(self, schedule: Schedule, hooks: Hooks, context: Context, step: ShardedStep) -> None:
+        self._schedule = schedule
+        self._hooks = hooks
+        self._context = context
+        self._step = step
+        step.on_added_group(self.update)
+
+    def update(self, param_group: dict[str, Any] | None) -> None:
+        """Take note of parameters whose `requires_grad` was changed, see `Sharded.update_trainable`."""
+        with self._context.collectives.operation("update_trainable"):
+            self._update(param_group)
+
+    @property
+    def _states(self) -> ModelStates:
+        return ModelStates(self._schedule.units, self._step, self._context.collectives)
+
+    def _update(self, param_group: dict[str, Any] | None) -> None:
+        if self._schedule.state is StepState.STEPPED:
+            self._step.zero_grad()  # a loop that drops gradients before a backward, and not after the step
+        if not self._schedule.is_between_steps:
+            raise UsageError(
+                "parameters are freed or frozen between a backward and its step: their gradients would be lost. End the step "
+                "first, or call zero_grad()."
+            )
+        self._schedule.refuse_parked("update_trainable()")
+        self._schedule.refuse_pinned("update_trainable()")
+        listed = {one for group in self._step.groups for one in group}
+        if param_group is not None:
+            given = param_group["params"]
+            param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+            known = {id(entry.parameter) for unit in self._schedule.units for entry in unit.named}
+            strangers = sum(id(parameter) not in known for parameter in param_group["params"])
+            if strangers:
+                raise UsageError(
+                    f"{strangers} of the new param group's parameters are not of the model that zeroshard took: add_param_group "
+                    "and update_trainable free parameters that were there when it was sharded."
+                )
+            listed |= {id(parameter) for parameter in param_group["params"]}
+        freed = self._freed(listed)
+        if param_group is not None:
+            self._step.list_group(param_group)
+        self._schedule.optimized = listed
+        for entry in freed:
+            entry.parameter.grad = None  # the gradient of a parameter outside of the optimizer belongs to no step
+        self._schedule.frozen = frozen_names(self._schedule.units)
+        for unit in list(self._schedule.units):
+            now = {entry.fqn: entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named}
+            trained = [entry for entry in unit.named if now[entry.fqn]]
+            untrained = [entry for entry in unit.named if not now[entry.fqn]]
+            if unit.trainable:
+                for entry in untrained:
+                    entry.parameter.grad = None
+            if (unit.trainable and untrained) or (not unit.trainable and trained):
+                self._split(unit, trained, untrained)
+        for unit in self._schedule.units:
+            unit.appearance.expect_present_grads()
+        self._hooks.remove()
+        self._hooks.attach()
+        register(self._schedule.units, self._hooks, self._step)
+
+    def _freed(self, listed: set[int]) -> list[NamedParameter]:
+        """Find the parameters that are to be trained from now on. `listed` has the `id`s of those in param groups."""
+        freed = []
+        for unit in self._schedule.units:
+            for entry in unit.named:
+                if unit.trainable or not entry.parameter.requires_grad:
+                    continue
+                if id(entry.parameter) in listed:
+                    freed.append(entry)
+                elif entry.fqn in self._schedule.frozen:
+                    raise UsageError(
+                        f"{entry.fqn} was freed and is in no param group of the optimizer: give update_trainable a param_group "
+                        "with it."
+                    )
+        return freed
+
+    def _split(self, unit: Unit, trained: list[NamedParameter], untrained: list[NamedParameter]) -> None:
+        """Give the parameters of a unit to new units, with master weights and optimizer states."""
+        states = self._states
+        names = [PARAMETERS, *states.optimizer_names()]
+        kept = {entry.fqn: {name: states.get(entry.fqn, name) for name in names} for entry in unit.named}
+        unit.release()
+        dtype = unit.named[0].parameter.dtype
+        groups = []
+        for named, trainable in ((trained, True), (untrained, False)):
+            if named:
+                persistent = not unit.sharded_at_rest
+                label, kind = unit.group.label, unit.group.kind
+                group = Group(label, unit.modules[0], tuple(named), trainable, dtype, persistent, kind)
+                groups.append(group)
+        first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
+        # Where its optimizer states rest was decided when the model was sharded.
+        decided = replace(unit.policy, offload_optimizer=replace(unit.policy.offload_optimizer, ratio=1.0))
+        self._schedule.replace(unit, make_units(groups, replace(self._context, policy=decided), first))
+        self._step.lay_out()
+        states = self._states
+        for fqn, values in kept.items():
+            states.restore(fqn, values)

@@ -1,0 +1,263 @@
+"""Owns `named_weights`: the weights that an export would write, whole, one unit at a time, without files.
+
+Where parameters are sharded at rest, all ranks walk through the units together: after each unit they exchange one byte, by which a
+rank that left its loop early is found before the next all-gather. Otherwise no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.access.unsharded import unsharded
+from zeroshard.checkpoint.live_model import Description, LiveModel, describe, persistent_buffers
+from zeroshard.errors import CollectiveError, UsageError
+from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.layout.names import name_of
+from zeroshard.schedule.unit import Unit
+from zeroshard.torch_private import own_parameters
+
+_GOES_ON, _LEFT = b"\0", b"\1"
+_BASE = "base_layer"
+"""PEFT's name for the module that an adapter wraps, and whose weights a merge changes."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The weights that are handed over while one unit is whole.
+
+    Attributes:
+        label: of the unit.
+        plain: names, with parameters and buffers as they are.
+        adapted: names of PEFT's layers, which are merged with their adapters.
+    """
+
+    label: str
+    plain: list[tuple[str, Tensor]] = field(default_factory=list)
+    adapted: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+    def parameters(self) -> list[Tensor]:
+        """All that has to be whole for it."""
+        return [tensor for _, tensor in self.plain] + [
+            parameter for _, module in self.adapted for parameter in module.parameters()
+        ]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values: merged weights are copies, others the model's own memory.
+
+        A loop's variable still names the last one when the unit is given back, and would keep its memory. So the smallest is the
+        last, and a copy.
+        """
+        for name, module in self.adapted:
+            yield from _merge(name, module)
+        smallest = min(range(len(self.plain)), key=lambda index: self.plain[index][1].numel(), default=-1)
+        for index, (name, tensor) in enumerate(self.plain):
+            if index != smallest:
+                yield name, tensor.detach()
+        if self.plain:
+            name, tensor = self.plain[smallest]
+            yield name, tensor.detach().clone()
+
+
+def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+    """Hand over the weights of a model. See `Sharded.named_weights`."""
+    refuse_distributed(live.model.named_parameters(), "named_weights()")
+    world_size = live.collectives.world_size
+    if to is not None and to not in range(world_size):
+        raise UsageError(
+            f"named_weights(to={to!r}): the ranks are 0 to {world_size - 1}. Leave `to` out for all of them."
+        )
+    return _hand_over(live, to, merge_adapters=merge_adapters)
+
+
+def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+    live.schedule.refuse_unseen_changes()
+    steps = live.schedule.steps_ended
+    is_together = any(unit.sharded_at_rest and not unit.is_pinned for unit in live.units)
+    with live.collectives.operation("named_weights()"):  # PEFT may read parameters to name them
+        parts = _merged_parts(live) if merge_adapters else _parts(live)
+    unit_of = _units_by_parameter(live)
+    for part in parts:
+        try:
+            with ExitStack() as stack:
+                with live.collectives.operation("named_weights()"):
+                    _make_whole(part, unit_of, stack)
+                for weight in part.weights() if to in (None, live.rank) else ():
+                    yield weight
+                    del weight
+                    _refuse_step(live.schedule.steps_ended != steps)
+        except CollectiveError:
+            raise  # the others have it too, or will not come
+        except BaseException:  # the consumer's, or the end of its loop
+            if is_together:
+                _exchange(live, part, _LEFT)
+            raise
+        if is_together and not _goes_on(live, part, to, is_last=part is parts[-1]):
+            return
+
+
+def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
+    """Bring a part's units together until the stack ends. Writes to sharded parameters are undone, to others refused."""
+    wanted = [parameter for parameter in part.parameters() if id(parameter) in unit_of]
+    # What an outer `unsharded` holds is whole already, and its end looks for writes.
+    wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].is_pinned]
+    for are_sharded in (True, False):
+        chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
+        if chosen:
+            stack.enter_context(unsharded(chosen, undo=are_sharded))
+
+
+def _refuse_step(has_stepped: bool) -> None:
+    if has_stepped:
+        raise UsageError(
+            "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those before. Step "
+            "after the loop."
+        )
+
+
+def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
+    """Return the ranks that have left."""
+    with live.collectives.operation("named_weights()"):
+        everyone = live.collectives.exchange(status, f"the end of {part.label}")
+    return [rank for rank, other in enumerate(everyone) if other == _LEFT]
+
+
+def _goes_on(live: LiveModel, part: _Part, to: int | None, *, is_last: bool) -> bool:
+    """Agree with the other ranks on the next part.
+
+    Raises:
+        UsageError: some ranks have left a loop that others go on with.
+    """
+    left = _exchange(live, part, _GOES_ON)
+    if not left or is_last:
+        return True
+    if to in left:
+        return False  # the rank that was given the weights wants no more
+    raise UsageError(
+        f"of the group's ranks {left} left the loop over named_weights() after {part.label}, by a break or an exception, and rank "
+        f"{live.rank} goes on: leave it on every rank, or on none. For a loop on one rank: named_weights(to=rank)."
+    )
+
+
+# ---------------------------------------------------------------------- names
+
+
+def _units_by_parameter(live: LiveModel) -> dict[int, Unit]:
+    return {id(entry.parameter): unit for unit in live.units for entry in unit.named}
+
+
+def _parts(live: LiveModel) -> list[_Part]:
+    """List the tensors of an export; of a PEFT model, those of its adapters."""
+    names: dict[str, list[str]] = {}
+    """By fqn, those under which it is handed over."""
+    adapters = getattr(live.model, "peft_config", None)
+    described = describe(live) if adapters else Description()
+    if adapters and described.problem is not None:
+        raise UsageError(
+            f"the adapters cannot be handed over as PEFT would load them: {described.problem} For the weights of the whole model: "
+            "named_weights(merge_adapters=True)."
+        )
+    if described.adapters is None:
+        names = {entry.fqn: [entry.fqn] for unit in live.units for entry in unit.named}
+        names |= {name: [name] for name in live.buffers}
+    else:
+        for folder, adapter in described.adapters.items():
+            for name, fqn in adapter.items():
+                names.setdefault(fqn, []).append(folder + name)
+    parts = [_Part("the buffers", [(name, one) for fqn, one in live.buffers.items() for name in names.get(fqn, [])])]
+    for unit in reversed(live.units):
+        parts.append(_Part(unit.label, [(name, e.parameter) for e in unit.named for name in names.get(e.fqn, [])]))
+    return [part for part in reversed(parts) if part.plain]
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def _merged_parts(live: LiveModel) -> list[_Part]:
+    """List the tensors that the model has after PEFT's `merge_and_unload`.
+
+    Raises:
+        UsageError: some parameters are no part of that model.
+    """
+    model: Any = live.model
+    root: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unit_of = _units_by_parameter(live)
+    parts = {unit: _Part(unit.label) for unit in live.units}
+    buffers = _Part("the buffers")
+    adapted = _adapted(root) if getattr(model, "peft_config", None) else {}
+    inside = tuple(f"{name}." for name in adapted)
+    bases = set[int]()
+    for name, module in adapted.items():
+        own = {id(parameter): parameter for parameter in _base_parameters(module)}
+        if bases & own.keys():
+            raise UsageError(
+                f"{name} shares its weight with another layer that has an adapter, and there is no one merged weight: adapt one of "
+                "them, or hand over the adapters (merge_adapters=False)."
+            )
+        bases |= own.keys()
+        largest = max(own.values() or module.parameters(), key=lambda parameter: parameter.shape.numel())
+        parts[unit_of[id(largest)]].adapted.append((name_of(name), module))
+    plain = set[int]()
+    for prefix, module in root.named_modules():
+        if f"{prefix}.".startswith(inside):
+            continue
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and id(parameter) not in plain | bases:
+                plain.add(id(parameter))
+                parts[unit_of[id(parameter)]].plain.append((name_of(f"{prefix}.{name}".lstrip(".")), parameter))
+    buffers.plain.extend(
+        (name_of(name), buffer) for name, buffer in persistent_buffers(root) if not name.startswith(inside)
+    )
+    _refuse_unmerged(live, plain.union(id(p) for module in adapted.values() for p in module.parameters()))
+    return [part for part in [*parts.values(), buffers] if part.plain or part.adapted]
+
+
+def _adapted(root: nn.Module) -> dict[str, nn.Module]:
+    """Find PEFT's layers around modules of the model, as its `merge_and_unload` does; none inside another."""
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        is_layer = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, _BASE)
+        if is_layer and not name.startswith(tuple(f"{outer}." for outer in found)):
+            found[name] = module
+    return found
+
+
+def _base_parameters(layer: nn.Module) -> Sequence[nn.Parameter]:
+    """List the parameters that a merge changes."""
+    return [parameter for name, parameter in layer.named_parameters() if _BASE in name.split(".")]
+
+
+def _refuse_unmerged(live: LiveModel, handed_over: set[int]) -> None:
+    entries = chain.from_iterable(unit.named for unit in live.units)
+    lost = [entry.fqn for entry in entries if id(entry.parameter) not in handed_over]
+    if lost:
+        raise UsageError(
+            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters): hand over the "
+            "adapter itself (merge_adapters=False), or export it."
+        )
+
+
+def _merge(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Merge a copy of one of PEFT's layers, whose parameters are whole: PEFT's own arithmetic, whatever the adapter."""
+    bases = {id(parameter) for parameter in _base_parameters(layer)}
+    copies: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        values = parameter.detach()
+        copies[id(parameter)] = nn.Parameter(values.clone() if id(parameter) in bases else values, requires_grad=False)
+    own = {id(copies[id(parameter)]) for parameter in layer.parameters() if id(parameter) not in bases}
+    with torch.no_grad():
+        merged: Any = copy.deepcopy(layer, copies)
+        if hasattr(merged, "unload_and_optionally_merge_module"):
+            merged = merged.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            merged.merge(safe_merge=False, adapter_names=None)
+            merged = merged.get_base_layer()
+    for inner, tensor in chain(merged.named_parameters(), persistent_buffers(merged)):
+        yield f"{name}.{name_of(inner)}", tensor.detach().clone() if id(tensor) in own else tensor.detach()

@@ -1,0 +1,202 @@
+"""Owns `parameter_states`: the model states of one of the user's parameters, found by the parameter itself.
+
+states = zeroshard.parameter_states(model.head.weight)
+states.is_sharded, states.is_here
+states.get(), states.get("gradients"), states.get("exp_avg")     the whole, on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.access.unsharded import Home, home_of, unsharded
+from zeroshard.construction.born import BornSharded, Shard, is_shown, shard_of
+from zeroshard.errors import UsageError
+from zeroshard.schedule.unit import Unit, UnitState
+from zeroshard.step.model_states import GRADIENTS, PARAMETERS, ModelStates, Range
+
+
+class ParameterStates:
+    """The model states of one parameter. `parameter_states` makes it; make it again after the model is sharded again.
+
+    States are called "parameters" (master weights), "gradients" (their mean over ranks, between the last backward of a step and
+    `zero_grad`), and as the optimizer calls its own: "exp_avg".
+
+    Attributes:
+        fqn: its first name in the model; of one that was born sharded, and is in no sharded model so far, "".
+        number: in the order in which parameters were cut or sharded, the same on every rank.
+        is_trained: a step updates it.
+        is_sharded: at rest this rank has only its part.
+    """
+
+    fqn: str
+    number: int
+    is_trained: bool
+    is_sharded: bool
+
+    def __init__(self, home: Home, unit: Unit) -> None:
+        self._unit = unit
+        self._index = home.index
+        self._step = home.step
+        self.fqn = unit.named[home.index].fqn
+        self.number = home.number
+        self.is_trained = unit.trainable
+        self.is_sharded = unit.sharded_at_rest
+
+    @property
+    def _states(self) -> ModelStates:
+        step = self._step()
+        assert step is not None, "the units of a model keep it"
+        return ModelStates([self._unit], step, self._unit.collectives)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its values are whole, and on this rank, now."""
+        return self._unit.state is UnitState.UNSHARDED
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether an all-gather of its values is under way."""
+        return self._unit.is_arriving
+
+    def names(self) -> list[str]:
+        """The states that there are, as far as this rank has them."""
+        return self._states.names(self.fqn)
+
+    def get(self, state: str = PARAMETERS) -> Tensor | None:
+        """The whole of a state, on every rank; None where there is none. Every rank must call it."""
+        return self._states.get(self.fqn, state)
+
+    def set(self, value: Tensor, state: str = PARAMETERS) -> None:
+        """Give every rank its part of a whole. Every rank must call it, with the same values.
+
+        Raises:
+            UsageError: there is no such state, or it has another shape.
+        """
+        self._states.set(self.fqn, state, value)
+
+    def local(self, state: str = PARAMETERS) -> list[Range]:
+        """The ranges of the flattened state that this rank holds, see `ModelStates.local`. Runs no collective."""
+        return self._states.local(self.fqn, state)
+
+    def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
+        """Overwrite ranges that this rank holds. Every rank must call it, with its own."""
+        self._states.set_local(self.fqn, state, ranges)
+
+    def own_gradient(self) -> Tensor | None:
+        """Return this rank's sum of gradients so far, where nothing has reduced it yet: a copy. Runs no collective.
+
+        None where there is none, or where it is no longer this rank's alone: `get("gradients")` has it.
+        """
+        shape = self._unit.named[self._index].shape
+        sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
+        parts = [part for part in sums if part is not None]
+        if not parts or sum(part.numel() for part in parts) != shape.numel():
+            return None
+        return torch.cat(parts).view(shape)
+
+    def flat(self, state: str = PARAMETERS) -> Tensor | None:
+        """Return this rank's elements of a state, 1-D, range by range: a copy. Empty where it holds none; None: no such state."""
+        parts = [part.tensor.view(-1) for part in self.local(state)]
+        if not parts:
+            return None if self.local() else torch.empty(0)
+        return torch.cat(parts)
+
+    def set_flat(self, value: Tensor, state: str = PARAMETERS) -> None:
+        """Overwrite what `flat` gives. Every rank must call it, with its own.
+
+        Raises:
+            UsageError: there is no such state, or it has another number of elements.
+        """
+        ranges = self.local(state)
+        sizes = [part.tensor.numel() for part in ranges]
+        if value.numel() != sum(sizes) or (not ranges and self.local()):
+            raise UsageError(
+                f"this rank holds {sum(sizes)} elements of {state} of {self.fqn or 'the parameter'}, not {value.numel()}."
+            )
+        values = value.reshape(-1).split(sizes)
+        self.set_local([Range(part.start, new) for part, new in zip(ranges, values, strict=True)], state)
+
+
+def parameter_states(parameter: Tensor) -> ParameterStates:
+    """Find the model states of a parameter of a model that was sharded, or that was born sharded.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    home = home_of(parameter)
+    if home is not None:
+        unit = home.unit()
+        if unit is not None:
+            return ParameterStates(home, unit)
+    if isinstance(parameter, nn.Parameter) and (isinstance(parameter, BornSharded) or is_shown(parameter)):
+        return _Born(parameter)
+    raise UsageError(
+        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is a parameter of no model that zeroshard holds: call "
+        "shard() or initialize() first, and give the model's own parameter, not a copy."
+    )
+
+
+class _Born(ParameterStates):
+    """The same for a parameter that was born sharded and is in no unit so far: it has values only."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._shard: Shard = shard_of[parameter]
+        self.fqn = ""
+        self.number = self._shard.number
+        self.is_trained = False
+        self.is_sharded = True
+
+    @property
+    def is_here(self) -> bool:
+        return self._shard.shows > 0
+
+    @property
+    def is_arriving(self) -> bool:
+        return False
+
+    def names(self) -> list[str]:
+        return [PARAMETERS]
+
+    def get(self, state: str = PARAMETERS) -> Tensor | None:
+        return self._shard.whole().clone() if state == PARAMETERS else None
+
+    def set(self, value: Tensor, state: str = PARAMETERS) -> None:
+        self._refuse(state)
+        if value.shape != self._parameter.shape:
+            raise UsageError(f"the parameter has shape {tuple(self._parameter.shape)}, not {tuple(value.shape)}.")
+        with unsharded(self._parameter, modifier_rank=0):
+            self._parameter.data.copy_(value)
+
+    def own_gradient(self) -> Tensor | None:
+        return None
+
+    def local(self, state: str = PARAMETERS) -> list[Range]:
+        start, stop = self._shard.range
+        if state != PARAMETERS or start == stop:
+            return []
+        return [Range(start, self._shard.own[: stop - start])]
+
+    def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
+        self._refuse(state)
+        mine = {(part.start, part.start + part.tensor.numel()): part.tensor for part in self.local()}
+        for part in ranges:
+            stop = part.start + part.tensor.numel()
+            target = mine.get((part.start, stop))
+            if target is None or self.is_here:
+                raise UsageError(
+                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}); and it is set outside of "
+                    "unsharded()."
+                )
+            target.copy_(part.tensor.reshape(-1))
+
+    def _refuse(self, state: str) -> None:
+        if state != PARAMETERS:
+            what = "gradients" if state == GRADIENTS else f"state {state!r}"
+            raise UsageError(
+                f"a parameter that is in no sharded model so far has no {what}: call shard() or initialize() first."
+            )

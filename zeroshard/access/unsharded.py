@@ -1,0 +1,297 @@
+"""Owns `unsharded`: parameters that are whole for a while; and the map from a parameter to its unit."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroshard.construction.born import BornSharded, Shard, is_shown, shard_of
+from zeroshard.errors import UsageError
+from zeroshard.schedule.hooks import Hooks
+from zeroshard.schedule.unit import Unit, UnitState
+from zeroshard.step.sharded_step import ShardedStep
+
+
+@dataclass(frozen=True)
+class Home:
+    """The place of a parameter: its unit, and the hooks and step that belong to it.
+
+    Attributes:
+        number: in the order in which parameters were sharded, the same on every rank.
+        index: in its unit.
+    """
+
+    number: int
+    index: int
+    unit: weakref.ref[Unit]
+    hooks: weakref.ref[Hooks]
+    step: weakref.ref[ShardedStep]
+
+
+_numbers = itertools.count()
+_home_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# An index, not state: it lets `unsharded` find a parameter's unit without an attribute hung on the parameter.
+
+
+def register(units: Iterable[Unit], hooks: Hooks, step: ShardedStep) -> None:
+    """Add the parameters of these units to the map."""
+    for unit in units:
+        refs = (weakref.ref(unit), weakref.ref(hooks), weakref.ref(step))
+        for index, entry in enumerate(unit.named):
+            before = _home_of.get(entry.parameter)
+            number = next(_numbers) if before is None else before.number
+            _home_of[entry.parameter] = Home(number, index, *refs)
+
+
+def unregister(units: Iterable[Unit]) -> None:
+    """Remove the parameters of these units from the map."""
+    for unit in units:
+        for entry in unit.named:
+            _home_of.pop(entry.parameter, None)
+
+
+def is_taken(parameter: Tensor) -> bool:
+    """Whether a model that was sharded holds it."""
+    return parameter in _home_of
+
+
+def home_of(parameter: Tensor) -> Home | None:
+    """The place of a parameter, if a model that was sharded holds it."""
+    home: Home | None = _home_of.get(parameter)
+    return home
+
+
+@contextmanager
+def unsharded(
+    target: nn.Module | Tensor | Iterable[Tensor | None], modifier_rank: int | None = None, *, undo: bool = False
+) -> Iterator[None]:
+    """Unshard the parameters of a module, or those given, inside the block, under every policy; also those born sharded.
+
+    They stay so while the model runs: inside, ranks may run it as often as each likes (to generate, say). Where parameters
+    are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it. It nests. Where an exception
+    leaves it, changes of what is sharded at rest are gone.
+
+    Args:
+        target: a module, a parameter or parameters. What shares a unit with them is whole too. Tensors that no model holds, and
+            None, stay as they are.
+        modifier_rank: rank of the data-parallel group whose in-place changes count: they become every rank's parameters and
+            master weights on leaving. None is for reading.
+        undo: without a modifier rank: changes are undone on leaving, where they are an error otherwise. What is unsharded at
+            rest is copied for it.
+
+    Raises:
+        UsageError: parameters were changed without a modifier rank. Under sharded parameters the change is gone.
+    """
+    if isinstance(target, nn.Module):
+        wanted: list[Tensor] = list(target.parameters())
+    else:
+        given = [target] if isinstance(target, Tensor) else target
+        wanted = [one for one in given if isinstance(one, Tensor)]
+    undo = undo and modifier_rank is None
+    with _born_whole(wanted, modifier_rank, undo=undo), _units_whole(wanted, modifier_rank, undo=undo):
+        yield
+
+
+def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
+    """Have parameters of other blocks whole while `module` runs its forward (and in its backward, where that needs them).
+
+    For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run
+    the module as often.
+
+    Returns:
+        What ends it: `borrowed.remove()`.
+    """
+    return Borrowed(module, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+
+
+class Borrowed:
+    """See `borrow`."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self._borrowed = [weakref.ref(parameter) for parameter in parameters]
+        self._open: list[AbstractContextManager[None]] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, *_: object) -> None:
+        whole = _units_whole([one for one in (ref() for ref in self._borrowed) if one is not None], None, changes=False)
+        whole.__enter__()
+        self._open.append(whole)
+
+    def _leave(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """End it: the module runs as before."""
+        for handle in self._handles:
+            handle.remove()
+
+
+# ---------------------------------------------------------------------- of models that were sharded
+
+
+@contextmanager
+def _units_whole(
+    wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
+) -> Iterator[None]:
+    """Make units whole, as `unsharded` does. Without `changes`, writes count as those in a forward of the units' own modules."""
+    homes: list[Home] = [_home_of[parameter] for parameter in wanted if parameter in _home_of]
+    # The caller's order, of a set say, may differ between ranks.
+    ordered = sorted(homes, key=lambda home: home.number)
+    units = list(dict.fromkeys(unit for unit in (home.unit() for home in ordered) if unit is not None))
+    hooks = list(dict.fromkeys(one for one in (home.hooks() for home in ordered) if one is not None))
+    if modifier_rank is not None:
+        for unit in units:
+            unit.refuse_parked("a change of")
+    at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
+    offloaded = [unit for unit in units if unit.state is UnitState.OFFLOADED]
+    written: list[str] = []
+    pinned: list[Unit] = []
+    looks: list[tuple[Unit, list[int]]] = []
+    is_over = False
+    try:
+        with _operation(units, "unsharded"):
+            for unit in at_rest:
+                unit.start_unshard()
+            for unit in units:
+                unit.unshard()
+                unit.pin()
+                pinned.append(unit)
+                unit.write_back()  # what was written before is no change inside
+                looks.append((unit, unit.appearance.begin_look()))
+        kept = {unit: unit.flat.tensor.clone() for unit in units if undo and not unit.sharded_at_rest}
+        with ExitStack() as stack:
+            for one in hooks:
+                stack.enter_context(one.whole(units))
+            yield
+        with _operation(units, "the end of unsharded"):
+            if undo:
+                _undo(looks, kept, at_rest)
+            elif changes:
+                written = _take_changes(looks, modifier_rank)
+        is_over = True
+    finally:
+        for unit, look in looks:
+            unit.appearance.end_look(look)
+        _leave(pinned, at_rest, offloaded, forget_writes=not is_over)
+    if written:
+        raise UsageError(
+            f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
+            "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or copy what you want to change."
+        )
+
+
+def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]:
+    """Name the waits for other ranks inside."""
+    return units[0].collectives.operation(name) if units else nullcontext()
+
+
+def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> list[str]:
+    """Give the modifier rank's values to all ranks. Without one, return the fqns of parameters that were changed."""
+    written = list[str]()
+    for unit, versions in looks:
+        if modifier_rank is not None:
+            unit.take_parameters(modifier_rank)
+        else:
+            written += unit.written_since(versions)
+        unit.appearance.settle()
+    return _on_all_dimensions(looks, written)
+
+
+def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[str]) -> list[str]:
+    """Return the names that any rank of another dimension of the mesh has; units agree on theirs over data-parallel ranks."""
+    others = looks[0][0].others if looks else None
+    if others is None or others.world_size == 1:
+        return written
+    answers = others.exchange_json(written, "the end of unsharded")
+    return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+
+
+def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], at_rest: Sequence[Unit]) -> None:
+    """Make the parameters what they were on entering, if they do not leave now. `kept` copies those that are unsharded at rest."""
+    for unit, versions in looks:
+        if unit in kept:
+            unit.appearance.take_new_data()
+            unit.flat.tensor.copy_(kept[unit])
+        elif unit.pins > 1 or unit not in at_rest:
+            unit.written_since(versions)  # which undoes it
+        unit.appearance.take_written()
+        unit.appearance.settle()
+
+
+def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
+    """Return units to the states in which they were entered."""
+    for unit in pinned:
+        unit.unpin()
+    for unit in at_rest:
+        # Writes before an exception must not come to rest.
+        if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:
+            unit.appearance.take_written()
+        unit.reshard()
+    for unit in offloaded:
+        unit.offload()
+
+
+# ---------------------------------------------------------------------- of models that were born sharded
+
+
+@contextmanager
+def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool) -> Iterator[None]:
+    found = {id(one): one for one in wanted if isinstance(one, BornSharded) or is_shown(one)}
+    born: list[tuple[nn.Parameter, Shard]] = sorted(
+        ((one, shard_of[one]) for one in found.values() if isinstance(one, nn.Parameter)),
+        key=lambda pair: pair[1].number,
+    )
+    shown = list[tuple[nn.Parameter, Shard]]()
+    written = list[str]()
+    try:
+        for parameter, shard in born:
+            shard.show(parameter)
+            shown.append((parameter, shard))
+        yield
+        if born and not undo:
+            written = _keep_changes(born, modifier_rank)
+        for parameter, shard in born:
+            if shard.shows > 1 and (undo or written):
+                shard.undo(parameter)
+    finally:
+        for parameter, shard in shown:
+            shard.hide(parameter)
+    if written:
+        raise UsageError(
+            f"parameters that were born sharded were changed inside unsharded() without a modifier rank: {', '.join(written)}. The "
+            "change is gone: pass modifier_rank=0 to keep rank 0's."
+        )
+
+
+def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
+    """Take changes, as `_take_changes` does. A parameter without a name is named by its number among those given, and its shape."""
+    collectives = born[0][1].births.collectives(born[0][0].device)
+    own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]
+    with collectives.operation("the end of unsharded"):
+        everyone = collectives.exchange_json(own, "what was changed")
+        if modifier_rank is None:
+            changed = [any(rank[number][2] for rank in everyone) for number in range(len(born))]
+            return [f"number {n} of shape {tuple(born[n][0].shape)}" for n, one in enumerate(changed) if one]
+        different = next(
+            (n for n in range(len(born)) if any(rank[n][:2] != everyone[0][n][:2] for rank in everyone)), None
+        )
+        if different is not None:
+            raise UsageError(
+                f"parameter number {different} has another shape or dtype on rank {modifier_rank} than on others: give a parameter "
+                "other data on every rank, inside unsharded(modifier_rank=...)."
+            )
+        for parameter, shard in born:
+            parameter.data = parameter.data.contiguous()
+            shard.births.collectives(parameter.device).broadcast(parameter.data, modifier_rank)
+            shard.keep(parameter)
+    return []

@@ -1,0 +1,41 @@
+"""Owns the agreement of ranks that a part of a save, load or export succeeded: an error on one rank is an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zeroshard.collectives.base import Collectives
+from zeroshard.errors import CheckpointError
+
+_MOST = 8
+"""Ranks whose errors one message shows."""
+
+
+@contextmanager
+def together(control: Collectives, what: str, failed: str = "") -> Iterator[None]:
+    """Run the block on every rank, and wait for all of them. Every rank must enter it.
+
+    Where it fails on any rank, all raise a `CheckpointError` with one message, which begins with `failed`. `what` names the wait.
+    """
+    problem = None
+    try:
+        yield
+    except Exception as error:  # the other ranks wait for this rank's answer
+        problem = _explain(error)
+    everyone = control.exchange_json(problem, what)
+    failing = [rank for rank, one in enumerate(everyone) if one is not None]
+    if not failing:
+        return
+    if len(failing) > 1 and everyone == [problem] * len(everyone):
+        raise CheckpointError(f"{failed}every rank: {problem}")
+    lines = [f"rank {rank}: {everyone[rank]}" for rank in failing[:_MOST]]
+    if len(failing) > _MOST:
+        lines.append(f"and {len(failing) - _MOST} more ranks")
+    raise CheckpointError(failed + "\n  ".join(lines))
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}."
+    return str(error)

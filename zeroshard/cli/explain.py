@@ -1,0 +1,78 @@
+"""Owns `zeroshard explain`: the meaning of an error and its remedy, from the page that the documentation has too."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroshard.errors import PAGE, UsageError
+
+_SECTION = re.compile(r"^## ", re.MULTILINE)
+_MESSAGE = re.compile(r"^### ", re.MULTILINE)
+
+
+def explain(
+    what: Annotated[str | None, typer.Argument(
+        metavar="NAME", help="An error's class, such as UsageError, or its message, in quotes.")] = None,
+) -> None:  # fmt: skip
+    """Explain an error: what its message means, and what to do."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(found(what, page())))
+
+
+def page() -> str:
+    """The text of the page: beside the installed package, or in the documentation of a checkout.
+
+    Raises:
+        UsageError: it is in neither.
+    """
+    installed = files("zeroshard") / PAGE
+    checkout = Path(__file__).parent.parent.parent / "docs" / PAGE
+    for place in (installed, checkout):
+        if place.is_file():
+            return place.read_text(encoding="utf-8")
+    raise UsageError(f"this installation has no {PAGE}: install zeroshard anew, from a wheel or a checkout.")
+
+
+def found(what: str | None, text: str) -> str:
+    """The part of the page about a class, or about every message whose words `what` holds; without `what` the contents.
+
+    Raises:
+        UsageError: the page has nothing about it.
+    """
+    sections = dict(_split(_SECTION, text))
+    if what is None:
+        lines = ["`zeroshard explain NAME` explains an error, or a message in quotes.", ""]
+        for name, body in sections.items():
+            lines.append(f"- **{name}**: " + "; ".join(message for message, _ in _split(_MESSAGE, body)))
+        return "\n".join(lines)
+    by_name = {name.lower(): name for name in sections}
+    called = by_name.get(what.lower().removeprefix("zeroshard.").removeprefix("errors."))
+    if called is not None:
+        return f"## {called}\n{sections[called]}"
+    words = _plain(what)
+    messages = [pair for body in sections.values() for pair in _split(_MESSAGE, body)]
+    entries = [
+        f"### {message}\n{body}" for message, body in messages if _plain(message) in words or words in _plain(message)
+    ]
+    if not entries:
+        raise UsageError(
+            f"no error is called {what!r}, and no message has these words. `zeroshard explain` alone lists both."
+        )
+    return "\n".join(entries)
+
+
+def _split(heading: re.Pattern[str], text: str) -> list[tuple[str, str]]:
+    """Pairs of a heading and what is below it."""
+    parts = (part.partition("\n") for part in heading.split(text)[1:])
+    return [(name.strip(), body) for name, _, body in parts]
+
+
+def _plain(words: str) -> str:
+    return " ".join(words.lower().replace("`", "").split())

@@ -1,0 +1,249 @@
+"""Owns the measurements of `zeroshard doctor`: this machine, and the links between ranks."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.meeting import host_id
+from zeroshard.launch import join_ranks
+from zeroshard.planning.machine import Machine, machines
+from zeroshard.policy import Offload, Place, Policy
+from zeroshard.storage.storages import Storages
+from zeroshard.storage.transfers import CPU, aligned_bytes
+from zeroshard.testing.ranks import run_ranks
+
+_ROUNDS = 5
+_STEP_NUMEL = 1 << 24
+_STEP_NBYTES = 28
+"""The bytes that AdamW's step moves for an element: weight, gradient and two states are read; all but the gradient are written."""
+_SMALL = 1000
+"""Small operations whose mean time is that of a launch."""
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The median of a few rounds, after one that does not count. An accelerator has finished at the end of each."""
+    taken = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        work()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes per second. None: there is no such thing, or it was not measured."""
+
+    step: float
+    disk_write: float | None = None
+    disk_read: float | None = None
+    to_accelerator: float | None = None
+    from_accelerator: float | None = None
+
+
+def measure(folder: Path | None, nbytes: int) -> Speeds:
+    """Measure with the code that a training runs.
+
+    Args:
+        folder: on the disk; None: the disk is not measured.
+        nbytes: the size of a copy, a write and a read.
+
+    Raises:
+        StorageError: the folder is missing, full, or cannot be written to.
+    """
+    parameter = torch.nn.Parameter(torch.randn(_STEP_NUMEL))
+    parameter.grad = torch.randn(_STEP_NUMEL)
+    found = {"step": _STEP_NBYTES * _STEP_NUMEL / _seconds(torch.optim.AdamW([parameter], fused=True).step)}
+    device = torch.accelerator.current_accelerator(check_available=True)
+    memory = aligned_bytes(nbytes, pin=device is not None)
+    if folder is not None:
+        policy = Policy.stage(3).offloaded(optimizer=Place.DISK, offload=Offload(str(folder)))
+        storages = Storages(policy, device or CPU)
+        memory.random_(0, 255)
+        try:
+            slot = storages.optimizer(policy).slot("what doctor measures", nbytes, torch.uint8)
+            found["disk_write"] = nbytes / _seconds(lambda: slot.write(memory).wait(CPU))
+            found["disk_read"] = nbytes / _seconds(lambda: slot.read(memory).wait(CPU))
+        finally:
+            storages.close()
+    if device is not None:
+        there = memory.to(device)
+        found["to_accelerator"] = nbytes / _seconds(lambda: there.copy_(memory, non_blocking=True))
+        found["from_accelerator"] = nbytes / _seconds(lambda: memory.copy_(there, non_blocking=True))
+    return Speeds(**found)
+
+
+def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
+    """Measure the fields of `Machine`. Those that cannot be measured here (links to other hosts) are the nearest known machine's.
+
+    Args:
+        folder, nbytes: see `measure`.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    speeds = measure(folder, nbytes)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if accelerator is None:
+        made = machines()["cpu"].model_dump(exclude={"name"})
+        ranks = os.cpu_count() or 1  # that a host has room for
+        with _one_thread():  # each CPU is a rank's
+            made["device"] = made["host"] = _processor(CPU)
+        made |= {"memory": memory // ranks, "accelerators": ranks, "inside": _link()}
+    else:
+        made = machines()["h100"].model_dump(exclude={"name"})
+        made |= {"device": _processor(accelerator), "host": _processor(CPU)}
+        made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
+    made["host_memory"] = memory
+    if speeds.to_accelerator and speeds.from_accelerator:
+        made["copies"]["bandwidth"] = min(speeds.to_accelerator, speeds.from_accelerator)
+    if speeds.disk_write and speeds.disk_read:
+        made |= {"disk_write": speeds.disk_write, "disk_read": speeds.disk_read}
+    return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processor(device: torch.device) -> dict[str, Any]:
+    size = 8192
+    numel = 1 << 28
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    if device.type == "cpu":
+        size = 768
+        numel = 1 << 24
+        dtypes = dtypes[:2]
+    flops = {}
+    for dtype in dtypes:
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / _seconds(lambda a=a: a @ a)  # type: ignore[misc]
+    flops.setdefault("float16", flops["bfloat16"])
+    source = torch.ones(numel, device=device)
+    target = torch.empty_like(source)
+    little = torch.ones(16, device=device)
+
+    def many() -> None:
+        for _ in range(_SMALL):
+            little.add_(1.0)
+
+    return {
+        "flops": flops,
+        "memory_bandwidth": 2 * source.nbytes / _seconds(lambda: target.copy_(source)),
+        "launch_seconds": _seconds(many) / _SMALL,
+    }
+
+
+def _link() -> dict[str, float]:
+    """Measure between two ranks of this host, which share memory where they can."""
+
+    def body(_: int) -> list[float]:
+        collectives = create_collectives(None, CPU)
+        large = torch.zeros(2, 1 << 21)
+        small = torch.zeros(2, 16)
+        bandwidth = large[0].nbytes / _seconds(lambda: collectives.all_gather(large, 0, "what doctor measures").wait())
+        latency = _seconds(lambda: collectives.all_gather(small, 1, "what doctor measures").wait())
+        collectives.close()
+        return [bandwidth, latency]
+
+    bandwidth, latency = run_ranks(body, 2)[0]
+    return {"bandwidth": bandwidth, "latency": latency}
+
+
+# ---------------------------------------------------------------------- links between ranks
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between two ranks: seconds of one way, and bytes per second."""
+
+    ranks: tuple[int, int]
+    is_across: bool
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine: its name, the address that the name resolves to there (None: it does not), and its ranks."""
+
+    name: str
+    address: str | None
+    ranks: tuple[int, ...]
+
+
+def problem_of(name: str, address: str | None) -> str | None:
+    """Return why other hosts may not reach a host by its name, and what to do."""
+    remedy = "name the device (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
+    if address is None:
+        return f"{name} does not know an address of its own name: {remedy}"
+    if ipaddress.ip_address(address).is_loopback:
+        return f"{name} takes its own name for {address}, the loopback, at which no other host reaches it: {remedy}"
+    return None
+
+
+def own_name() -> tuple[str, str | None]:
+    """Return this host's name, and the address that it resolves to here."""
+    name = socket.gethostname()
+    try:
+        return name, socket.gethostbyname(name)
+    except OSError:
+        return name, None
+
+
+def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
+    """Return this process's rank, the hosts and the links: two ranks of each host, and the first ranks of each two hosts.
+
+    Transfers are of CPU memory, as a training over gloo sends them. Every rank of a launcher's must call it.
+
+    Raises:
+        UsageError: the ranks cannot be joined.
+        CollectiveError: not every rank came.
+    """
+    join_ranks(CPU, backend="gloo")
+    collectives = create_collectives(None, CPU, what="doctor --net")
+    everyone: list[Any] = collectives.exchange_json([host_id(), *own_name()], "the names of hosts")
+    ranks: dict[str, list[int]] = {}
+    for rank, (number, _, _) in enumerate(everyone):
+        ranks.setdefault(number, []).append(rank)
+    hosts = [Host(everyone[own[0]][1], everyone[own[0]][2], tuple(own)) for own in ranks.values()]
+    pairs = [(host.ranks[0], host.ranks[1], False) for host in hosts if len(host.ranks) > 1]
+    pairs += [(one.ranks[0], other.ranks[0], True) for n, one in enumerate(hosts) for other in hosts[n + 1 :]]
+
+    def there_and_back(memory: Tensor, one: int, other: int) -> None:
+        collectives.transfer(memory, one, other, "doctor --net").wait()
+        collectives.transfer(memory, other, one, "doctor --net").wait()
+
+    links = []
+    for one, other, is_across in pairs:
+        mine = []
+        for size in (1, nbytes):
+            memory = torch.zeros(size, dtype=torch.uint8)
+            mine.append(_seconds(lambda memory=memory, one=one, other=other: there_and_back(memory, one, other)))  # type: ignore[misc]
+        # The first rank's clock counts.
+        latency, whole = (seconds / 2 for seconds in collectives.exchange_json(mine, "the time of a link")[one])
+        links.append(Link((one, other), is_across, latency, nbytes / max(whole - latency, 1e-9)))
+    collectives.close()
+    return collectives.rank, hosts, links

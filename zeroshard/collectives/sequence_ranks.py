@@ -1,0 +1,93 @@
+"""Owns the messages that a computation itself sends over a process group of the user's: parts of activations, sums, small objects.
+
+They belong to no step and to no bucket, so they go over the user's own group, each when the model comes to it, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.collectives.members import group_of
+from zeroshard.errors import CollectiveError, UsageError
+
+
+class SequenceRanks:
+    """The ranks of a group.
+
+    Args:
+        group: of torch.distributed, or a mesh of one dimension; None is all ranks, or this process alone where
+            torch.distributed is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        joined = dist.is_initialized()
+        group = group_of(group)
+        self.group = dist.group.WORLD if group is None and joined else group
+        self.rank = dist.get_rank(self.group) if joined else 0
+        self.size = dist.get_world_size(self.group) if joined else 1
+        if self.rank < 0:
+            raise UsageError(
+                "this rank is in none of the groups that were made: each rank makes all, and keeps its own."
+            )
+        self.members = dist.get_process_group_ranks(self.group) if joined else [0]
+        self.messages = 0
+        """How many all-to-alls this rank has taken part in."""
+        self.sent_nbytes = 0
+        """Bytes that it sent to others in them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceRanks:
+        return self
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Return [size, n], in which row r came from rank r, for `parts` [size, n], of which row r goes to rank r.
+
+        Raises:
+            CollectiveError: a rank did not take part, or with another shape.
+        """
+        self._count(parts)
+        received = torch.empty_like(parts)
+        with self._named("an exchange of heads for positions"):
+            # As bytes: a backend needs to have no word for the dtype.
+            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self.group)
+        return received
+
+    def _count(self, parts: Tensor) -> int:
+        """Count a message; return its bytes for other ranks."""
+        nbytes = parts.nbytes * (self.size - 1) // self.size
+        self.messages += 1
+        self.sent_nbytes += nbytes
+        return nbytes
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over ranks, in a tensor of its own."""
+        total = values.detach().clone()
+        if self.size > 1:
+            with self._named("a sum over tokens"):
+                dist.all_reduce(total, group=self.group)
+        return total
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return every rank's `value`, which pickle can carry, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._named(what):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"{what} among ranks {self.members} failed on rank {dist.get_rank()}: every one of them must run the same forwards "
+                f"and backwards. torch: {error}"
+            ) from error

@@ -1,0 +1,1 @@
+"""Construction: models whose parameters are sharded while the model is built."""

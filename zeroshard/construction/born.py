@@ -1,0 +1,346 @@
+"""Owns parameters that are born sharded: cut before there is a unit that they lie in.
+
+From its cut until `shard` takes the model, a parameter is of a class that brings itself together for whatever torch operation
+touches it, and is cut again where the operation wrote to it: so models that initialise everything once more at the end work too.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives
+from zeroshard.errors import StorageError
+from zeroshard.parameters.appearance import METADATA, VALUES, whole_class
+from zeroshard.torch_private import past_torch_function, storage_users, tree_map, version_of
+
+_METADATA = METADATA | {"__format__", "__repr__"}
+_CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
+"""The conversions that `module.to`, `module.half` and their like call: each rank converts its own part."""
+_MAPPED_NBYTES = 1 << 16
+"""Smaller parts stay in memory, where there is a folder for them too."""
+
+_numbers = itertools.count()
+shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# As in shard.py: a phone book, so that nothing is hung on the user's parameters.
+
+
+class Births:
+    """The settings and registers that the parameters of one `sharded_init` share."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        folder: str | os.PathLike[str] | None = None,
+        source: int | None = None,
+        attributes: type | None = None,
+        detached_stay_cut: bool = False,
+    ) -> None:
+        self.device = device
+        """The device of parameters that are on the meta device so far."""
+        self.source = source
+        self._folder = folder
+        self.detached_stay_cut = detached_stay_cut
+        self.away_class = BornSharded if attributes is None else _born_class(attributes)
+        self.whole_class = whole_class(attributes)
+        self.open: list[Shard] = []
+        """The shards that are whole for the sake of views, see `Shard.keep_open`."""
+        self._group = group
+        self._collectives: dict[str, Collectives] = {}
+        self.rank, self.world_size = (self.collectives(device).rank, self.collectives(device).world_size)
+
+    def collectives(self, device: torch.device) -> Collectives:
+        """Return the collectives for tensors on `device`: a model may be moved after its birth."""
+        if device.type not in self._collectives:
+            self._collectives[device.type] = create_collectives(
+                self._group, device, what="sharded_init()", lasting=False
+            )
+        return self._collectives[device.type]
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros for this rank's part of a parameter; where a folder was named, in a file there that has no name."""
+        nbytes = numel * dtype.itemsize
+        if self._folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        try:
+            # A mapping of Python's keeps a descriptor open for each part; torch's does not.
+            descriptor, path = tempfile.mkstemp(dir=self._folder, prefix="zeroshard-")
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+                return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+            finally:
+                os.close(descriptor)
+                Path(path).unlink()
+        except OSError as error:
+            raise StorageError(
+                f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder that is "
+                "there, can be written to, and has room."
+            ) from error
+
+    def close(self) -> None:
+        """Cut those again of which nobody holds a view any longer."""
+        self.open = [shard for shard in self.open if not shard.closed()]
+
+
+class Shard:
+    """This rank's part of one parameter.
+
+    Attributes:
+        number: in the order of births, the same on every rank.
+        shows: how many `unsharded` hold the parameter whole, an ordinary one.
+    """
+
+    def __init__(self, shape: torch.Size, births: Births) -> None:
+        self.births = births
+        self._shape = shape
+        self.number = next(_numbers)
+        self.shows = 0
+        self.numel = -(-shape.numel() // births.world_size)
+        self._whole: Tensor | None = None
+        self._own: Tensor
+
+    @property
+    def own(self) -> Tensor:
+        """Return this rank's elements, 1-D, padded; writes to views of the whole count."""
+        if self._whole is None:
+            return self._own
+        own = (
+            torch.zeros_like(self._own) if self.shows else self._own
+        )  # whether a shown one's writes count is told later
+        self._keep_part(self._whole, own)
+        return own
+
+    @own.setter
+    def own(self, own: Tensor) -> None:
+        # as with `parameter.data = ...`: views of what was before have no effect
+        self._own = own
+        self._whole = None
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """[start, stop): the elements of the flattened parameter that are this rank's."""
+        start = min(self.numel * self.births.rank, self._shape.numel())
+        return start, min(start + self.numel, self._shape.numel())
+
+    def converted(self, own: Tensor) -> Shard:
+        """The same in another dtype, or on another device."""
+        twin = Shard(self._shape, self.births)
+        twin.own = own
+        twin.number = self.number
+        return twin
+
+    def take(self, whole: Tensor) -> None:
+        """Keep this rank's part of new values: those of the rank that counts, where there is one. Every rank must call it."""
+        if self.shows and whole is self._whole:
+            return  # written to under another name, and kept or not when the parameter is hidden
+        if self.births.source is not None:
+            whole = whole.detach().contiguous()
+            self.births.collectives(whole.device).broadcast(whole, self.births.source)
+        self._own = self.births.room(self.numel, whole.dtype, whole.device)
+        self._keep_part(whole, self._own)
+
+    def _keep_part(self, whole: Tensor, own: Tensor) -> None:
+        start, stop = self.range
+        own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
+
+    def whole(self) -> Tensor:
+        """Return all ranks' parts together. Every rank must call it, also where views keep it open: another rank's may be gone."""
+        if self.shows and self._whole is not None:
+            return self._whole
+        collectives = self.births.collectives(self.own.device)
+        rows = self.own.new_empty(collectives.world_size, self.numel)
+        rows[collectives.rank].copy_(self.own)
+        if self.numel:
+            collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
+        whole = rows.view(-1)[: self._shape.numel()].view(self._shape).data  # no view of `rows`, see `is_seen`
+        return whole if self._whole is None else self._whole.copy_(whole)
+
+    def keep_open(self, whole: Tensor) -> None:
+        """Stay whole while there are views of it: what is written to them counts."""
+        if self._whole is not whole:
+            self._whole = whole
+            self.births.open.append(self)
+
+    def closed(self) -> bool:
+        """Cut again, unless somebody holds a view of the whole; returns whether it is in parts."""
+        if self._whole is not None and (self.shows or is_seen(self._whole)):
+            return False
+        self.own = self.own
+        return True
+
+    # ------------------------------------------------------------------ whole for a while, see `unsharded`
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Make the parameter whole and ordinary, until as many calls of `hide`. Every rank must call it."""
+        if not self.shows:
+            self.births.close()
+            whole = self.whole()
+            self.keep_open(whole)
+            parameter.__class__ = nn.Parameter
+            parameter.data = whole
+            parameter.__class__ = self.births.whole_class
+        self.shows += 1
+
+    def differs(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's part of a shown parameter differs from the stored part."""
+        start, stop = self.range
+        data = parameter.data
+        own = self._own[: stop - start]
+        if data.shape != self._shape or data.dtype != own.dtype:
+            return True
+        part = data.reshape(-1)[start:stop].to(own.device)
+        return not torch.equal(part.view(torch.uint8), own.view(torch.uint8))
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Keep this rank's part of a shown parameter, which is the same on every rank, in its present shape and dtype."""
+        self._shape = parameter.shape
+        self.numel = -(-self._shape.numel() // self.births.world_size)
+        self._own = self.births.room(self.numel, parameter.dtype, parameter.device)
+        self._keep_part(parameter.data, self._own)
+
+    def hide(self, parameter: nn.Parameter) -> None:
+        """The end of one `show`. What was written to the parameter, and not kept, is gone."""
+        self.shows -= 1
+        if not self.shows:
+            self._whole = None
+            _cut(parameter, self)
+
+    def undo(self, parameter: nn.Parameter) -> None:
+        """A parameter that goes on being shown is what rests once more. Every rank must call it."""
+        self._whole = None
+        self._whole = self.whole()
+        parameter.data = self._whole
+
+
+_UNSEEN = storage_users(torch.empty(1))
+
+
+def is_seen(tensor: Tensor) -> bool:
+    """Whether another tensor, or an array, looks at the same memory."""
+    return storage_users(tensor) > _UNSEEN
+
+
+class BornSharded(nn.Parameter):
+    """A parameter between its cut and `shard`. See the module's docstring."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with past_torch_function():
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if func.__name__ == "__set__" and attribute == "data":
+                if args[1] is args[0]:
+                    return None  # `module.to` where there is nothing to move
+                if isinstance(args[1], BornSharded):  # `module.to`, as it was converted below
+                    shard_of[args[0]] = shard_of[args[1]]
+                    args = (args[0], _placeholder(shard_of[args[0]].own, args[0].shape))
+                else:
+                    _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
+            elif func.__name__ == "__get__" and attribute == "data":
+                return args[0]  # what is written to it counts, as it does for `data`
+            elif func.__name__ == "detach" and shard_of[args[0]].births.detached_stay_cut:
+                return born(shard_of[args[0]], args[0].shape, requires_grad=False)
+            if func.__name__ in _CONVERSIONS:
+                return _convert(func, args, kwargs or {})
+            if func.__name__ in _METADATA and attribute not in VALUES - {"data"}:
+                return func(*args, **(kwargs or {}))
+            return _on_whole(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        whole = nn.Parameter(copy.deepcopy(shard_of[self].whole()), self.requires_grad)
+        memo[id(self)] = whole
+        return whole
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(shard_of[self].whole(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    parameter = args[0]
+    shard = shard_of[args[0]]
+    kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    own = func(shard.own, *args[1:], **kwargs)
+    if own is shard.own:
+        return cast("Tensor", parameter)
+    return born(shard.converted(own), parameter.shape, parameter.requires_grad)
+
+
+def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
+    """A parameter of which this rank holds the part `shard`."""
+    parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
+    shard_of[parameter] = shard
+    parameter.__class__ = shard.births.away_class
+    return cast("BornSharded", parameter)
+
+
+def _born_class(attributes: type) -> type[BornSharded]:
+    return type("BornSharded", (attributes, BornSharded), {})
+
+
+def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
+    return own.new_full((), float("nan")).expand(shape)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on whole parameters.
+
+    Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole while the view
+    is there. (The memory would be held by the view in any case.)
+    """
+    wholes: dict[int, tuple[BornSharded, Tensor]] = {}
+
+    def swap(value: Any) -> Any:
+        if not isinstance(value, BornSharded):
+            return value
+        if id(value) not in wholes:
+            shard = shard_of[value]
+            shard.births.close()
+            wholes[id(value)] = (value, shard.whole())
+        return wholes[id(value)][1]
+
+    args, kwargs = tree_map(swap, (args, kwargs))
+    versions = {key: version_of(whole) for key, (_, whole) in wholes.items()}
+    result = func(*args, **kwargs)
+    for key, (parameter, whole) in wholes.items():
+        if version_of(whole) != versions[key]:
+            shard_of[parameter].take(whole)
+        if result is whole:  # an operation in place returns what it wrote to
+            result = parameter
+        elif is_seen(whole):
+            shard_of[parameter].keep_open(whole)
+    return result
+
+
+def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
+    """Keep this rank's part of a parameter that is whole."""
+    if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
+        return
+    shard_of[parameter] = shard = Shard(parameter.shape, births)
+    shard.take(parameter.data)
+    _cut(parameter, shard)
+
+
+def _cut(parameter: nn.Parameter, shard: Shard) -> None:
+    parameter.__class__ = nn.Parameter
+    parameter.data = _placeholder(shard.own, parameter.shape)
+    parameter.__class__ = shard.births.away_class
+
+
+def is_shown(parameter: Tensor) -> bool:
+    """Whether a parameter that was born sharded is whole for a while."""
+    return parameter in shard_of and shard_of[parameter].shows > 0
+
+
+def _release(parameter: nn.Parameter) -> None:
+    shard_of.pop(parameter, None)
+    parameter.__class__ = nn.Parameter

@@ -1,0 +1,82 @@
+"""Owns the optimizer that an engine shows: the user's own, with DeepSpeed's attributes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler
+from zeroshard.step.sharded_step import ShardedStep
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine. Its `step()` is the engine's, without the scheduler's; the rest is the user's optimizer.
+
+    Groups, states, hooks and state dicts are the very ones of the user's optimizer, to which every other name leads.
+    """
+
+    def __init__(
+        self, step: ShardedStep, loss_scaler: LossScaler
+    ) -> None:  # torch's own would make other groups and hooks
+        self._step = step
+        self.loss_scaler = loss_scaler
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_step", "loss_scaler"):
+            raise AttributeError(name)
+        return getattr(self._step.inner, name)
+
+    def __repr__(self) -> str:
+        return repr(self._step.inner)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Clip, update and count, see `Engine.step`."""
+        return self._step.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self._step.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's optimizer's state dict: this rank's shards."""
+        state: dict[str, Any] = self._step.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this rank's shards into the user's optimizer."""
+        self._step.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the user's optimizer."""
+        self._step.inner.add_param_group(param_group)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, or the one that the config names."""
+        return self._step.inner
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return isinstance(self.loss_scaler, DynamicLossScaler)
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before its backward, as `engine.backward` does."""
+        return self.dynamic_loss_scale or self.loss_scaler.scale != 1
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was left out, or the last norm was infinite or NaN."""
+        return self._step.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss before its backward; 1 except under fp16."""
+        return self._step.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name of `loss_scale`."""
+        return self._step.loss_scale

@@ -1,0 +1,134 @@
+"""Owns `initialize(config) -> Engine`: everything that a config names, made and put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from zeroshard.config.document import config_table
+from zeroshard.config.load import Config, load_config, refuse_without_batch_size
+from zeroshard.emulation import warn_if_emulated
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.engine_optimizer import EngineOptimizer
+from zeroshard.errors import UsageError
+from zeroshard.launch import join_ranks, local_device
+from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.optim.from_config import create_optimizer
+from zeroshard.optim.lr_schedules import create_scheduler, floored
+from zeroshard.recompute.checkpointer import Checkpointer
+from zeroshard.sharding import BACKEND, Backend, refuse_sharded, shard_on
+from zeroshard.step.elementwise import looks_at_whole_parameters
+
+
+def initialize(
+    args: Any = None, model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None, training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dist_init_required: bool | None = None, auto: Mapping[str, Any] | None = None, group: dist.ProcessGroup | None = None,
+    attributes: type | None = None,
+) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Any]:  # fmt: skip
+    """Make an engine from a DeepSpeed config. Every rank must call it.
+
+    Args:
+        args: an argparse namespace; its `deepspeed_config` is the config where `config` is not given.
+        model: the module to train; it is moved to this rank's accelerator.
+        optimizer: a torch optimizer, or what makes one from parameters; takes the place of the config's block. Without
+            either, the engine is for evaluation alone.
+        model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
+        training_data: a dataset; a loader over this rank's part of it is returned.
+        lr_scheduler: a scheduler, or what makes one from an optimizer; takes the place of the config's block.
+        collate_fn: for the loader.
+        config: a path, a dict or any Mapping.
+        dist_init_required: initialise torch.distributed; default: where a launcher's environment names several ranks, see `launch`.
+        auto: values for keys that are "auto" in the config and that only you know: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
+            A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
+        group: the data-parallel process group; default: all ranks.
+        attributes: a class whose properties the parameters show beside their own, see `shard`.
+
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None)
+
+    Raises:
+        ConfigError, UsageError: say what was expected, what came, and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}.")
+    if config is None:
+        config = getattr(args, "deepspeed_config", None)
+    if config is None:
+        raise UsageError("initialize needs a config: config=PATH, a dict, or args.deepspeed_config.")
+    device = local_device()
+    join_ranks(device, dist_init_required)
+    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    resolved = load_config(config, world_size, model, auto)
+    if resolved.schema.dump_state:
+        Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
+    if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
+        refuse_without_batch_size(resolved)
+    refuse_sharded(model)
+    engine = make_engine(resolved, model, device, optimizer, model_parameters, lr_scheduler, group, attributes)
+    engine.client_optimizer = optimizer
+    warn_if_emulated(model, group, resolved.autocast_dtype)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_engine(
+    config: Config, model: nn.Module, device: torch.device, optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None, lr_scheduler: Any = None, group: dist.ProcessGroup | None = None,
+    attributes: type | None = None, backend: Backend = BACKEND,
+) -> Engine:  # fmt: skip
+    """Make the engine of a resolved config, on a backend. Other arguments are those of `initialize`."""
+    refuse_distributed(model.named_parameters(), "initialize()")
+    if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
+        model.to(device)
+    checkpointing = Checkpointer.of(config, model)
+    optimizer = _choose_optimizer(config, model, optimizer, model_parameters)
+    elementwise = None
+    if config.schema.zero_allow_untested_optimizer:
+        elementwise = looks_at_whole_parameters(type(optimizer)) is False
+    sharded = shard_on(
+        backend, model, optimizer, config.policy, config.precision, group=group, attributes=attributes, elementwise=elementwise,
+        **config.shard_arguments,
+    )  # fmt: skip
+    lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
+    return Engine(sharded, config, lr_scheduler, device, checkpointing)
+
+
+def _choose_optimizer(
+    config: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if model_parameters is None:
+        model_parameters = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    parameters = list(model_parameters)
+    if optimizer is not None:
+        made = optimizer(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch optimizer.")
+        return made
+    if config.schema.optimizer is None:
+        return None
+    return create_optimizer(config.schema.optimizer, parameters, model)
+
+
+def _choose_scheduler(config: Config, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
+    block = config.schema.scheduler
+    if scheduler is None:
+        if block is None:
+            return None
+        return create_scheduler(block, optimizer, config.schema.min_lr)
+    if not hasattr(scheduler, "step"):
+        scheduler = scheduler(optimizer)
+    return floored(scheduler, optimizer, config.schema.min_lr)

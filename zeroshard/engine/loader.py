@@ -1,0 +1,117 @@
+"""Owns the loader over this rank's part of a dataset, whose position can be saved.
+
+The order of samples depends on the seed and the epoch alone: rank r takes every world_size-th, so a global batch holds the same
+samples at any world size, and a position, counted in samples over all ranks, means the same there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from zeroshard.errors import UsageError
+
+
+class ShardedSampler(Sampler[int]):
+    """Every world_size-th sample of a shuffled epoch, from a position on. Ranks get equally many: the first ones are repeated."""
+
+    def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool, seed: int = 0) -> None:
+        self.epoch = 0
+        self.position = 0
+        self.length = length
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self.total = length - length % world_size
+        if not drop_last and length % world_size:
+            self.total += world_size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        order = torch.randperm(self.length, generator=generator).tolist()
+        order = (order * -(-self.total // max(self.length, 1)))[: self.total]
+        yield from order[self.position + self._rank :: self._world_size]
+
+    def __len__(self) -> int:
+        return self.total // self._world_size
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A DataLoader over this rank's part of a dataset that shuffles again each epoch and goes on where its state points.
+
+    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all ranks. The
+    first iteration after a load goes on there; any other begins the epoch.
+    """
+
+    def __init__(
+        self, data: Dataset[Any], batch_size: int, rank: int, world_size: int, *, drop_last: bool,
+        collate_fn: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
+        self._world_size = world_size
+        self._is_loaded = False
+        # A generator of its own: what it draws for workers must not be missing from the training's random numbers.
+        super().__init__(
+            data,
+            batch_size,
+            sampler=self._shard,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            generator=torch.Generator(),
+        )
+
+    def __iter__(self) -> Any:
+        if not self._is_loaded:
+            self._shard.position = 0
+        self._is_loaded = False
+        # Count the batches that were handed out, not those that workers have fetched ahead.
+        samples = (self.batch_size or 1) * self._world_size
+        for batch in super().__iter__():
+            self._shard.position += samples
+            yield batch
+        self._shard.position = 0
+        self._shard.epoch += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position in the data."""
+        return {"epoch": self._shard.epoch, "position": self._shard.position, "length": self._shard.length}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at a saved position, at any world size."""
+        if state["length"] != self._shard.length:
+            raise UsageError(
+                f"the position was saved over {state['length']} samples, and this dataset has {self._shard.length}."
+            )
+        self._shard.epoch = state["epoch"]
+        self._shard.position = state["position"]
+        self._is_loaded = True
+
+
+def make_loader(
+    data: Dataset[Any],
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    drop_last: bool,
+    collate_fn: Callable[..., Any] | None,
+) -> StatefulLoader:
+    """Make the loader over a rank's part of a dataset.
+
+    Raises:
+        UsageError: the data cannot be cut by ranks.
+    """
+    if isinstance(data, DataLoader):
+        raise UsageError(
+            "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
+            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, "
+            "or iterate over the loader yourself."
+        )
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UsageError(
+            f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: iterate "
+            "over it yourself, a part of it on each rank."
+        )
+    return StatefulLoader(data, batch_size, rank, world_size, drop_last=drop_last, collate_fn=collate_fn)

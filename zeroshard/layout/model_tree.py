@@ -1,0 +1,86 @@
+"""Finds what changed in a model's tree of modules since zeroshard took the model.
+
+Steps, saves and exports go by the parameters that were there then. A module that is replaced or added later would not train, and
+its values would be missing in files.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from zeroshard.errors import UsageError
+from zeroshard.layout.names import name_of
+from zeroshard.torch_private import own_parameters, own_parts
+
+
+class ModelTree:
+    """The modules and parameters of a model as they are when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places = _places(model)
+        self._taken = {id(parameter) for _, _, parameter in self._places.values()}
+        self._by_name = {fqn: parameter for fqn, _, parameter in self._places.values()}
+        self._record()
+
+    def _record(self) -> None:
+        self._parts = own_parts(list(self._model.modules()))
+        self._lengths = [*map(len, self._parts)]
+        self._filled = [part for part in self._parts if part]
+        self._content: list[Any] = [*chain.from_iterable(map(dict.values, self._filled))]
+
+    @property
+    def _is_unchanged(self) -> bool:
+        """Every step asks: this compares identities, and calls no Python for each parameter."""
+        content = chain.from_iterable(map(dict.values, self._filled))
+        return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
+
+    def refuse_changes(self) -> None:
+        """Raise where a parameter left the model, came to it, or changed places with another.
+
+        Modules without parameters may come and go, and modules may be wrapped in others.
+
+        Raises:
+            UsageError: names the parameter and the remedy.
+        """
+        if self._is_unchanged:
+            return
+        now = _places(self._model)
+        present = {id(module) for module in self._model.modules()}
+        for place, (fqn, module, parameter) in self._places.items():
+            if id(module) not in present:
+                raise UsageError(
+                    f"{fqn} is no longer part of the model: its module was replaced or removed after zeroshard took the model. "
+                    "Change the model before shard(), or call remove() and shard anew, with a new optimizer."
+                )
+            if place not in now or now[place][2] is not parameter:
+                raise UsageError(
+                    f"{fqn} is no longer the tensor that zeroshard took (load_state_dict(assign=True), an assignment, "
+                    "weight_norm, prune?), and would not train. Write into it in place, or call remove() and shard anew."
+                )
+        for fqn, _, parameter in now.values():
+            if id(parameter) not in self._taken:
+                raise UsageError(
+                    f"{fqn} was put into the model after zeroshard took it: it would not train, and files would lack it. Change "
+                    "the model before shard(), or call remove() and shard anew, with a new optimizer."
+                )
+            if self._by_name.get(fqn, parameter) is not parameter:
+                raise UsageError(
+                    f"{fqn} is another parameter than when zeroshard took the model: modules changed places, and files would mix "
+                    "them up. Change the model before shard(), or call remove() and shard anew."
+                )
+        self._record()
+
+
+def _places(model: nn.Module) -> dict[tuple[int, str], tuple[str, nn.Module, nn.Parameter]]:
+    """List each parameter of each module: by the module's `id` and the name there, the fqn, the module and the parameter."""
+    return {
+        (id(module), name): (name_of(f"{prefix}.{name}".lstrip(".")), module, parameter)
+        for prefix, module in model.named_modules()
+        for name, parameter in own_parameters(module).items()
+        if parameter is not None
+    }

@@ -1,0 +1,20 @@
+"""Owns the check that plots can be drawn: matplotlib is an extra of the package."""
+
+from importlib.util import find_spec
+
+from zeroshard.errors import UsageError
+
+
+def require_matplotlib(purpose: str) -> None:
+    """Raise an error that names the remedy if matplotlib is not installed.
+
+    A caller asks before it starts the work whose result it draws.
+
+    Args:
+        purpose: the option or call that draws, as the user wrote it.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"{purpose} draws with matplotlib, which is not installed: pip install 'zeroshard[plots]'.")

@@ -1,0 +1,518 @@
+"""Owns one dry run: the real engine takes two steps as one rank of many, on tensors without values.
+
+No weights, no accelerator, no other process: torch's FakeTensorMode stands for the tensors, `SimulatedRanks` for the other ranks,
+`SimulatedStorages` for memory and disk, and `Ledger` counts. The engine does not see the difference.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.collectives.two_level import Within
+from zeroshard.config.load import Config, load_config, read
+from zeroshard.engine import Engine
+from zeroshard.engine.initialize import make_engine
+from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.planning.ledger import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    Ledger,
+    Moment,
+    Peak,
+)
+from zeroshard.planning.long_sequences import LongSequences
+from zeroshard.planning.machine import Clock, Machine
+from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
+from zeroshard.policy import Wire
+from zeroshard.sharding import Backend
+from zeroshard.storage.transfers import CPU
+from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
+
+STEPS = 2
+"""The first agrees on an order, makes the optimizer's states and fills the pool of buffers; the second is as all that follow."""
+MOST_MICROBATCHES = 3
+"""Microbatches of a step that are run: the first, the last, and one for all between them, which are alike."""
+_SILENT = (
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "csv_monitor", "json_monitor",
+    "wandb", "comet", "comms_logger",
+)  # fmt: skip
+"""Keys of a config that make a run log: a dry run is silent."""
+_ROOT = "the root module"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training to be planned. The attributes that are not here are `plan`'s arguments.
+
+    Attributes:
+        hosts: over which the ranks are spread evenly.
+        born_sharded: the model is built inside of `sharded_init`.
+    """
+
+    factory: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    ranks: int
+    hosts: int
+    machine: Machine
+    loss: Callable[[Any], Tensor] | None = None
+    optimizer: Callable[..., Any] | None = None
+    born_sharded: bool = False
+    sequences: LongSequences = field(default_factory=LongSequences)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The most ranks on one host."""
+        return -(-self.ranks // self.hosts)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one rank in a dry run. Bytes and seconds.
+
+    Attributes:
+        peak, host_peak: of live bytes in training, on the device and in CPU memory beside it.
+        peak_together: of both at once, where they are one memory.
+        peaks: on the device, by phase.
+        start: the most on the device before the first step.
+        rest: live bytes between steps, by category.
+        states: live bytes when the optimizer steps: model states with all gradients.
+        disk: the most bytes on disk.
+        sent, calls: of one step, by collective.
+        seconds: of one step.
+        spent: the same by "computing", "CPU step", and waits for lines.
+        numel, trained: parameters of the model, and those of them that the optimizer updates.
+        timeline: live bytes after each operation of the last step.
+    """
+
+    config: Config
+    peak: Peak
+    host_peak: Peak
+    peak_together: int
+    peaks: dict[str, int]
+    start: Peak
+    rest: dict[str, int]
+    states: dict[str, int]
+    disk: int
+    sent: dict[str, int]
+    calls: dict[str, int]
+    seconds: float
+    spent: dict[str, float]
+    numel: int
+    trained: int
+    model_nbytes: int
+    timeline: list[Moment] = field(default_factory=list)
+
+
+def parted(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a config as a mapping, and apart from it the keys that make a run log."""
+    raw = read(config)
+    silent = {key: raw.pop(key) for key in _SILENT if key in raw}
+    return raw, silent
+
+
+def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: bool = False) -> Figures:
+    """Run two steps of a config.
+
+    Args:
+        micro_batch: samples of one call, where the config names none.
+        draws: keep the timeline.
+
+    Raises:
+        ConfigError, UsageError: as the real run would.
+    """
+    clock = Clock(job.machine)
+    ledger = Ledger(clock, draws=draws)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_Mode(allow_non_fake_inputs=True))
+        stack.enter_context(ledger)
+        stack.callback(gc.collect)  # cycles of the engine's, so that one dry run leaves nothing to the next
+        return _run(job, parted(config)[0], micro_batch, ledger, clock)
+
+
+class _Mode(FakeTensorMode):  # type: ignore[misc]
+    """The mode of a dry run. A copied tensor belongs to it too, as in nn.TransformerEncoder, which copies its first layer."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
+        return self
+
+
+def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger, clock: Clock) -> Figures:
+    ledger.enter("building the model", PARAMETERS)
+    model = _build(job)
+    parameters = list(model.parameters())
+    model_nbytes = sum(parameter.nbytes for parameter in parameters)
+    auto = {}
+    if micro_batch is not None:
+        auto["train_micro_batch_size_per_gpu"] = micro_batch
+    config = load_config(raw, job.ranks, model, auto)
+    if not config.names_batch_size:
+        raise UsageError(
+            "neither the config nor the caller names a batch size: say how many samples one call of the model has."
+        )
+    ledger.name(model.buffers(), INPUTS)
+    ledger.enter("start", TEMPORARIES)
+    members = _Members(job, config, ledger, clock)
+    if job.sequences != LongSequences():
+        model = job.sequences.wrap(model, members.exchange)
+    backend = Backend(members.collectives, members.storages, lambda _: None, FakeTensor)
+    optimizer = job.optimizer
+    if optimizer is None and config.schema.optimizer is None:
+        optimizer = partial(torch.optim.AdamW, fused=True)
+    run_config = load_config(_shortened(raw, config), job.ranks, model, auto)
+    engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
+    _name_states(engine, ledger)
+    start = ledger.peak
+    ledger.forget_peaks()
+    states = dict[str, int]()
+    engine.optimizer.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
+    stateful: list[nn.Module] = []
+    if engine.checkpointing is not None and job.machine.computes_on_cpu:
+        stateful = engine.checkpointing.modules
+    with _untraced(), _located(model, ledger), _random_states(stateful):  # now that the model's library is imported
+        for _ in range(STEPS):
+            ledger.timeline.clear()
+            spent = _step(job, engine, ledger, _Meter(clock, members.made))
+            _name_states(engine, ledger)
+            rest = ledger.parts()
+    total = spent[-1]
+    left_out = config.batch.accumulation - run_config.batch.accumulation
+    if left_out:
+        total = total.plus(left_out, spent[0], spent[1])
+    return Figures(
+        config=config,
+        peak=ledger.peak,
+        host_peak=ledger.host_peak,
+        peak_together=ledger.peak_together,
+        peaks=dict(ledger.peak_by_phase),
+        start=start,
+        rest=rest,
+        states=states,
+        disk=engine._sharded._context.storages.nbytes()["disk"],
+        sent=dict(total.sent),
+        calls=dict(total.calls),
+        seconds=total.seconds,
+        spent=dict(total.where),
+        numel=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        model_nbytes=model_nbytes,
+        timeline=list(ledger.timeline),
+    )
+
+
+class _Members:
+    """Makes the simulated members when `shard` asks for them."""
+
+    made: SimulatedRanks | SimulatedTwoLevel
+
+    def __init__(self, job: Job, config: Config, ledger: Ledger, clock: Clock) -> None:
+        shards_optimizer = config.policy.optimizer.sharded
+        self._hosts = Hosts(job.ranks, job.hosts, job.machine, ledger, clock, shards_optimizer)
+        self._sequence_line = self._hosts.sequence_line(job.sequences.ranks)
+        self.storages = partial(
+            SimulatedStorages, ledger=ledger, clock=clock, machine=job.machine, sharers=job.ranks_per_host
+        )
+
+    def exchange(self, nbytes: int) -> None:
+        """Send so much of heads for positions, and wait for as much."""
+        self.made.sent["all_to_all"] += nbytes
+        self.made.calls["all_to_all"] += 1
+        self._sequence_line.send(nbytes).wait()
+
+    def collectives(
+        self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None, wire: Wire
+    ) -> SimulatedRanks | SimulatedTwoLevel:
+        """Stand in for `create_collectives`."""
+        if wire.is_lossy:
+            raise UsageError(
+                "no plan is made of wires that round what they bring (zero_quantized_gradients): plan "
+                "without them. Memory at rest is the same."
+            )
+        self.made = self._hosts.collectives(predivide_factor, within)
+        return self.made
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def _build(job: Job) -> nn.Module:
+    try:
+        model = _born(job)
+        if isinstance(model, nn.Module):
+            refuse_distributed(model.named_parameters(), "plan()")
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the model could not be built without values: {type(error).__name__}: {_first_line(error)} A plan builds the model as "
+            "it is born, from its configuration: read no weights there (from_config in the place of from_pretrained)."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the factory made {type(model).__name__}, not a torch.nn.Module.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "the factory gave a model on the meta device: leave the device out, a plan makes tensors without values itself."
+        )
+    if any(not isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        raise UsageError(
+            "the factory gave a model that has values already: make it inside of the factory, so that the plan needs no memory."
+        )
+    model.train()
+    return model
+
+
+def _born(job: Job) -> nn.Module:
+    try:
+        return job.factory()
+    except RuntimeError as error:
+        # torch cannot move a module of tensors without values while it is built, as peft's adapters are.
+        if "Couldn't swap" not in str(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold what was built so far
+    gc.collect()
+    return _born_on_meta(job)
+
+
+def _born_on_meta(job: Job) -> nn.Module:
+    """Build on the meta device, where a model may be moved; then give it tensors without values of CPU memory."""
+    with outside_of_modes(), torch.device("meta"):
+        model = job.factory()
+    made: dict[Tensor, Tensor] = {}
+    if not isinstance(model, nn.Module):
+        return model
+    for module in model.modules():
+        own = [*module.named_parameters("", False, False), *module.named_buffers("", False, False)]
+        for name, value in own:
+            if value.device.type == "meta":
+                if value not in made:
+                    made[value] = _in_cpu_memory(value)
+                setattr(module, name, made[value])
+    return model
+
+
+def _in_cpu_memory(value: Tensor) -> Tensor:
+    empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CPU)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=value.requires_grad)
+    return empty
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") + "." if lines else ""
+
+
+# ---------------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """The cost of a step so far: seconds, the same by cause, bytes sent and calls by collective."""
+
+    seconds: float
+    where: Counter[str]
+    sent: Counter[str]
+    calls: Counter[str]
+
+    def plus(self, times: int, begin: _Spent, end: _Spent) -> _Spent:
+        """Add what was spent between two moments, `times` times."""
+
+        def add(whole: Counter[str], begin: Counter[str], end: Counter[str]) -> Counter[Any]:
+            return Counter({key: whole[key] + times * (end[key] - begin[key]) for key in whole})
+
+        return _Spent(
+            self.seconds + times * (end.seconds - begin.seconds),
+            add(self.where, begin.where, end.where),
+            add(self.sent, begin.sent, end.sent),
+            add(self.calls, begin.calls, end.calls),
+        )
+
+
+class _Meter:
+    """Reads the clock and the counters of one step.
+
+    Args:
+        ranks: counts bytes and calls.
+    """
+
+    def __init__(self, clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel) -> None:
+        self._clock = clock
+        self._ranks = ranks
+        ranks.sent.clear()
+        ranks.calls.clear()
+        clock.reset()
+        self._begin = clock.now
+
+    def read(self) -> _Spent:
+        """Return what the step took so far."""
+        where = Counter(self._clock.computed)
+        where.update(self._clock.waited)  # type: ignore[arg-type]
+        seconds = self._clock.now - self._begin
+        return _Spent(seconds, where, Counter(self._ranks.sent), Counter(self._ranks.calls))
+
+
+def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The same config with no more than MOST_MICROBATCHES microbatches."""
+    made = dict(raw)
+    if config.batch.accumulation > MOST_MICROBATCHES:
+        made["train_micro_batch_size_per_gpu"] = config.batch.micro
+        made["gradient_accumulation_steps"] = MOST_MICROBATCHES
+        made.pop("train_batch_size", None)
+    return made
+
+
+def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spent]:
+    """Run one step. Returns what it took after each microbatch."""
+    spent = []
+    try:
+        for _ in range(engine.gradient_accumulation_steps()):
+            ledger.enter("forward", INPUTS)
+            batch = tree_map_only(Tensor, _without_values, job.batch(engine.train_micro_batch_size_per_gpu()))
+            ledger.born = ACTIVATIONS
+            loss = _loss(job, _call(engine, batch))
+            ledger.enter("backward", TEMPORARIES)
+            engine.backward(loss)
+            ledger.enter("step", TEMPORARIES)
+            ledger.module = ""
+            engine.step()
+            spent.append(meter.read())
+            del loss, batch
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the model could not be run without values: {type(error).__name__}: {_first_line(error)} Shapes that depend on "
+            "values, and operations that torch does not know without them, cannot be planned."
+        ) from error
+    ledger.enter("between steps", TEMPORARIES)
+    return spent
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """A tensor of the user's own may have been made before."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
+
+def _call(engine: Engine, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return engine(**batch)
+    if isinstance(batch, tuple | list):
+        return engine(*batch)
+    return engine(batch)
+
+
+def _loss(job: Job, output: Any) -> Tensor:
+    if job.loss is not None:
+        found = job.loss(output)
+    else:
+        found = getattr(output, "loss", output)
+    if isinstance(found, tuple | list) and found:
+        found = found[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise UsageError(
+            f"the model returned {type(output).__name__}, in which no loss is known: return a scalar, or something with `loss`, or "
+            "say loss=function of what it returns."
+        )
+    return found
+
+
+def _name_states(engine: Engine, ledger: Ledger) -> None:
+    """Name the memory of model states. Optimizer states exist after the first step."""
+    for unit in engine._sharded._schedule.units:
+        ledger.name([unit.flat.tensor], PARAMETERS)
+        for bucket in unit.buckets:
+            ledger.name(bucket.tensors("master"), OPTIMIZER)
+            ledger.name(bucket.tensors("parameters"), PARAMETERS)
+        for gradients in unit.gradients:
+            ledger.name(gradients.tensors(), GRADIENTS)
+    kept = [value for state in engine.optimizer.state.values() for value in state.values()]
+    ledger.name([value for value in kept if isinstance(value, Tensor)], OPTIMIZER)
+
+
+# ---------------------------------------------------------------------- what a dry run does around the model
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Have transformers build the same masks inside as in a real run.
+
+    It takes tensors without values for those of torch.compile, which may not be asked for values, and makes a mask of [batch, 1,
+    length, length] to be safe. A dry run answers such questions.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "is_tracing"):
+        yield
+        return
+    before = masks.is_tracing
+    masks.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        masks.is_tracing = before
+
+
+@contextmanager
+def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
+    """Name to the ledger the module that runs inside. In a backward: the one whose output's gradient came last."""
+
+    def enter(name: str, *_: Any) -> None:
+        ledger.module = name
+
+    def leave(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        ledger.module = name.rpartition(".")[0] or _ROOT
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(enter, name))
+
+    with ExitStack() as stack:
+        for fqn, module in model.named_modules():
+            name = fqn or _ROOT
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
+        yield
+
+
+@contextmanager
+def _random_states(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Count for a forward of each of these modules the memory of a random state, until its backward is over.
+
+    On a CPU torch's checkpointing keeps one for each call, which no dispatch sees. Where the input needs no gradient, the state
+    stays until the module's next forward.
+    """
+    kept: dict[nn.Module, Tensor] = {}
+
+    def forget(module: nn.Module, _gradient: Tensor) -> None:
+        kept.pop(module, None)
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        kept[module] = torch.empty(torch.get_rng_state().nbytes, dtype=torch.uint8)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(partial(forget, module))
+                return
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        yield

@@ -1,0 +1,274 @@
+"""Owns the count of live bytes of a dry run: every storage, by what it is for and where it lies.
+
+The ledger sees each operation below autograd. A storage that it has not seen is new, and lives until torch drops it; one that is
+resized calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the phase that made it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from zeroshard.planning.machine import Clock
+from zeroshard.torch_private import FakeTensor, TorchDispatchMode, storage_id, tree_leaves
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+BUFFERS = "communication buffers"
+ACTIVATIONS = "activations"
+TEMPORARIES = "temporaries"
+INPUTS = "model buffers and inputs"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARIES, INPUTS)
+"""The categories of memory. Temporaries: what a backward or a step made and has not given back."""
+
+aten: Any = torch.ops.aten
+
+
+@dataclass
+class _Live:
+    nbytes: int
+    category: str
+    on_host: bool
+    watch: Any = None
+
+
+@dataclass
+class Peak:
+    """The most that was live at once.
+
+    Attributes:
+        nbytes: in all.
+        parts: by category.
+        phase, module: where that was.
+    """
+
+    nbytes: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    phase: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The live bytes after an operation. `at` in seconds of the clock."""
+
+    at: float
+    phase: str
+    parts: dict[str, int]
+
+
+class Ledger(TorchDispatchMode):
+    """Counts live bytes, and moves the clock with each operation. Put inside of a FakeTensorMode, it also answers who asks a
+    tensor without values for one: yes, and 1.
+
+    Attributes:
+        phase, module: what the model is doing now, for whoever looks at a peak.
+        peak, host_peak: on the device, and in CPU memory beside it.
+        timeline: what was live after each operation, where that was asked for.
+    """
+
+    def __init__(self, clock: Clock, *, draws: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock = clock
+        self._draws = draws
+        self.phase = ""
+        self.module = ""
+        self.born = TEMPORARIES
+        self._live: dict[int, _Live] = {}
+        self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        self._total = {False: 0, True: 0}
+        self._host_count = 0
+        self.peaks = {False: Peak(), True: Peak()}
+        self.peak_by_phase: Counter[str] = Counter()
+        self.peak_together = 0
+        """The bytes of both memories, where they are one."""
+        self.timeline: list[Moment] = []
+        self._purpose: list[tuple[str, bool]] = []
+
+    @property
+    def peak(self) -> Peak:
+        return self.peaks[False]
+
+    @property
+    def host_peak(self) -> Peak:
+        return self.peaks[True]
+
+    @property
+    def total(self) -> int:
+        """Live bytes on the device now."""
+        return self._total[False]
+
+    def parts(self) -> dict[str, int]:
+        """The bytes of these storages, by category."""
+        return {category: nbytes for category, nbytes in self._now[False].items() if nbytes}
+
+    def forget_peaks(self) -> None:
+        """Peaks count from now."""
+        self.peaks = {host: Peak(self._total[host], dict(self._now[host]), self.phase) for host in (False, True)}
+        self.peak_by_phase.clear()
+        self.peak_together = sum(self._total.values())
+
+    # ------------------------------------------------------------------ what is what
+
+    def enter(self, phase: str, born: str) -> None:
+        """Begin a phase, in which new memory is of the category `born`."""
+        self.phase = phase
+        self.born = born
+
+    @contextmanager
+    def purpose(self, category: str, *, on_host: bool = False) -> Iterator[None]:
+        """Count memory that is made inside under a category."""
+        self._purpose.append((category, on_host))
+        try:
+            yield
+        finally:
+            self._purpose.pop()
+
+    def name(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Give existing memory a category."""
+        for tensor in tensors:
+            live = self._live.get(storage_id(tensor))
+            if live is not None and live.category != category:
+                self._now[live.on_host][live.category] -= live.nbytes
+                self._now[live.on_host][category] += live.nbytes
+                live.category = category
+
+    def resized(self, tensor: Tensor) -> None:
+        """The storage under a tensor took memory, or gave it back."""
+        storage = tensor.untyped_storage()
+        live = self._live.get(storage_id(tensor))
+        if live is None:
+            self._see(tensor, on_host=False)
+            return
+        self._add(live.category, storage.nbytes() - live.nbytes, on_host=live.on_host)
+        live.nbytes = storage.nbytes()
+
+    # ------------------------------------------------------------------ live storages
+
+    def _see(self, tensor: Tensor, *, on_host: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_id(tensor)
+        nbytes = storage.nbytes()
+        if key in self._live or not nbytes or _is_meta(tensor):
+            return
+        category = self.born
+        if self._purpose:
+            category, on_host = self._purpose[-1]
+        live = self._live[key] = _Live(nbytes, category, on_host)
+        live.watch = weakref.ref(storage, self._when_gone(key))
+        self._host_count += on_host
+        self._add(category, nbytes, on_host=on_host)
+
+    def _when_gone(self, key: int) -> Callable[[object], None]:
+        def gone(_: object) -> None:
+            live = self._live.pop(key)
+            self._host_count -= live.on_host
+            self._add(live.category, -live.nbytes, on_host=live.on_host)
+
+        return gone
+
+    def _add(self, category: str, nbytes: int, *, on_host: bool) -> None:
+        self._now[on_host][category] += nbytes
+        self._total[on_host] += nbytes
+        self.peak_together = max(self.peak_together, self._total[False] + self._total[True])
+        total = self._total[on_host]
+        if total > self.peaks[on_host].nbytes:
+            parts = {category: live for category, live in self._now[on_host].items() if live}
+            self.peaks[on_host] = Peak(total, parts, self.phase, self.module)
+        if not on_host and total > self.peak_by_phase[self.phase]:
+            self.peak_by_phase[self.phase] = total
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in CPU memory beside the device."""
+        live = self._live.get(storage_id(tensor))
+        return live is not None and live.on_host
+
+    def _is_on_host(self, tensors: Iterable[Any]) -> bool:
+        """Whether an operation on these runs in CPU memory: what it makes lies beside what it reads."""
+        if not self._host_count:
+            return False
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                live = self._live.get(storage_id(tensor))
+                if live is not None:
+                    return live.on_host
+        return False
+
+    # ------------------------------------------------------------------ dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func in _ASKS and isinstance(args[0], FakeTensor):
+            return _answer(args[0], func)
+        out = func(*args, **kwargs)
+        if func.namespace != "prim" and not _is_view(func):
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given = tree_leaves((args, kwargs))
+        made = tree_leaves(out)
+        on_host = self._is_on_host(given)
+        for tensor in made:
+            if isinstance(tensor, Tensor):
+                self._see(tensor, on_host=on_host)
+        flops = 0.0
+        count = _FLOPS.get(func._overloadpacket)
+        if count is not None:
+            flops = float(count(*args, **kwargs, out_val=out))
+        touched = [tensor for tensor in (*given, *made) if isinstance(tensor, Tensor)]
+        dtype = "float32"
+        if touched:
+            dtype = str(touched[0].dtype).removeprefix("torch.")
+        self._clock.operate(flops, sum(tensor.nbytes for tensor in touched), dtype, on_host=on_host)
+        if self._draws:
+            self.timeline.append(Moment(self._clock.now, self.phase, self.parts()))
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Whether the engine itself made it only for its shape."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
+
+
+def _answer(tensor: Tensor, func: Any) -> Any:
+    if func is aten.equal.default or tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+_DEVICE = torch.ops.prim.device.default
+_ASKS = {aten._local_scalar_dense.default, aten.equal.default}
+_VIEWS: dict[Any, bool] = {}
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation makes no memory, and moves none."""
+    known = _VIEWS.get(func)
+    if known is None:
+        returns = func._schema.returns
+        is_alias = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        known = _VIEWS[func] = is_alias or func._overloadpacket is aten.detach
+    return known
+
+
+def _attention(query: Tensor, key: Tensor, factor: int) -> int:
+    batch, heads, length, width = query.shape
+    return factor * batch * heads * length * key.shape[2] * width
+
+
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: _attention(q, k, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: _attention(q, k, 10),
+}

@@ -1,0 +1,91 @@
+"""Owns how a dry run cuts sequences over ranks, and runs losses and MLPs in tiles: as `zeroshard.sequence` does in a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.errors import UsageError
+from zeroshard.sequence import Sequences, tile
+
+_MLPS = ("*.mlp", "*.feed_forward", "*.ffn")
+"""Names of the modules that run in tiles, where a model has them."""
+
+
+@dataclass(frozen=True)
+class LongSequences:
+    """The tools that a planned training uses for its sequences.
+
+    Attributes:
+        ranks: that hold one sequence together.
+        tile_tokens: the tokens of a tile of the loss, and of each MLP; 0: both run whole.
+    """
+
+    ranks: int = 1
+    tile_tokens: int = 0
+
+    def refuse(self, world_size: int) -> None:
+        """Raise where sequences cannot lie on so many ranks."""
+        if world_size % self.ranks:
+            raise UsageError(
+                f"{world_size} ranks cannot hold sequences on {self.ranks} ranks each: the number must divide."
+            )
+
+    def wrap(self, model: nn.Module, send: Callable[[int], None]) -> nn.Module:
+        """Return a module whose call cuts a whole batch with `input_ids` and `labels`, and computes its loss.
+
+        Args:
+            send: called with the bytes that an exchange sends to other ranks.
+
+        Raises:
+            UsageError: the model's sequences cannot be cut.
+        """
+        sequences = Sequences(_Simulated(self.ranks, send)).attach(model)
+        if self.tile_tokens:
+            names = [name for name, _ in model.named_modules()]
+            patterns = [pattern for pattern in _MLPS if any(fnmatchcase(name, pattern) for name in names)]
+            if patterns:
+                tile(model, patterns, self.tile_tokens)
+        return _Cut(model, sequences, self.tile_tokens)
+
+
+class _Cut(nn.Module):
+    def __init__(self, model: nn.Module, sequences: Sequences, tile_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.config = getattr(model, "config", None)
+        self._sequences = sequences
+        self._tile_tokens = tile_tokens
+
+    def forward(self, **batch: Any) -> Tensor:
+        cut = self._sequences.cut(batch)
+        tokens = cut["shift_labels"].numel() if "shift_labels" in cut else 0
+        tiles = -(-tokens // self._tile_tokens) if self._tile_tokens else 1
+        return self._sequences.loss(self.model, cut, tiles=tiles)
+
+
+class _Simulated(SequenceRanks):
+    """The first of some ranks; the others exist on paper."""
+
+    def __init__(self, size: int, send: Callable[[int], None]) -> None:
+        super().__init__()
+        self.size = size
+        self.rank = 0
+        self.members = list(range(size))
+        self._send = send
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        self._send(self._count(parts))
+        return torch.empty_like(parts)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.detach().clone()
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value] * self.size

@@ -1,0 +1,261 @@
+"""Owns `plan`: whether a config fits, where its memory goes, and how fast it is, before anything is queued."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.planning.dry_run import Figures, Job, dry_run, parted
+from zeroshard.planning.long_sequences import LongSequences
+from zeroshard.planning.machine import Machine, machine_of
+from zeroshard.torch_private import tree_leaves
+
+BOUNDS = {
+    "computing": "computing", "CPU step": "the CPU's step", "link": "the link between ranks",
+    "network": "the network between hosts",
+    "copies": "copies to and from CPU memory", "disk": "the disk",
+}  # fmt: skip
+"""The causes of a step's time, and their names in print."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory and time of one rank of a training, in bytes and seconds; all ranks take the same.
+
+    Attributes:
+        job: what is trained, and on what.
+        figures: what the dry run saw.
+        limit: bytes of an accelerator's memory.
+        host_limit: bytes of a host's CPU memory.
+        told: keys of the config that make a run talk.
+    """
+
+    job: Job
+    figures: Figures
+    limit: int
+    host_limit: int
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that the times are for."""
+        return self.job.machine
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that lives on an accelerator at once, in training."""
+        return self.figures.peak.nbytes
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes at the peak, by category."""
+        return dict(self.figures.peak.parts)
+
+    @cached_property
+    def unseen(self) -> dict[str, int]:
+        """The machine's constants on top of live bytes, which no dry run sees."""
+        unseen = self.machine.unseen
+        return {
+            "driver's context": unseen.context,
+            "collectives' library": unseen.collectives if self.job.ranks > 1 else 0,
+            "workspaces": unseen.workspaces,
+            f"fragmentation ({unseen.fragmentation:.0%} of the peak)": round(unseen.fragmentation * self.most_nbytes),
+        }
+
+    @property
+    def most_nbytes(self) -> int:
+        """Live bytes at the most; start-up included, unless the model is born sharded."""
+        if self.job.born_sharded:
+            return self.peak_nbytes
+        return max(self.peak_nbytes, self.figures.start.nbytes)
+
+    @property
+    def needed_nbytes(self) -> int:
+        """The bytes of an accelerator's memory that the job needs in all."""
+        return self.most_nbytes + sum(self.unseen.values())
+
+    @property
+    def host_nbytes(self) -> int:
+        """The bytes of CPU memory that a host needs: what rests there, or the models that each rank builds before they move."""
+        built = self.figures.model_nbytes
+        if self.machine.computes_on_cpu:
+            built = 0
+        elif self.job.born_sharded:
+            built = -(-built // self.job.ranks)
+        return max(self.figures.host_peak.nbytes, built) * self.job.ranks_per_host
+
+    @property
+    def disk_nbytes(self) -> int:
+        """The bytes on a host's disk."""
+        return self.figures.disk * self.job.ranks_per_host
+
+    @property
+    def overshoot(self) -> int:
+        """Bytes that are missing on an accelerator; negative: bytes that are left."""
+        return self.needed_nbytes - self.limit
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it is there."""
+        return self.overshoot <= 0 and self.host_nbytes <= self.host_limit
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Handed to other ranks in a step."""
+        return sum(self.figures.sent.values())
+
+    @property
+    def collectives(self) -> int:
+        """Called in a step."""
+        return sum(self.figures.calls.values())
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of one step, on this machine."""
+        return self.figures.seconds
+
+    @property
+    def bound(self) -> str:
+        """The largest cause of a step's time."""
+        spent = self.figures.spent
+        return max(spent, key=lambda name: spent[name], default="computing")
+
+    @property
+    def samples_per_second(self) -> float:
+        """The samples a second of all ranks; ranks that hold a sequence together share its sample."""
+        return self.figures.config.batch.train / self.job.sequences.ranks / self.seconds
+
+    def complete_config(self) -> dict[str, Any]:
+        """The config with values instead of "auto", and all three batch sizes: for `initialize`, and for DeepSpeed."""
+        batch = self.figures.config.batch
+        sizes = {
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+        return {**self.figures.config.document, **sizes, **self.told}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole plan, as JSON has it."""
+        figures = self.figures
+        batch = figures.config.batch
+        return {
+            "ranks": self.job.ranks,
+            "hosts": self.job.hosts,
+            "sequence_parallel": self.job.sequences.ranks,
+            "tile_tokens": self.job.sequences.tile_tokens,
+            "machine": self.machine.name,
+            "stage": figures.config.stage,
+            "parameters": figures.numel,
+            "trained": figures.trained,
+            "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "train": batch.train},
+            "fits": self.fits,
+            "limit": self.limit,
+            "needed": self.needed_nbytes,
+            "unseen": self.unseen,
+            "peak": {
+                "bytes": self.peak_nbytes, "phase": figures.peak.phase, "module": figures.peak.module, "parts": self.parts,
+                "by_phase": figures.peaks,
+            },
+            "start": {"bytes": figures.start.nbytes, "phase": figures.start.phase, "counts": not self.job.born_sharded},
+            "rest": figures.rest,
+            "host": {"bytes": self.host_nbytes, "limit": self.host_limit, "rank": figures.host_peak.parts},
+            "disk": self.disk_nbytes,
+            "step": {
+                "seconds": self.seconds, "bound": self.bound, "spent": figures.spent, "sent": figures.sent,
+                "collectives": figures.calls, "samples_per_second": self.samples_per_second,
+            },
+            "config": self.complete_config(),
+        }  # fmt: skip
+
+
+def limits(machine: Machine, memory: int | None, host_memory: int | None) -> Mapping[str, int]:
+    """The memory of an accelerator and of a host: the caller's, or the machine's."""
+    return {"limit": memory or machine.memory, "host_limit": host_memory or machine.host_memory}
+
+
+def plan(
+    model_factory: Callable[[], nn.Module], config: str | os.PathLike[str] | Mapping[str, Any], *, world_size: int,
+    batch: Callable[[int], Any] | Any, machine: str | Machine = "h100", memory: int | None = None,
+    host_memory: int | None = None, hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None, micro_batch: int | None = None,
+    sharded_init: bool = False, timeline: bool = False, sequence_parallel: int = 1, tile_tokens: int = 0,
+) -> Plan:  # fmt: skip
+    """Run two steps of a config dry: the engine itself, on tensors without values, as one rank of many. No accelerator is needed.
+
+    Args:
+        model_factory: builds the model, and reads no weights. It is called where tensors take no memory.
+        config: as `initialize` takes it.
+        world_size: data-parallel ranks.
+        batch: `batch(n)` gives the arguments of one call of the model for n samples: a tuple, a mapping of keywords, or a tensor.
+            Or such arguments themselves, of which shapes and dtypes count.
+        machine: the name of a known one (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or your own.
+        memory, host_memory: bytes of an accelerator and of a host, where they differ from the machine's.
+        hosts: over which the ranks are spread; default: as few as the machine's accelerators allow.
+        loss: the loss in what the model returns; default: itself, its `loss`, or its first element.
+        optimizer: makes one from parameters, where the config names none; default: AdamW.
+        micro_batch: samples of one call, where the config names none.
+        sharded_init: the model will be built inside of `sharded_init`: what start-up takes without it does not count.
+        sequence_parallel: ranks that hold one sequence together (`zeroshard.sequence.Sequences`); the batch is whole.
+        tile_tokens: the tokens of a tile of the loss and of each MLP; 0: both run whole. This and the argument before it are for
+            causal models of transformers, whose batch has `input_ids` and `labels`.
+        timeline: keep what was live after each operation, for `draw`.
+
+    Raises:
+        ConfigError, UsageError: the config, or the model, would be refused; or the model could not be built without values.
+    """
+    make_batch = batch
+    if not callable(batch):
+        make_batch = lambda _: batch  # noqa: E731
+        micro_batch = micro_batch or _samples(batch)
+    sequences = LongSequences(sequence_parallel, tile_tokens)
+    job = job_of(
+        model_factory,
+        make_batch,
+        world_size,
+        machine,
+        hosts,
+        loss,
+        optimizer,
+        sharded_init=sharded_init,
+        sequences=sequences,
+    )
+    if memory is not None:  # the engine asks how much is free
+        job = replace(job, machine=job.machine.model_copy(update={"memory": memory}))
+    figures = dry_run(job, config, micro_batch, draws=timeline)
+    return Plan(job, figures, **limits(job.machine, memory, host_memory), told=parted(config)[1])
+
+
+def job_of(
+    model_factory: Callable[[], nn.Module], batch: Callable[[int], Any], world_size: int, machine: str | Machine,
+    hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None, *, sharded_init: bool = False,
+    sequences: LongSequences | None = None,
+) -> Job:  # fmt: skip
+    """Make the job of a plan; see `plan` for the arguments.
+
+    Raises:
+        UsageError: there are no ranks, or fewer than hosts, or there is no such machine.
+    """
+    known = machine if isinstance(machine, Machine) else machine_of(machine)
+    if world_size < 1:
+        raise UsageError(f"world_size is at least 1, not {world_size}.")
+    if hosts is not None and not 1 <= hosts <= world_size:
+        raise UsageError(f"{world_size} ranks cannot be spread over {hosts} hosts: each host has one rank at least.")
+    spread = hosts or -(-world_size // known.accelerators)
+    sequences = sequences or LongSequences()
+    sequences.refuse(world_size)
+    return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init, sequences)
+
+
+def _samples(batch: Any) -> int | None:
+    """The first dimension of the first tensor of a batch."""
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
+    return None if first is None else first.shape[0]

@@ -1,0 +1,143 @@
+"""Owns the display of a plan: printed tables, and the picture of its memory over one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+
+from zeroshard.planning.ledger import CATEGORIES
+from zeroshard.planning.planner import BOUNDS, Plan
+from zeroshard.planning.search import Change
+
+GB = 1e9
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
+
+
+def gigabytes(nbytes: float) -> str:
+    """Format bytes: 31.4 GB."""
+    digits = 2 if nbytes < 10 * GB else 1
+    return f"{nbytes / GB:.{digits}f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: 1.85 s, 637 ms, 0.64 ms."""
+    if abs(seconds) >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def verdict(plan: Plan) -> str:
+    """Write one sentence: whether the plan fits, and by how much."""
+    share = f"{gigabytes(plan.needed_nbytes)} of {gigabytes(plan.limit)} of each accelerator"
+    if plan.fits:
+        return f"fits: {share}, {gigabytes(-plan.overshoot)} are left."
+    if plan.overshoot > 0:
+        return f"does not fit: {share}, {gigabytes(plan.overshoot)} are missing."
+    missing = gigabytes(plan.host_nbytes - plan.host_limit)
+    return f"does not fit: {gigabytes(plan.host_nbytes)} of {gigabytes(plan.host_limit)} of CPU memory, {missing} are missing."
+
+
+def tables(plan: Plan) -> Group:
+    """Return the tables of a plan, for rich's console."""
+    return Group(_memory(plan), _step(plan))
+
+
+def _memory(plan: Plan) -> Table:
+    figures = plan.figures
+    where = figures.peak.phase
+    if figures.peak.module:
+        where += f", {figures.peak.module}"
+    table = Table(
+        "memory of an accelerator", "at the peak", "between steps", title=f"peak: {where}", title_justify="left"
+    )
+    for category in CATEGORIES:
+        now = figures.peak.parts.get(category, 0)
+        rest = figures.rest.get(category, 0)
+        if now or rest:
+            table.add_row(category, gigabytes(now), gigabytes(rest))
+    table.add_section()
+    table.add_row("live bytes, training", gigabytes(plan.peak_nbytes), gigabytes(sum(figures.rest.values())))
+    if not plan.job.born_sharded:
+        table.add_row("live bytes, start-up without sharded_init", gigabytes(figures.start.nbytes), "")
+    for name, nbytes in plan.unseen.items():
+        table.add_row(name, gigabytes(nbytes), "")
+    table.add_section()
+    table.add_row("needed", gigabytes(plan.needed_nbytes), "")
+    return table
+
+
+def _step(plan: Plan) -> Table:
+    figures = plan.figures
+    batch = figures.config.batch
+    table = Table(show_header=False)
+    table.add_row("parameters", f"{figures.numel / GB:.3g} B, of which {figures.trained / GB:.3g} B are trained")
+    together = plan.job.sequences.ranks
+    who = f"{plan.job.ranks} ranks" if together == 1 else f"{plan.job.ranks // together} groups of {together} ranks"
+    samples = f"{batch.micro} samples x {batch.accumulation} microbatches"
+    table.add_row("a step", f"{samples} x {who} = {batch.train // together}")
+    table.add_row("CPU memory of a host", gigabytes(plan.host_nbytes))
+    if plan.disk_nbytes:
+        table.add_row("disk of a host", gigabytes(plan.disk_nbytes))
+    table.add_row("sent by a rank in a step", f"{gigabytes(plan.sent_nbytes)} in {plan.collectives:,} collectives")
+    table.add_row(
+        "a step takes about", f"{duration(plan.seconds)} on {plan.machine.name}, bound by {BOUNDS[plan.bound]}"
+    )
+    spent = sorted(figures.spent.items(), key=lambda item: -item[1])
+    table.add_row("of that", ", ".join(f"{duration(seconds)} {BOUNDS[name]}" for name, seconds in spent if seconds > 0))
+    speed = plan.samples_per_second
+    table.add_row("samples a second", f"{speed:.3g}" if speed < 100 else f"{speed:,.0f}")
+    return table
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """Make a row for each single change."""
+    table = Table("a single change", "gains", "a step takes", "then it")
+    for change in changes:
+        sign = "+" * (change.slowdown >= 0)
+        fits = "fits" if change.plan.fits else "does not fit"
+        table.add_row(change.what, gigabytes(change.gain), f"{sign}{duration(change.slowdown)}", fits)
+    return table
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw a stacked area for each category, and the limit as a line. Needs a plan with its timeline; PNG or SVG by the name."""
+    from matplotlib.figure import Figure
+
+    moments = plan.figures.timeline
+    begin = moments[0].at
+    times = [1e3 * (moment.at - begin) for moment in moments]
+    heights = [[moment.parts.get(category, 0) / 1e9 for moment in moments] for category in CATEGORIES]
+    used = [index for index, row in enumerate(heights) if any(row)]
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(
+        times, [heights[index] for index in used], labels=[CATEGORIES[index] for index in used],
+        colors=[_COLOURS[index] for index in used], step="post",
+    )  # fmt: skip
+    free = plan.limit - sum(plan.unseen.values())
+    axes.axhline(free / 1e9, color="black", linestyle="--", linewidth=1, label="the limit, less what is unseen")
+    for number, (at, phase) in enumerate(_phases(plan, begin)):
+        axes.axvline(at, color="white", linewidth=0.8)
+        axes.text(at, axes.get_ylim()[1] * (0.98 - 0.04 * (number % 2)), f" {phase}", fontsize=8, va="top")
+    axes.set_xlabel("ms of one step")
+    axes.set_ylabel("GB of one accelerator")
+    axes.set_title(
+        f"ZeRO-{plan.figures.config.stage}, {plan.job.ranks} ranks: {plan.figures.numel / 1e9:.3g} B parameters"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _phases(plan: Plan, begin: float) -> list[tuple[float, str]]:
+    """Return the start of each phase in the plan."""
+    found: list[tuple[float, str]] = []
+    for moment in plan.figures.timeline:
+        if not found or found[-1][1] != moment.phase:
+            found.append((1e3 * (moment.at - begin), moment.phase))
+    return found

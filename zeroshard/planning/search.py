@@ -1,0 +1,523 @@
+"""Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
+
+Every answer is a dry run. A model that is deep is first run at two small depths, which tell what a block takes; what is chosen is
+run at its full depth. What cannot be the answer is not run: see [Note: pruning].
+
+[Note: pruning]
+A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best; what grows
+with the micro-batch tells how far down to go. Checkpointing, and states that rest on the CPU, cost time and gain memory alone: they
+are not tried where the same setting without fits as large a micro-batch. Where the full depth shows that it does not fit after
+all, what was left out because of it is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.planning.dry_run import Figures, Job, dry_run
+from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, INPUTS, TEMPORARIES, Peak
+from zeroshard.planning.planner import Plan
+from zeroshard.policy import Place
+
+T = TypeVar("T")
+
+Told = Callable[[int, int], None]
+"""Takes the progress: the number of dry runs that are over, and of all."""
+
+_MOST_SAMPLES = 1 << 16
+"""The most samples that `largest_micro_batch` looks for."""
+
+_SHALLOW = (3, 5)
+"""Depths at which a deep model is run first."""
+
+_FINALISTS = 2
+"""Choices that are run at full depth at once."""
+
+_DOUBT = 0.03
+"""How far off what was not run may be, as a share of the memory: a whole depth told by two shallow ones, a smaller micro-batch by
+a larger one."""
+
+
+BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+"""The settings that all choices of a search share, where the caller has nothing to say."""
+
+
+# ---------------------------------------------------------------------- dry runs in processes of their own
+
+
+def in_processes(
+    jobs: Iterable[Callable[[], T]], count: int | None = None, *, first_here: bool = False
+) -> Iterator[tuple[int, T | ZeroshardError]]:
+    """Run jobs in processes of their own. Yields (number, result) of each as it ends; an error of ours is a result.
+
+    Processes are forked, so a job may be any callable.
+
+    Args:
+        first_here: run the first in this process, so that the others find its imports.
+
+    Raises:
+        UsageError: a process died.
+    """
+    waiting = list(enumerate(jobs))
+    if first_here and waiting:
+        number, job = waiting.pop(0)
+        yield number, _result_of(job)
+    with ThreadPoolExecutor(count or min(len(waiting), os.cpu_count() or 1) or 1) as pool:
+        running: dict[Future[Any], int] = {pool.submit(_in_fork, job): number for number, job in waiting}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield running.pop(future), future.result()
+
+
+def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(receive)
+        _child(job, send)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status or not data:
+        raise UsageError(
+            f"a dry run in a process of its own died (exit {os.waitstatus_to_exitcode(status)}): is there memory left?"
+        )
+    result: T | ZeroshardError = pickle.loads(data)
+    return result
+
+
+def _result_of(job: Callable[[], T]) -> T | ZeroshardError:
+    try:
+        return job()
+    except ZeroshardError as error:
+        return error
+
+
+def _child(job: Callable[[], Any], send: int) -> None:
+    """Runs in the fork and never returns."""
+    code = 1
+    try:
+        result = _result_of(job)
+        with os.fdopen(send, "wb") as pipe:
+            pickle.dump(result, pipe)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+# ---------------------------------------------------------------------- single changes
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a config.
+
+    Attributes:
+        plan: of the config with it.
+        gain: bytes of an accelerator's memory that it saves.
+        slowdown: seconds of a step that it costs.
+    """
+
+    what: str
+    plan: Plan
+    gain: int
+    slowdown: float
+
+
+def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return single changes of a config that save memory, each with the changed config."""
+    config = plan.figures.config
+    found: dict[str, dict[str, Any]] = {}
+
+    def change(what: str, **blocks: Mapping[str, Any]) -> None:
+        made = copy.deepcopy(plan.complete_config())
+        for name, block in blocks.items():
+            made[name] = {**made.get(name, {}), **block}
+        found[what] = made
+
+    for stage in range(config.stage + 1, 4):
+        change(f"stage {stage}", zero_optimization={"stage": stage})
+    if config.schema.activation_checkpointing.checkpoint_units is None:
+        change("activation checkpointing", activation_checkpointing={"checkpoint_units": "auto"})
+    policy = config.policy
+    if policy.optimizer.sharded and policy.optimizer.place is Place.ACCELERATOR:
+        change("optimizer on cpu", zero_optimization={"offload_optimizer": {"device": "cpu"}})
+    if policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
+        change("parameters on cpu", zero_optimization={"offload_param": {"device": "cpu"}})
+    if not (config.schema.bf16.enabled or config.schema.fp16.enabled):
+        change("bf16", bf16={"enabled": True})
+    batch = config.batch
+    if batch.micro % 2 == 0:
+        halved = {
+            "train_micro_batch_size_per_gpu": batch.micro // 2,
+            "gradient_accumulation_steps": batch.accumulation * 2,
+        }
+        found["half the micro-batch, twice as often"] = copy.deepcopy(plan.complete_config()) | halved
+    return found
+
+
+def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
+    """Run each single change, and sort them by gain. Those that the engine refuses are left out."""
+    changes = single_changes(plan)
+    found = []
+    for done, (number, figures) in enumerate(in_processes(_work(plan, made) for made in changes.values()), start=1):
+        told(done, len(changes))
+        if not isinstance(figures, ZeroshardError):
+            other = Plan(plan.job, figures, plan.limit, plan.host_limit)
+            gain = plan.needed_nbytes - other.needed_nbytes
+            found.append(Change(list(changes)[number], other, gain, other.seconds - plan.seconds))
+    return sorted(found, key=lambda change: -change.gain)
+
+
+def _work(plan: Plan, config: dict[str, Any]) -> Callable[[], Figures]:
+    return lambda: dry_run(plan.job, config)
+
+
+def largest_micro_batch(plan: Plan) -> int:
+    """Return the largest micro-batch that fits, the accumulation as it is; 0 where one sample does not fit.
+
+    Of more than `_MOST_SAMPLES` it is not looked for.
+    """
+    needs = {plan.figures.config.batch.micro: plan.needed_nbytes}
+
+    def need(micro: int) -> int:
+        if micro not in needs:
+            config = plan.complete_config() | {"train_micro_batch_size_per_gpu": micro}
+            del config["train_batch_size"]
+            [(_, figures)] = in_processes([_work(plan, config)])
+            if isinstance(figures, ZeroshardError):
+                raise figures
+            needs[micro] = Plan(plan.job, figures, plan.limit, plan.host_limit).needed_nbytes
+        return needs[micro]
+
+    return _last_that_fits(need, plan.limit, plan.figures.config.batch.micro)
+
+
+def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
+    """The largest number of samples whose need is at most `limit`, tried from `first` on; 0 where there is none."""
+    fits = 0
+    exceeds = first
+    while need(exceeds) <= limit:  # the first samples may add nothing, where the peak is elsewhere
+        fits = exceeds
+        exceeds *= 2
+        if fits >= _MOST_SAMPLES:
+            return fits
+    halves = not fits
+    while exceeds - fits > 1:
+        if halves:
+            between = fits + (exceeds - fits) // 2
+        else:  # memory grows evenly from where it grows
+            between = fits + (exceeds - fits) * (limit - need(fits)) // (need(exceeds) - need(fits))
+        halves = not (halves and fits)
+        between = min(max(between, fits + 1), exceeds - 1)
+        if need(between) <= limit:
+            fits = between
+        else:
+            exceeds = between
+    return fits
+
+
+# ---------------------------------------------------------------------- the search
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A point of the search."""
+
+    stage: int
+    micro: int
+    checkpointing: bool
+    optimizer_on_cpu: bool
+    parameters_on_cpu: bool
+    within: int | None = None
+
+    def config(self, base: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
+        """The base with what was chosen."""
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.optimizer_on_cpu:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if self.parameters_on_cpu:
+            zero["offload_param"] = {"device": "cpu"}
+        if self.within is not None:
+            zero["zero_hpz_partition_size"] = self.within
+        made = {
+            **copy.deepcopy(dict(base)), "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": accumulation, "zero_optimization": zero,
+        }  # fmt: skip
+        made.pop("train_batch_size", None)
+        if self.checkpointing:
+            made["activation_checkpointing"] = {"checkpoint_units": "auto"}
+        return made
+
+    def __str__(self) -> str:
+        parts = [f"stage {self.stage}", f"micro-batch {self.micro}"]
+        parts += ["activation checkpointing"] * self.checkpointing
+        parts += ["optimizer on cpu"] * self.optimizer_on_cpu + ["parameters on cpu"] * self.parameters_on_cpu
+        parts += [f"within hosts of {self.within} ranks"] * (self.within is not None)
+        return ", ".join(parts)
+
+    @property
+    def on_cpu(self) -> tuple[bool, bool]:
+        """Whether the optimizer and the parameters rest on the CPU. With parameters there, less comes back from the update."""
+        return self.optimizer_on_cpu, self.parameters_on_cpu
+
+    def is_dearer_than(self, other: Choice) -> bool:
+        """Whether it differs from the other one only by what costs time and gains memory, and has no larger micro-batch."""
+        same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
+        more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
+        return same and more and self != other
+
+
+def micros(per_rank: int) -> list[int]:
+    """Micro-batches for so many samples of a step on each rank, the largest first: powers of two that divide them."""
+    return [size for size in (64, 32, 16, 8, 4, 2, 1) if per_rank % size == 0]
+
+
+def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
+    """List all settings at one micro-batch: first those that cost no time."""
+    offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
+    per_host, rest = divmod(job.ranks, job.hosts)
+    hosts: list[int | None] = [None]
+    if job.hosts > 1 and not rest and per_host > 1:
+        hosts.append(per_host)
+    for is_offloaded, places in offloads:
+        if is_offloaded and job.machine.computes_on_cpu:  # it is one memory
+            return
+        for checkpointing in (False, True):
+            yield [
+                Choice(stage, micro, checkpointing, optimizer, parameters, within)
+                for optimizer, parameters in places
+                for within in hosts
+                for stage in range(4)
+                if (stage >= 2 or not optimizer) and (stage == 3 or not parameters) and (stage or within is None)
+            ]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The figures of a choice at the whole depth.
+
+    Attributes:
+        needed, host, seconds: as a plan's.
+        growing: bytes of those that are needed that grow with the micro-batch.
+    """
+
+    needed: float
+    host: float
+    seconds: float
+    growing: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search: the fastest plan that fits, or, where none does, the one that misses least."""
+
+    choice: Choice
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for the fastest choice that fits.
+
+    Attributes:
+        base: the config that all choices share.
+        per_rank: samples of a step on each rank.
+        limit, host_limit: bytes of an accelerator, and of a host.
+        depth, shallow: of the model, and the same with fewer blocks.
+        told: hears of the progress.
+    """
+
+    job: Job
+    base: Mapping[str, Any]
+    per_rank: int
+    limit: int
+    host_limit: int
+    depth: int | None = None
+    shallow: Callable[[int], Callable[[], nn.Module]] | None = None
+    told: Told = lambda _done, _of: None
+    _done: list[int] = field(default_factory=lambda: [0], init=False)
+
+    def run(self) -> Found:
+        """Run what is promising at full depth; shallow models say what is."""
+        known: dict[Choice, Estimate] = {}
+        plans: dict[Choice, Plan] = {}
+        sizes = micros(self.per_rank)
+        self._explore(known, plans, sizes)
+        while self._is_shallow and (mistaken := self._run_at_full_depth(known, plans)):
+            known |= mistaken
+            self._explore(known, plans, sizes)
+        if not any(plan.fits for plan in plans.values()):
+            self._add_what_misses_least(known, plans, sizes[-1])
+        return self._best(plans)
+
+    def _explore(self, known: dict[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]) -> None:
+        """Add what is not known yet of what may be the answer."""
+        for wave in settings(self.job, sizes[0]):
+            waiting = wave
+            while waiting:
+                waiting = [one for one in waiting if not self._is_settled(one, known)]
+                known |= self._estimates([one for one in waiting if one not in known], plans)
+                smaller = [self._smaller(one, known[one], sizes) for one in waiting if one in known]
+                waiting = [one for one in smaller if one is not None]
+
+    def _add_what_misses_least(self, known: Mapping[Choice, Estimate], plans: dict[Choice, Plan], micro: int) -> None:
+        """Add the choice that misses least: it is among the smallest micro-batches."""
+        smallest = dict.fromkeys(replace(choice, micro=micro) for choice in known)
+        found = {**known, **self._estimates([one for one in smallest if one not in known], plans)}
+        if self._is_shallow:
+            missing = {choice: self._missing(estimate) for choice, estimate in found.items()}
+            order = sorted(smallest, key=lambda one: missing.get(one, math.inf))
+            runs = [(one, None) for one in order[:_FINALISTS] if one not in plans]
+            plans |= {choice: plan for choice, _, plan in self._counted(runs) if plan is not None}
+
+    @property
+    def _is_shallow(self) -> bool:
+        return self.shallow is not None and self.depth is not None and self.depth > 2 * _SHALLOW[-1]
+
+    def _is_settled(self, choice: Choice, known: Mapping[Choice, Estimate]) -> bool:
+        """Whether something that fits is never slower."""
+        return any(choice.is_dearer_than(one) and self._fits_for_sure(known[one]) for one in known)
+
+    def _smaller(self, choice: Choice, estimate: Estimate, sizes: Sequence[int]) -> Choice | None:
+        """The same with the next micro-batch that may fit; None where this one does for sure, or none will."""
+        if self._fits_for_sure(estimate):
+            return None
+        for micro in sizes:
+            less = replace(estimate, needed=estimate.needed - estimate.growing * (1 - micro / choice.micro))
+            if micro < choice.micro and self._over(less) <= _DOUBT:
+                return replace(choice, micro=micro)
+        return None
+
+    def _estimates(self, choices: Sequence[Choice], plans: dict[Choice, Plan]) -> dict[Choice, Estimate]:
+        """The figures of two shallow runs of each, or of one at full depth, which is kept as a plan."""
+        depths: tuple[int | None, ...] = (None,)
+        if self._is_shallow:
+            depths = _SHALLOW
+        runs = [(choice, layers) for choice in choices for layers in depths]
+        found: dict[Choice, list[tuple[int, Plan]]] = {}
+        for choice, layers, plan in self._counted(runs):
+            if plan is not None:
+                found.setdefault(choice, []).append((layers or 0, plan))
+                if layers is None:
+                    plans[choice] = plan
+        if not self._is_shallow:
+            return {choice: _exact(one) for choice, [(_, one)] in found.items()}
+        assert self.depth is not None
+        pairs = {choice: sorted(two, key=lambda one: one[0]) for choice, two in found.items() if len(two) == 2}
+        return {choice: _extrapolated(low, high, self.depth) for choice, ((_, low), (_, high)) in pairs.items()}
+
+    def _run_at_full_depth(
+        self, estimates: Mapping[Choice, Estimate], plans: dict[Choice, Plan]
+    ) -> dict[Choice, Estimate]:
+        """Run the fastest that may fit, a few at a time, until one does. Returns those that do not fit, but seemed to for sure."""
+        may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
+        order = sorted(may_fit, key=lambda choice: estimates[choice].seconds)
+        tried: list[Choice] = []
+        while len(tried) < len(order) and not any(choice in plans and plans[choice].fits for choice in tried):
+            tried = order[: len(tried) + _FINALISTS]
+            runs = [(choice, None) for choice in tried if choice not in plans]
+            plans |= {choice: plan for choice, _, plan in self._counted(runs) if plan is not None}
+        mistaken = [
+            one for one in tried if one in plans and not plans[one].fits and self._fits_for_sure(estimates[one])
+        ]
+        return {choice: _exact(plans[choice]) for choice in mistaken}
+
+    def _fits_for_sure(self, estimate: Estimate) -> bool:
+        return self._over(estimate) <= -self._doubt
+
+    def _may_fit(self, estimate: Estimate) -> bool:
+        return self._over(estimate) <= self._doubt
+
+    @property
+    def _doubt(self) -> float:
+        return _DOUBT if self._is_shallow else 0.0
+
+    def _over(self, estimate: Estimate) -> float:
+        """The share of an accelerator's memory, or the host's, that is missing; negative where there is room."""
+        return max(estimate.needed / max(self.limit, 1), estimate.host / max(self.host_limit, 1)) - 1
+
+    def _missing(self, estimate: Estimate) -> float:
+        return max(estimate.needed - self.limit, estimate.host - self.host_limit)
+
+    def _counted(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
+        """Make plans as `_plans` does, and report progress."""
+        before = self._done[0]
+        for ended in self._plans(runs):
+            self._done[0] += 1
+            self.told(self._done[0], before + len(runs) + _FINALISTS * self._is_shallow)
+            yield ended
+
+    def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
+        """Yield each run's plan as it ends; None where the engine refuses."""
+        work = [self._work(choice, layers) for choice, layers in runs]
+        for number, figures in in_processes(work, first_here=not self._done[0]):
+            if isinstance(figures, ZeroshardError):
+                yield *runs[number], None
+            else:
+                yield *runs[number], Plan(self.job, figures, self.limit, self.host_limit)
+
+    def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
+        job = self.job
+        if layers is not None and self.shallow is not None:
+            # Fewer layers would leave room for what the whole depth does without, so the engine finds none.
+            full = job.machine.model_copy(update={"memory": 1})
+            job = replace(job, factory=self.shallow(layers), machine=full)
+        return lambda: dry_run(job, choice.config(self.base, self.per_rank // choice.micro))
+
+    def _best(self, plans: Mapping[Choice, Plan]) -> Found:
+        if not plans:
+            raise UsageError("the engine refuses every choice: plan one config, with --config, to see why.")
+        fitting = [choice for choice in plans if plans[choice].fits]
+        if fitting:
+            choice = min(fitting, key=lambda one: plans[one].seconds)
+        else:
+            choice = min(plans, key=lambda one: max(plans[one].overshoot, plans[one].host_nbytes - self.host_limit))
+        return Found(choice, plans[choice])
+
+
+def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
+    """A block takes what two depths differ by. Each figure goes on by itself: which is the largest changes with the depth.
+
+    Buffers for communication do not: a bounded number of them is in flight, however deep the model is.
+    """
+
+    def at_depth(one: float, other: float) -> float:
+        return one + (other - one) / (_SHALLOW[1] - _SHALLOW[0]) * (depth - _SHALLOW[0])
+
+    def peak(one: Peak, other: Peak) -> Peak:
+        parts = {name: round(at_depth(one.parts.get(name, 0), nbytes)) for name, nbytes in other.parts.items()}
+        bounded = other.parts.get(BUFFERS, 0)
+        growing = at_depth(one.nbytes - one.parts.get(BUFFERS, 0), other.nbytes - bounded)
+        return replace(other, nbytes=round(growing) + bounded, parts={**parts, BUFFERS: bounded})
+
+    below = low.figures
+    above = high.figures
+    figures = replace(
+        above,
+        peak=peak(below.peak, above.peak),
+        host_peak=peak(below.host_peak, above.host_peak),
+        start=peak(below.start, above.start),
+        model_nbytes=round(at_depth(below.model_nbytes, above.model_nbytes)),
+        seconds=at_depth(below.seconds, above.seconds),
+    )
+    return _exact(replace(high, figures=figures))
+
+
+def _exact(plan: Plan) -> Estimate:
+    """Estimate a plan at the model's own depth."""
+    growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
+    with_gaps = growing * (1 + plan.machine.unseen.fragmentation)
+    return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, with_gaps)

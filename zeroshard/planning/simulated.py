@@ -1,0 +1,485 @@
+"""Owns the other ranks, the hosts and the storages of a dry run: members of those families that count and move nothing.
+
+[Note: ranks and shards]
+Where every rank updates everything (an unsharded optimizer), the engine makes a view for each rank's shard of each parameter. A
+plan for 1,024 ranks would take 1,024 times as long, for the same answer: one rank holds the whole. There the engine sees one
+shard, and scratch and bytes are counted for all ranks. (Few ranks are simulated as they are, with their padding.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import inf
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.two_level import CrossingCount, OneHost, TwoLevel, Within
+from zeroshard.collectives.watch import Watch
+from zeroshard.errors import UsageError
+from zeroshard.planning.ledger import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
+from zeroshard.planning.machine import Arrival, Clock, Line, Link, Machine, arrives_at
+from zeroshard.policy import Offload, Policy
+from zeroshard.storage.accelerator import FREE_SHARE
+from zeroshard.storage.base import DeviceStorage, MemorySlot, MemoryStorage, Slot
+from zeroshard.storage.buffers import FlatBuffer
+from zeroshard.storage.disk import DiskStorage, Staging
+from zeroshard.storage.storages import Storages
+from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, in_pages
+
+INSIDE, ACROSS = "link", "network"
+"""Lines: between ranks of a host, and between hosts."""
+T = TypeVar("T")
+
+
+_FEW = 4
+"""Ranks that the engine sees one by one in any case. See [Note: ranks and shards]."""
+
+# ---------------------------------------------------------------------- ranks
+
+
+class _Arriving(Work):
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._arrivals = arrivals
+
+    def wait(self) -> None:
+        for arrival in self._arrivals:
+            arrival.wait()
+
+
+class _Sum(Reduction):
+    """The backend has summed: one row arrives, as with NCCL. With a divisor of 1 it is the mean already."""
+
+    def __init__(self, arriving: Work, total: Tensor, divisor: float) -> None:
+        self._arriving = arriving
+        self._total = total
+        self._divisor = divisor
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self._arriving.wait()
+        own = out[: self._total.numel()]
+        if not accumulate:
+            own.copy_(self._total)
+            if self._divisor != 1.0:
+                own.div_(self._divisor)
+        elif self._divisor == 1.0:
+            own.add_(self._total)
+        else:
+            own.add_(self._total.to(out.dtype).div_(self._divisor))
+
+
+class _Rows(Reduction):
+    """Every rank's row arrives, to be summed here, as over gloo."""
+
+    def __init__(self, arriving: Work, rows: list[Tensor], divisor: float) -> None:
+        self._arriving = arriving
+        self._rows = rows
+        self._divisor = divisor
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self._arriving.wait()
+        sum_into(self._rows, self._divisor, out, accumulate)
+
+
+class SimulatedRanks(Collectives):
+    """Rank 0 of `ranks`; the others exist on paper and send what this one sends.
+
+    Args:
+        shards: the number of ranks that the engine sees; see [Note: ranks and shards].
+        sums: the backend brings a sum (native), and not every rank's row (gloo). It rounds each, and launches several as one.
+        link: to the other ranks.
+
+    Attributes:
+        calls: how often each collective was called.
+    """
+
+    def __init__(
+        self, ranks: int, shards: int, predivide_factor: float, ledger: Ledger, link: Line, *, sums: bool
+    ) -> None:
+        super().__init__(predivide_factor)
+        self.rank = 0
+        self.ranks = ranks
+        self.world_size = shards
+        self._sums = sums
+        self._ledger = ledger
+        self._link = link
+        self.calls: Counter[str] = Counter()
+
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        return [tuple(operations)] if self._sums else super().launches(operations)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32) if self._sums else dtype
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._ledger.purpose(BUFFERS):
+            return torch.zeros(numel, dtype=dtype)
+
+    def _send(self, kind: str, nbytes: int) -> _Arriving:
+        """Send this rank's part to every other."""
+        if self.ranks == 1:
+            return _Arriving(())
+        self.sent[kind] += nbytes
+        self.calls[kind] += 1
+        return _Arriving((self._link.send(nbytes),))
+
+    def _to_others(self, rows: Tensor) -> int:
+        """The bytes of a rank's row, for each of the others."""
+        return rows.nbytes * (self.ranks - 1) // self.ranks
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        return self._send("all_gather", self._to_others(rows))
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        if self.ranks == 1:
+            return 0
+        own = rows.numel() // self.ranks
+        return own if self._sums else (self.ranks - 1) * own
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+        arriving = self._send("reduce_scatter", self._to_others(rows))
+        if self.ranks > 1 and (self._sums or self.world_size < self.ranks):
+            divisor = self.ranks / self.predivide_factor
+            if self._sums and self.predivide_factor == 1.0:
+                divisor = 1.0
+            return _Sum(arriving, workspace[: rows.numel() // self.ranks], divisor)
+        others: list[Tensor] = []
+        if self.world_size > 1:
+            others = list(workspace.view(self.world_size - 1, rows.shape[1]))
+        return _Rows(arriving, [rows[0], *others], self.divisor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        if self.ranks > 1 and tensor.numel():
+            self._send("broadcast", tensor.nbytes).wait()
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        self._send("exchange", len(data) * (self.ranks - 1)).wait()
+        return [data] * self.world_size
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        return self._send("transfer", tensor.nbytes if source == 0 else 0)
+
+
+# ---------------------------------------------------------------------- hosts
+
+
+class SimulatedTwoLevel(TwoLevel):
+    """`TwoLevel` itself, over ranks that exist on paper: rows, scratch and crossings are those of a real run.
+
+    Attributes:
+        calls: how often each collective was called.
+    """
+
+    def __init__(self, ranks: int, within: int, predivide_factor: float, make: Callable[..., SimulatedRanks]) -> None:
+        store = HashStore()
+        group: Any = store  # asked only for its members
+        members = Members(tuple(range(ranks)), 0, ranks, timedelta(), "simulated", weakref.ref(group), store, store)
+        watch = Watch(store, members.ranks, 0, inf)
+        watch.close()  # nobody is waited for
+        super().__init__(members, torch.device("cpu"), predivide_factor, watch, within, make)  # type: ignore[arg-type]
+        self.calls: Counter[str] = Counter()
+        for one, calls in ((self.inside, self.calls), (self.across, CrossingCount(self.calls))):
+            if isinstance(one, SimulatedRanks):
+                one.calls = calls
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Ranks on hosts, in their order: which links they use, and on how many levels.
+
+    Attributes:
+        shards_optimizer: whether ranks hold shards; see [Note: ranks and shards].
+    """
+
+    ranks: int
+    hosts: int
+    machine: Machine
+    ledger: Ledger
+    clock: Clock
+    shards_optimizer: bool
+
+    def collectives(self, predivide_factor: float, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
+        """Stand in for `create_collectives`.
+
+        Raises:
+            UsageError: the hosts have different numbers of ranks.
+        """
+        if within is None or self.ranks == 1:
+            return self._flat(predivide_factor)
+        size = within
+        if size == "host":
+            size, rest = divmod(self.ranks, self.hosts)
+            if rest:
+                raise UsageError(
+                    f'within="host" wants as many ranks on each host: {self.ranks} ranks over {self.hosts} hosts are not.'
+                )
+        try:
+            return SimulatedTwoLevel(self.ranks, size, predivide_factor, self._level(size))
+        except OneHost:
+            return self._flat(predivide_factor)
+
+    def sequence_line(self, size: int) -> Line:
+        """Return the line of exchanges among `size` neighbours that hold one sequence."""
+        here = self.ranks // self.hosts
+        is_inside = self.hosts == 1 or (self.ranks % self.hosts == 0 and here % size == 0)
+        return self._line(INSIDE, self.machine.inside) if is_inside else self._line(ACROSS, self.machine.between)
+
+    def _flat(self, predivide_factor: float) -> SimulatedRanks:
+        shards = 1
+        if self.shards_optimizer or self.ranks <= _FEW:
+            shards = self.ranks
+        line = self._line(INSIDE, self.machine.inside)
+        if self.hosts > 1:
+            line = self._line(ACROSS, self._across())
+        return self._simulated(self.ranks, shards, predivide_factor, line)
+
+    def _across(self) -> Link:
+        """The link for one rank's part of a collective over all ranks of several hosts.
+
+        A ring of NCCL's passes each byte across a host's border once, and there is a ring for each of the host's ranks, with a
+        network link of its own. Over gloo each rank sends to every other by itself.
+        """
+        inside = self.machine.inside.bandwidth
+        between = self.machine.between
+        here = -(-self.ranks // self.hosts)
+        if self.machine.transport == "native":
+            return Link(bandwidth=min(inside, here * between.bandwidth), latency=between.latency)
+        crosses = (self.ranks - here) / (self.ranks - 1)
+        stays = (1 - crosses) or inf
+        return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
+
+    def _level(self, size: int) -> Callable[[Members, torch.device, float, Watch], SimulatedRanks]:
+        """Return the maker of one level's collectives, where `size` neighbours are one host of the policy's."""
+        near = self._line(INSIDE, self.machine.inside)
+        far = self._line(ACROSS, self.machine.between)
+        # A policy's host may be a part of a machine, or several.
+        is_together = self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
+
+        def make(members: Members, _device: torch.device, predivide_factor: float, _watch: Watch) -> SimulatedRanks:
+            count = len(members.ranks)
+            is_inside = members.ranks == tuple(range(size))
+            line = near if self.hosts == 1 or (is_inside and is_together) else far
+            return self._simulated(count, count, predivide_factor, line)
+
+        return make
+
+    def _line(self, name: str, link: Link) -> Line:
+        is_apart = name == ACROSS or not self.machine.computes_on_cpu
+        return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
+
+    def _simulated(self, ranks: int, shards: int, predivide_factor: float, line: Line) -> SimulatedRanks:
+        sums = self.machine.transport == "native"
+        return SimulatedRanks(ranks, shards, predivide_factor, self.ledger, line, sums=sums)
+
+
+# ---------------------------------------------------------------------- storages
+
+
+@final
+class _CountedBuffer(FlatBuffer):
+    """Memory of torch's own, whose size the ledger follows."""
+
+    def __init__(self, label: str, tensor: Tensor, ledger: Ledger) -> None:
+        super().__init__(label, tensor)
+        self._ledger = ledger
+        self._nbytes = tensor.untyped_storage().nbytes()
+
+    def _give_back(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+        self._ledger.resized(self.tensor)
+
+    def _take(self) -> None:
+        self.tensor.untyped_storage().resize_(self._nbytes)
+        self._ledger.resized(self.tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+
+def _purpose_of(label: str) -> str:
+    """The category of a slot, by its label for errors."""
+    if label.startswith("gradients"):
+        return GRADIENTS
+    if "master weights" in label:
+        return OPTIMIZER
+    return PARAMETERS
+
+
+class _Counted(MemoryStorage):
+    """Memory that the ledger counts."""
+
+    def __init__(self, ledger: Ledger, copies: Copies) -> None:
+        self.device = CPU
+        self._ledger = ledger
+        self._copies = copies
+        self._nbytes = 0
+
+
+@final
+class _Device(_Counted, DeviceStorage):
+    """The memory of the device that computes, `memory` bytes of it."""
+
+    def __init__(self, ledger: Ledger, copies: Copies, memory: int) -> None:
+        super().__init__(ledger, copies)
+        self._memory = memory
+
+    def has_room(self, nbytes: int) -> bool:
+        return nbytes + self._memory * FREE_SHARE <= self._memory - self._ledger.peak.nbytes
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        self._nbytes += numel * dtype.itemsize
+        with self._ledger.purpose(_purpose_of(label)):
+            return self.around(label, torch.zeros(numel, dtype=dtype))
+
+    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
+        self._nbytes += memory.nbytes
+        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
+
+    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        self._nbytes += numel * dtype.itemsize
+        with self._ledger.purpose(_purpose_of(label)):
+            buffer = _CountedBuffer(label, torch.zeros(numel, dtype=dtype), self._ledger)
+        return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
+
+    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
+        with self._ledger.purpose(PARAMETERS):
+            return _CountedBuffer(label, torch.zeros(numel, dtype=dtype), self._ledger)
+
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
+
+
+@final
+class _Host(_Counted):
+    """CPU memory beside an accelerator."""
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._ledger.purpose("frames", on_host=True):
+            return torch.empty(numel, dtype=dtype)
+
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        nbytes = in_pages(numel * dtype.itemsize)
+        self._nbytes += numel * dtype.itemsize
+        with self._ledger.purpose(_purpose_of(label), on_host=True):
+            memory = torch.zeros(nbytes, dtype=torch.uint8)
+        return self.around(label, memory[: numel * dtype.itemsize].view(dtype))
+
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
+
+
+class _Copies(Copies):
+    """Copies between the device and CPU memory, in each direction on a line of its own."""
+
+    def __init__(self, ledger: Ledger, to_host: Line, from_host: Line) -> None:
+        super().__init__(CPU)
+        self._ledger = ledger
+        self._out = to_host
+        self._back = from_host
+
+    def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
+        to_host = self._ledger.is_on_host(target)
+        if to_host == self._ledger.is_on_host(source):
+            return super().copy(target, source, after)
+        if target.dtype != source.dtype:
+            source = source.to(target.dtype)
+        line = self._out if to_host else self._back
+        return line.send(source.nbytes, arrives_at(after))
+
+
+class _Staging(Staging):
+    def __init__(self, ledger: Ledger, count: int, nbytes: int, block_nbytes: int) -> None:
+        super().__init__(count, nbytes, block_nbytes, pin=False)
+        self._ledger = ledger
+
+    def _make(self) -> Tensor:
+        with self._ledger.purpose("staging", on_host=True):
+            return torch.empty(self.nbytes, dtype=torch.uint8)
+
+
+class _File:
+    """A `BlockFile` to which nothing is written."""
+
+    def __init__(self, write: Line, read: Line, requests: int, block_nbytes: int) -> None:
+        self._write_line = write
+        self._read_line = read
+        self.buffers_nbytes = requests * min(block_nbytes, 1 << 20)
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def allocate(self, nbytes: int, label: str) -> int:
+        start = self._nbytes
+        self._nbytes += in_pages(nbytes)
+        return start
+
+    def release(self, start: int, nbytes: int) -> None:
+        self._nbytes -= in_pages(nbytes)
+
+    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
+        return self._write_line.send(flat.nbytes, arrives_at(after))
+
+    def read(self, start: int, flat: Tensor, label: str) -> Transfer:
+        return self._read_line.send(flat.nbytes)
+
+    def close(self) -> None:
+        return
+
+
+class SimulatedStorages(Storages):
+    """The storages of one dry run.
+
+    Args:
+        sharers: ranks of this host, which share its disk.
+    """
+
+    def __init__(
+        self, policy: Policy, device: torch.device, param_itemsize: int, collectives: Collectives | None,
+        ledger: Ledger, clock: Clock, machine: Machine, sharers: int,
+    ) -> None:  # fmt: skip
+        self._ledger = ledger
+        self._clock = clock
+        self._machine = machine
+        self._sharers = sharers
+        super().__init__(policy, device, param_itemsize, collectives)
+
+    def _make_copies(self, device: torch.device) -> Copies:
+        link = self._machine.copies
+        to_host, from_host = (Line(self._clock, "copies", link.bandwidth, link.latency) for _ in range(2))
+        return _Copies(self._ledger, to_host, from_host)
+
+    def _make_accelerator(self, device: torch.device) -> DeviceStorage:
+        unseen = self._machine.unseen
+        seen = self._machine.memory - unseen.context - unseen.collectives - unseen.workspaces
+        return _Device(self._ledger, self._copies, seen)
+
+    def _is_host(self, device: torch.device) -> bool:
+        return self._machine.computes_on_cpu
+
+    def _make_host(self) -> MemoryStorage:
+        return _Host(self._ledger, self._copies)
+
+    def _make_disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
+        speeds = (self._machine.disk_write, self._machine.disk_read)
+        write, read = (Line(self._clock, "disk", speed / self._sharers, 1e-4) for speed in speeds)
+        file = _File(write, read, offload.requests, offload.block_nbytes)
+        return DiskStorage(file, self._copies, _Staging(self._ledger, count, nbytes, offload.block_nbytes))

@@ -1,0 +1,116 @@
+"""Owns the way from a transformers `config.json` to what a plan needs: a factory, and batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import UsageError
+
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""The names by which configurations give the number of their blocks."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be planned.
+
+    Attributes:
+        factory: builds it.
+        batch: the arguments of one call for so many samples.
+        depth: how many blocks it has, where that is known.
+        shallow: the same model with so many blocks.
+    """
+
+    name: str
+    factory: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    depth: int | None = None
+    shallow: Callable[[int], Callable[[], nn.Module]] | None = None
+
+
+def from_config_file(path: Path, sequence: int) -> Subject:
+    """A model of transformers, by its `config.json` or the folder of it. Reads no weights, and asks no network.
+
+    Raises:
+        UsageError: there is no such file, it describes no model, or transformers does not know the architecture.
+    """
+    file = path
+    if path.is_dir():
+        file = path / "config.json"
+        if not file.is_file():
+            raise UsageError(f"no config.json in {path}.")
+    elif not file.is_file():
+        raise UsageError(f"no file at {path}.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not readable as JSON: {error}") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise UsageError(f"{file} names no model_type: a plan takes the config.json of a transformers model.")
+    config = _config(file, values)
+    cls = _class_of(file, values, config)
+    depths = {key: int(values[key]) for key in _DEPTHS if isinstance(values.get(key), int)}
+
+    def build(layers: int | None) -> Callable[[], nn.Module]:
+        own = config
+        if layers is not None:
+            own = _config(file, {**values, **dict.fromkeys(depths, layers)})
+        return lambda: cls._from_config(own, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(samples, sequence, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    depth = max(depths.values(), default=None)
+    even = len(set(depths.values())) == 1 and "layer_types" not in values
+    return Subject(str(values.get("_name_or_path") or path), build(None), batch, depth, build if even else None)
+
+
+def _config(file: Path, values: dict[str, Any]) -> Any:
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig
+    except ImportError as error:
+        raise UsageError(
+            "a config.json is read by transformers, which is not installed: pip install transformers."
+        ) from error
+    kind = values["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise UsageError(
+            f"{file}: this transformers does not know the architecture {kind!r}: install one that does, or name a factory, "
+            "package.module:function."
+        )
+    try:
+        config: Any = AutoConfig.for_model(**values)
+    except Exception as error:
+        raise UsageError(f"{file} is refused by transformers: {str(error).splitlines()[0]}") from error
+    config.use_cache = False
+    return config
+
+
+def _class_of(file: Path, values: dict[str, Any], config: Any) -> Any:
+    import transformers
+
+    named = (values.get("architectures") or [""])[0]
+    if named.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")) and hasattr(
+        transformers, named
+    ):
+        return getattr(transformers, named)
+    for auto in (
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMaskedLM,
+    ):
+        known = auto._model_mapping.get(type(config), None)
+        if known is not None and (auto is not transformers.AutoModelForSeq2SeqLM or config.is_encoder_decoder):
+            return known[0] if isinstance(known, tuple) else known
+    raise UsageError(
+        f"{file}: {values['model_type']} has no language model in transformers: name a factory, package.module:function, that "
+        "returns (module, batch)."
+    )

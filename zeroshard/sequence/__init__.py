@@ -1,0 +1,7 @@
+"""Long sequences: slices of them on several ranks, losses without whole logits, modules in tiles."""
+
+from zeroshard.sequence.loss import head_log_probabilities, head_loss, token_mean
+from zeroshard.sequence.sequences import Sequences
+from zeroshard.sequence.tiles import Tiles, tile
+
+__all__ = ["Sequences", "Tiles", "head_log_probabilities", "head_loss", "tile", "token_mean"]

@@ -1,0 +1,376 @@
+"""Owns the attention of a transformers model whose positions are cut over ranks: its heads, its masks, and its refusals.
+
+transformers finds attention functions, and functions that make masks, by name. This puts one of each around those that the model
+asked for. The model's own function makes each mask, from whole positions and over whole sequences. So packed documents, sliding
+windows and chunks are as on one process, and a mask is never dropped.
+
+[Note: which forwards are cut]
+A cut batch holds a slice of the tokens and all positions of their sequences. So its shapes differ, and no other sign is needed. A
+hook before the decoder sees them, takes the slice of the positions, and hands the whole on to each attention as a keyword. The
+recomputation of a checkpointed layer gets the same keyword. Forwards of whole sequences (evaluation, generation) send nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.errors import UsageError
+from zeroshard.sequence.batches import has_values, own_slice
+from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads, refuse_heads
+
+_PREFIX = "zeroshard_sequence_"
+_numbers = itertools.count()
+_KEYWORD = "sequence_slice"
+_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Types of layers, as configurations name them, whose positions meet in attention only."""
+_RECURRENT = (
+    "Mamba",
+    "RWKV",
+    "Rwkv",
+    "Recurrent",
+    "DeltaNet",
+    "LinearAttention",
+    "LightningAttention",
+    "ShortConv",
+    "RetNet",
+)
+"""Parts of names of modules that carry a state from position to position."""
+_HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch")
+"""Keywords of a model's forward that reach each attention, and are not for it."""
+_WINDOWS_IN_KERNEL = ("flash",)
+"""Parts of names of attention functions that know windows and documents without a mask."""
+
+
+class Slice:
+    """The sequences of which a forward computes one slice.
+
+    Attributes:
+        positions: [rows, positions], whole.
+        documents: [rows, positions], the number of each position's document; None where each row is one document.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        starts = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
+        is_packed = has_values(starts) and bool(starts.any())
+        self.documents = starts.cumsum(1) if is_packed else None
+
+
+class CutAttention:
+    """The attention of one model."""
+
+    def __init__(self, ranks: SequenceRanks, model: nn.Module) -> None:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+
+        self._ranks = ranks
+        self._decoder = _decoder_of(model)
+        config = self._decoder.config.get_text_config()
+        _refuse_models(self._decoder, config, ranks.size)
+        self._core: str = config._attn_implementation
+        self._layers: int = config.num_hidden_layers
+        self._slice: Slice | None = None
+        self._calls = 0
+        # A name of its own for each model, since the registry is one for all; it holds the core's, which transformers reads.
+        self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
+        AttentionInterface.register(self.name, _Entry(self._attention))
+        AttentionMaskInterface.register(self.name, _Entry(self._mask))
+        self._decoder.set_attn_implementation(self.name)
+        self._handles: list[RemovableHandle] = [
+            self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._decoder.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutAttention:
+        return self  # a copy of the model runs by the same names
+
+    def remove(self) -> None:
+        """Give the model its own attention back."""
+        for handle in self._handles:
+            handle.remove()
+        self._decoder.set_attn_implementation(self._core)
+
+    # ------------------------------------------------------------------ a forward
+
+    def _begin(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._slice = None
+        self._calls = 0
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        positions = kwargs.get("position_ids")
+        own = None if tokens is None else tokens.shape[1]
+        if not isinstance(positions, Tensor) or positions.shape[-1] == own:
+            if decoder.training and torch.is_grad_enabled():
+                raise UsageError(
+                    "a training forward of a model whose sequences are cut got a batch that is not: pass it all that "
+                    "Sequences.cut returned, position_ids included, or call Sequences.detach(model) first."
+                )
+            return None
+        if own is None or positions.dim() != 2 or positions.shape[1] != own * self._ranks.size:
+            raise UsageError(
+                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: Sequences.cut makes "
+                f"1/{self._ranks.size} of the tokens, and [rows, all positions]."
+            )
+        for name in ("attention_mask", "past_key_values"):
+            if kwargs.get(name) is not None:
+                raise UsageError(f"a forward of a cut batch got {name}, which holds for whole sequences: leave it out.")
+        self._slice = Slice(positions)
+        # A mask of ones: the model then hands its pattern on without a look at this slice's positions, which are only a part.
+        ones = torch.ones(positions.shape[0], own, dtype=torch.bool, device=positions.device)
+        mine = own_slice(self._ranks, positions)
+        cut = {"position_ids": mine, "attention_mask": ones, "use_cache": False, _KEYWORD: self._slice}
+        return args, {**kwargs, **cut}
+
+    def _end(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        began = self._slice
+        self._slice = None
+        if began is None or output is None or self._calls == self._layers:
+            return
+        raise UsageError(
+            f"{type(decoder).__name__} has {self._layers} layers, and {self._calls} of them called the registered attention: "
+            "others mix "
+            "positions in a way of their own (recurrent layers?), and would see a slice only. This model's sequences cannot be cut."
+        )
+
+    def _mask(
+        self, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
+        mask_function: Any = None, attention_mask: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Make the mask of whole sequences, with the function of the attention that the model asked for."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+
+        make = ALL_MASK_ATTENTION_FUNCTIONS[self._core]
+        cut = self._slice
+        if cut is None:
+            return make(
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+                mask_function=mask_function, attention_mask=attention_mask, **options,
+            )  # fmt: skip
+        if options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
+            raise UsageError(
+                f"{type(self._decoder).__name__} makes a mask that depends on more than positions (two directions, blocks, "
+                "images): its "
+                "sequences cannot be cut over ranks."
+            )
+        rows, length = cut.positions.shape
+        if cut.documents is not None:
+            mask_function = packed_sequence_compatibility_function(mask_function, cut.positions, cut.documents)
+            options["allow_is_causal_skip"] = False
+        return make(
+            batch_size=rows, q_length=length, kv_length=length, q_offset=0, kv_offset=0, mask_function=mask_function,
+            attention_mask=None, **options,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ a layer
+
+    def _attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Attend over whole sequences with this rank's heads: [B, heads, positions, D] in, [B, positions, heads, D] out."""
+        core = _function_of(self._core, module)
+        cut = options.pop(_KEYWORD, None)
+        if cut is None:
+            if self._slice is not None:
+                raise UsageError(
+                    f"{type(module).__name__} got none of the keywords of its model's forward, so it cannot see that "
+                    "positions are cut over "
+                    "ranks: this model's sequences cannot be cut."
+                )
+            return core(module, query, key, value, attention_mask, *args, **options)
+        self._calls += 1
+        self._refuse(module, cut, attention_mask, options)
+        groups = query.shape[1] // key.shape[1]
+        query, key, value = heads_for_positions(self._ranks, query, key, value)
+        options["position_ids"] = cut.positions
+        own_groups = query.shape[1] // key.shape[1]
+        asked = module if own_groups == groups else _WithGroups(module, own_groups)
+        context, _ = core(asked, query, key, value, attention_mask, *args, **options)
+        return positions_for_heads(self._ranks, context.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+    def _refuse(self, module: nn.Module, cut: Slice, mask: Any, options: dict[str, Any]) -> None:
+        """Raise where a layer asks for something that cannot be right."""
+        kind = type(module).__name__
+        if options.get("dropout"):
+            raise UsageError(
+                f"{kind} drops attention weights at random (dropout {options['dropout']}), which depends on the ranks that "
+                "hold the heads: set "
+                "the configuration's attention dropout to 0."
+            )
+        is_causal = options.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if not is_causal:
+            raise UsageError(
+                f"{kind} attends in two directions or to other sequences: only causal self-attention can be cut over ranks."
+            )
+        tensors = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+        if tensors:
+            raise UsageError(
+                f"{kind} hands {tensors[0]} to its attention (ALiBi, sinks, or a bias of its own), which holds for all heads "
+                "or for one slice: "
+                "its sequences cannot be cut over ranks."
+            )
+        length = cut.positions.shape[1]
+        if mask is None:
+            window = options.get("sliding_window")
+            needs_one = cut.documents is not None or (window is not None and window < length)
+            if needs_one and not any(part in self._core for part in _WINDOWS_IN_KERNEL):
+                raise UsageError(
+                    f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks in a way "
+                    "of its own, so "
+                    "its sequences cannot be cut over ranks."
+                )
+        elif isinstance(mask, Tensor) and mask.shape[-2:] != (length, length):
+            raise UsageError(
+                f"{kind} got a mask of the shape {list(mask.shape)} for sequences of {length} positions: its model makes "
+                "masks in a way of its "
+                "own, so its sequences cannot be cut over ranks."
+            )
+
+
+class _Entry:
+    """A method as transformers' registry keeps it, which forgets nothing: the registry must not keep the model alive."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise UsageError("the model that was attached to Sequences is gone: attach this one.")
+        return method(*args, **kwargs)
+
+
+class _WithGroups:
+    """An attention module, as functions of attention see it, with another number of query heads for each head of keys."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _function_of(core: str, module: nn.Module) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if core in ALL_ATTENTION_FUNCTIONS:
+        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[core]
+        return found
+    of_model = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if of_model is None:
+        raise UsageError(
+            f"{type(module).__name__} has no attention function named {core!r}: load the model with attn_implementation='sdpa'."
+        )
+    own: Callable[..., Any] = of_model
+    return own
+
+
+def _decoder_of(model: nn.Module) -> Any:
+    """Return the innermost model of transformers: the one that holds the layers and makes the masks."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        models: dict[str, nn.Module] = {}
+    else:
+        models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    innermost = {
+        name: module
+        for name, module in models.items()
+        if not any(isinstance(one, PreTrainedModel) for one in list(module.modules())[1:])
+    }
+    if not innermost:
+        raise UsageError(
+            f"{type(model).__name__} is no model of transformers: in its attention call Sequences.attend(function, query, "
+            "key, value), which "
+            "needs no attach."
+        )
+    for one in models.values():
+        if one.config.is_encoder_decoder:  # type: ignore[union-attr]
+            raise UsageError(
+                f"{type(one).__name__} has cross attention, to sequences of another length: only causal decoders can be "
+                "cut over ranks."
+            )
+    if len(innermost) > 1:
+        raise UsageError(
+            f"{type(model).__name__} holds several models of transformers ({', '.join(innermost)}), with other sequences "
+            "each: only a model "
+            "of one sequence of text can be cut over ranks."
+        )
+    return next(iter(innermost.values()))
+
+
+def _refuse_models(decoder: Any, config: Any, size: int) -> None:
+    """Raise where attention, or its input, would be wrong on a slice."""
+    kind = type(decoder).__name__
+    if config._attn_implementation.startswith(_PREFIX):
+        raise UsageError(f"{kind} is attached to Sequences already: call detach(model) on them first.")
+    if getattr(config, "add_cross_attention", False):
+        raise UsageError(
+            f"{kind} has cross attention, to sequences of another length: only causal decoders can be cut over ranks."
+        )
+    if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
+        raise UsageError(
+            f"{kind} has ALiBi, biases for each head that are made of local positions: its sequences cannot be cut over ranks."
+        )
+    types = [one for one in dict.fromkeys(getattr(config, "layer_types", None) or ()) if one not in _LAYERS]
+    states = [
+        name
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.RNNBase | nn.Conv1d) or any(part in type(module).__name__ for part in _RECURRENT)
+    ]
+    if types or states:
+        found = f"layers of the type {types[0]}" if types else f"{states[0]}"
+        raise UsageError(
+            f"{kind} has {found}, which carry a state from position to position (recurrent layers, convolutions): its "
+            "sequences cannot be cut "
+            "over ranks."
+        )
+    if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
+        raise UsageError(
+            f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so it cannot be cut "
+            "over ranks: take a "
+            "model that does."
+        )
+    ropes = [
+        name
+        for name, module in decoder.named_modules()
+        if any(one in ("dynamic", "longrope") for one in _rope_types(module))
+    ]
+    if ropes:
+        raise UsageError(
+            f"{ropes[0]} of {kind} changes its frequencies with the longest position that it sees (dynamic or longrope), "
+            "which is each slice's "
+            "own: set another rope_type to cut sequences over ranks."
+        )
+    if getattr(config, "output_router_logits", False):
+        raise UsageError(
+            f"{kind} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to cut "
+            "sequences over ranks."
+        )
+    refuse_heads(
+        config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
+    )
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    kinds = getattr(module, "rope_type", None)
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []

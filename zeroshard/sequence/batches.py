@@ -1,0 +1,165 @@
+"""Owns the cut of a batch: the positions of a sequence that a rank holds, and all that goes with them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.errors import UsageError
+
+IGNORED = -100
+"""The label of a token that no loss counts, as in torch and transformers."""
+_PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Ways to describe packed documents that hold for whole sequences only; positions describe them too."""
+
+
+def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's slice of a batch that all ranks of the sequence hold; see `Sequences.cut`."""
+    tokens = _tokens(batch)
+    rows, length = tokens.shape[:2]
+    whole = dict(batch)
+    for name in _LENGTHS:
+        if whole.get(name) is not None:
+            raise UsageError(
+                f"the batch describes packed documents by {name}, which a slice of it cannot: give position_ids that begin "
+                "at 0 with "
+                "each document instead."
+            )
+    positions = whole.pop("position_ids", None)
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)[None]
+    if positions.dim() != 2 or positions.shape[1] != length:
+        raise UsageError(
+            f"position_ids of the shape {list(positions.shape)} for {length} tokens: one position for each token, [rows, "
+            "tokens], can "
+            "be cut."
+        )
+    positions = positions.expand(rows, length)
+    labels = whole.pop("labels", None)
+    _refuse_padding(whole.pop("attention_mask", None), rows, length, [labels, whole.get("shift_labels")])
+    if labels is not None and "shift_labels" not in whole:
+        # Before the cut: the last token of a slice predicts the first of the next.
+        whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    missing = -length % ranks.size
+    following = positions[:, -1:] + 1 + torch.arange(missing, device=positions.device)
+    result = {"position_ids": torch.cat([positions, following], dim=1)}
+    for name, value in whole.items():
+        if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
+            padded = F.pad(value.movedim(1, -1), (0, missing), value=_PADDING.get(name, 0)).movedim(-1, 1)
+            result[name] = own_slice(ranks, padded)
+        elif isinstance(value, Tensor) and value.dim() > 1 and length > 1 and length in value.shape:
+            raise UsageError(
+                f"{name} of the shape {list(value.shape)} does not have the tokens in its second dimension ({rows} rows of "
+                f"{length} "
+                "tokens), so it is unclear how to cut it: leave it out of the batch."
+            )
+        else:
+            result[name] = value
+    return result
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor's values may be asked for: those of a dry run have none."""
+    return type(tensor).__name__ != "FakeTensor"
+
+
+def own_slice(ranks: SequenceRanks, tensor: Tensor, dim: int = 1) -> Tensor:
+    """Return this rank's slice of a tensor that has all positions in `dim`.
+
+    Raises:
+        UsageError: they cannot be divided.
+    """
+    if tensor.shape[dim] % ranks.size:
+        raise UsageError(
+            f"{tensor.shape[dim]} positions cannot be divided over {ranks.size} ranks: pad them to a multiple."
+        )
+    return tensor.chunk(ranks.size, dim=dim)[ranks.rank].contiguous()
+
+
+def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield slices of batches that the loaders of all ranks of a sequence yield alike."""
+    batches = iter(loader)
+    while True:
+        batch = next(batches, None)
+        digests = ranks.gather(None if batch is None else _digest(batch), "a comparison of batches")
+        if any(digest != digests[0] for digest in digests):
+            raise UsageError(
+                f"the loaders of ranks {ranks.members}, which hold slices of the same sequences, gave them different batches: give "
+                "their sampler one rank for each group (DistributedSampler(num_replicas=groups, rank=group)), or cut(loader, "
+                "in_turn=True)."
+            )
+        if batch is None:
+            return
+        yield cut_batch(ranks, batch)
+
+
+def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield slices of the batch of each rank's own loader, rank by rank: as many batches as ranks for each one loaded."""
+    batches = iter(loader)
+    while True:
+        own = next(batches, None)
+        device = torch.device("cpu") if own is None else _tokens(own).device
+        sent = None if own is None else {name: _to(value, torch.device("cpu")) for name, value in own.items()}
+        everyone = [batch for batch in ranks.gather(sent, "batches in turn") if batch is not None]
+        if not everyone:
+            return
+        for batch in everyone:
+            yield cut_batch(ranks, {name: _to(value, device) for name, value in batch.items()})
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of a batch that has one entry for each token: [rows, tokens, ...]."""
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = batch.get(name)
+        if isinstance(tokens, Tensor) and tokens.dim() > 1:
+            return tokens
+    raise UsageError(
+        f"a batch to be cut needs input_ids [rows, tokens], or inputs_embeds, and this one has {sorted(map(str, batch))}: "
+        "cut other "
+        "tensors with Sequences.own."
+    )
+
+
+def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) -> None:
+    """Raise where an attention mask is other than of rows that are padded at their end, which causal attention need not see.
+
+    Padding itself sees tokens that a mask would hide. So nothing may be learnt there.
+    """
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != (rows, length):
+        raise UsageError(
+            "the batch has an attention mask of its own shape, and masks are made from positions: leave it out, and give "
+            "position_ids "
+            "that begin at 0 with each document."
+        )
+    kept = mask != 0
+    if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+        raise UsageError(
+            "the attention mask has padding before tokens (on the left, or between): pad on the right (tokenizer.padding_side = "
+            '"right"), or pack documents with position_ids.'
+        )
+    for one in labels:
+        if isinstance(one, Tensor) and bool((one.masked_fill(kept, IGNORED) != IGNORED).any()):
+            raise UsageError(f"labels of padding count: set them to {IGNORED} where the attention mask is 0.")
+
+
+def _digest(batch: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
+    """Return names, shapes and checksums of a batch's tensors."""
+    found = []
+    for name, value in sorted(batch.items()):
+        if isinstance(value, Tensor):
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+            found.append((name, list(value.shape), zlib.crc32(data.tobytes())))
+    return found

@@ -1,0 +1,264 @@
+"""Owns the user's object for sequences that are cut over ranks.
+
+mesh = init_device_mesh("cuda", (groups, 4), mesh_dim_names=("dp", "sp"))
+sequences = Sequences(mesh["sp"])
+sequences.attach(model)
+zeroshard.shard(model, optimizer, 3)          # over all ranks
+for batch in sequences.cut(loader):
+    sequences.loss(model, batch, tiles=32).backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, overload
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.access.unsharded import home_of
+from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.errors import UsageError
+from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.sequence.attention import CutAttention
+from zeroshard.sequence.batches import IGNORED, cut_batch, cut_in_turn, cut_loader, own_slice
+from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads
+from zeroshard.sequence.loss import Sum, Transform, head_log_probabilities, token_mean
+
+
+class Sequences:
+    """Sequences of which each rank of a group holds a slice (sequence parallelism, as in Ulysses, arXiv:2309.14509).
+
+    Rank r of P holds positions r S/P to (r+1) S/P of each sequence of S, and all layers but attention work on these. For attention,
+    the ranks exchange heads for positions. Model states are sharded by `shard` over all ranks, as without.
+
+    Args:
+        mesh: the ranks of one sequence: a dimension of a device mesh (`mesh["sp"]`), or a process group.
+        group: the ranks over which gradients are averaged: the group that `shard` gets; default: all ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup | SequenceRanks,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        self._ranks = mesh if isinstance(mesh, SequenceRanks) else SequenceRanks(mesh)
+        self._group = group
+        self._averaged = SequenceRanks(group)
+        outside = set(self._ranks.members) - set(self._averaged.members)
+        if outside and type(self._ranks) is SequenceRanks:
+            raise UsageError(
+                f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over which gradients are "
+                "averaged: that group needs every rank of a sequence."
+            )
+        self._attached: list[tuple[nn.Module, CutAttention]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sequences:
+        return self
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold one sequence."""
+        return self._ranks.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank's slice."""
+        return self._ranks.rank
+
+    @property
+    def messages(self) -> int:
+        """How many exchanges this rank has taken part in: two for a layer's forward, two for its backward."""
+        return self._ranks.messages
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sent to others in them."""
+        return self._ranks.sent_nbytes
+
+    # ------------------------------------------------------------------ models
+
+    def attach(self, model: nn.Module) -> Sequences:
+        """Let a model of transformers take cut batches. Before or after `shard`, on every rank.
+
+        Forwards of batches that are not cut (evaluation, generation) run as before, on each rank by itself.
+
+        Args:
+            model: causal, whose attention goes through transformers' registry; also inside of PEFT's models.
+
+        Returns:
+            These sequences.
+
+        Raises:
+            UsageError: this model's sequences cannot be cut; names the reason.
+        """
+        refuse_distributed(model.named_parameters(), "Sequences.attach()")
+        if self.size > 1:
+            self._attached.append((model, CutAttention(self._ranks, model)))
+        return self
+
+    def detach(self, model: nn.Module) -> None:
+        """Give a model its own attention back."""
+        kept = [pair for pair in self._attached if pair[0] is not model]
+        if len(kept) == len(self._attached) and self.size > 1:
+            raise UsageError("detach() got a model that is not attached: pass the very object that attach() got.")
+        for attached, attention in self._attached:
+            if attached is model:
+                attention.remove()
+        self._attached = kept
+
+    def attend(
+        self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Run an attention function over whole sequences, inside of a model of your own. Two messages.
+
+        Args:
+            attention: takes query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D] of all positions and some heads, and returns
+                [B, H/P, S, D']. Masks that it applies are of whole sequences.
+            query: [B, H, S/P, D], this rank's positions.
+            key, value: [B, K, S/P, D]. K may be smaller than H, and than P.
+
+        Returns:
+            [B, H, S/P, D'].
+
+        Raises:
+            UsageError: the heads cannot be divided over the ranks.
+        """
+        if self.size == 1:
+            return attention(query, key, value)
+        return positions_for_heads(self._ranks, attention(*heads_for_positions(self._ranks, query, key, value)))
+
+    # ------------------------------------------------------------------ batches
+
+    @overload
+    def cut(self, batches: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    @overload
+    def cut(self, batches: Iterable[Mapping[str, Any]], *, in_turn: bool = ...) -> Iterator[dict[str, Any]]: ...
+
+    def cut(self, batches: Any, *, in_turn: bool = False) -> Any:
+        """Return this rank's slice of a batch; or of each batch of a loader.
+
+        `labels` become `shift_labels`, shifted before the cut. `position_ids` stay whole ([B, S]; made where there are none): a
+        document begins where they do not follow one another. An `attention_mask` of padding on the right is left out, since causal
+        attention does not see it. Other tensors [B, S, ...] are cut along. Lengths that the ranks do not divide are padded.
+
+        Args:
+            batches: a batch with `input_ids` [B, S], the same on all ranks of the sequence; or a loader of such batches.
+            in_turn: the ranks' loaders differ: each rank's batch is cut in turn, so each loaded one gives as many steps as ranks.
+
+        Raises:
+            UsageError: padding on the left, a mask of its own, or batches that differ between ranks.
+        """
+        if isinstance(batches, Mapping):
+            return cut_batch(self._ranks, batches)
+        return cut_in_turn(self._ranks, batches) if in_turn else cut_loader(self._ranks, batches)
+
+    def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's slice of a tensor with all positions in `dim`, such as `position_ids` in a model of your own."""
+        return own_slice(self._ranks, tensor, dim)
+
+    # ------------------------------------------------------------------ losses
+
+    def loss(
+        self, model: nn.Module, batch: Mapping[str, Any], *, tiles: int = 1, tokens: Tensor | int | None = None,
+        transform: Transform = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute a causal language model's mean cross-entropy over the tokens of all ranks. Its whole logits never exist.
+
+        Args:
+            model: of transformers, or an engine or a wrapper that holds one as `.module`.
+            batch: cut, with `shift_labels`.
+            tiles: as for `head_loss`.
+            tokens: labels that count over all ranks and microbatches of the step; default: of this batch on all ranks.
+            transform: the model's own function of its logits, after its head, as for `head_loss`.
+
+        Returns:
+            The mean in nats, [], the same on every rank; its backward suits gradients that are averaged over all ranks.
+
+        Raises:
+            UsageError: the model has another head, or computes with its logits after it.
+        """
+        labels = _labels(batch)
+        found = self.log_probabilities(model, batch, tiles=tiles, transform=transform)
+        return token_mean(-found, labels != IGNORED, group=self._group, tokens=tokens)
+
+    def log_probabilities(
+        self, model: nn.Module, batch: Mapping[str, Any], *, tiles: int = 1, transform: Transform = None
+    ) -> Tensor:
+        """Compute the log-probability of each label of this rank's slice, [B, S/P], fp32, zero where the label is -100.
+
+        `self.sum(log_probabilities.sum(1))` is that of whole sequences, [B], as DPO and KTO take it. Arguments are as for `loss`.
+        """
+        labels = _labels(batch)
+        inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
+        head = _head_of(model)
+        if type(self._ranks) is SequenceRanks:
+            _refuse_another_group(model, self._averaged.size)
+        made: list[Tensor] = []
+
+        def run(hidden: Tensor) -> Tensor:
+            found = head_log_probabilities(
+                hidden, head.weight, labels, bias=head.bias, tiles=tiles, transform=transform
+            )
+            made.append(found)
+            return found
+
+        own = head.__dict__.get("forward")
+        # In the head's own call: under policies that shard parameters, that is where its weight is.
+        head.forward = run  # type: ignore[method-assign, assignment]
+        try:
+            output = model(**inputs)
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own  # type: ignore[method-assign]
+        logits = getattr(output, "logits", None)
+        if len(made) != 1 or (logits is not made[0] and transform is None):
+            raise UsageError(
+                f"{type(model).__name__} computes with its logits after its head (softcapping, a scale), which "
+                "log-probabilities in tiles pass "
+                "by: give it as transform=, or use head_log_probabilities inside of the model."
+            )
+        return made[0]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum a tensor over the ranks of a sequence; autograd goes through. Each of them gets the sum."""
+        result: Tensor = Sum.apply(values, self._ranks)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _refuse_another_group(model: nn.Module, size: int) -> None:
+    """Raise where `shard` averages over other ranks than those whose tokens are counted."""
+    homes = (home_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    home = next((one for one in homes if one is not None), None)
+    unit = None if home is None else home.unit()
+    if unit is not None and unit.collectives.world_size != size:
+        raise UsageError(
+            f"shard() averages gradients over {unit.collectives.world_size} ranks, and losses of these Sequences over {size}: "
+            "give both the same group, which holds every rank of a sequence (default: all ranks)."
+        )
+
+
+def _labels(batch: Mapping[str, Any]) -> Tensor:
+    labels = batch.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        raise UsageError("the batch has no shift_labels: pass Sequences.cut a batch with labels, and its result here.")
+    return labels
+
+
+def _head_of(model: nn.Module) -> nn.Linear:
+    inner: Any = getattr(model, "module", model)
+    find = getattr(inner, "get_output_embeddings", None)
+    if find is None and hasattr(inner, "get_base_model"):
+        find = inner.get_base_model().get_output_embeddings
+    head = None if find is None else find()
+    if type(head) is not nn.Linear:
+        raise UsageError(
+            f"the head of {type(inner).__name__} is {'missing' if head is None else 'a ' + type(head).__name__}, and an "
+            "nn.Linear can run in "
+            "tiles: use head_loss inside of the model."
+        )
+    return head

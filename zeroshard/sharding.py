@@ -1,0 +1,431 @@
+"""Owns `shard(model, optimizer, policy)`, for loops in plain PyTorch.
+
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+zeroshard.shard(model, optimizer, 2)
+for batch in data:
+    model(batch).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from zeroshard.access.freezing import Freezing
+from zeroshard.access.unsharded import is_taken, register
+from zeroshard.checkpoint.checkpoints import Checkpoints
+from zeroshard.checkpoint.live_model import LiveModel
+from zeroshard.collectives.alone import Alone
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.members import group_of
+from zeroshard.construction.born import BornSharded, is_shown
+from zeroshard.construction.meshes import (
+    mesh_of,
+    placed,
+    refuse_beside_others,
+    refuse_crossed,
+    refuse_different_replicas,
+)
+from zeroshard.emulation import warn_if_emulated
+from zeroshard.errors import UsageError
+from zeroshard.launch import join_ranks
+from zeroshard.layout.bucketing import Group, group_parameters
+from zeroshard.layout.model_tree import ModelTree
+from zeroshard.layout.shared_memory import refuse_shared_memory
+from zeroshard.observe.display import Display
+from zeroshard.optim.several import Several
+from zeroshard.parameters.appearance import notes_data, whole_class
+from zeroshard.parameters.context import Context, Live
+from zeroshard.policy import Place, Policy, Precision, Units
+from zeroshard.schedule.compiled import refuse_cuda_graphs
+from zeroshard.schedule.hooks import Hooks
+from zeroshard.schedule.make_units import make_units
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.sharded import Sharded
+from zeroshard.step.elementwise import needs_whole_parameters
+from zeroshard.step.no_optimizer import NoOptimizer
+from zeroshard.step.parking import Parking
+from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.storage.buffers import BufferPool
+from zeroshard.storage.storages import Storages
+from zeroshard.torch_private import distributed_class, past_torch_function
+
+DEFAULT_BUCKET_NUMEL = 500_000_000
+"""The default bucket size, DeepSpeed's `reduce_bucket_size`: in practice, a bucket is a unit or a large parameter."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The platform of a sharded model.
+
+    Attributes:
+        collectives: how its ranks talk, see `create_collectives`.
+        storages: where its states rest.
+        join_ranks: makes one group of the ranks that a launcher started.
+        parameter_class: of the model's parameters.
+    """
+
+    collectives: Callable[..., Collectives] = create_collectives
+    storages: Callable[..., Storages] = Storages
+    join_ranks: Callable[[torch.device], None] = join_ranks
+    parameter_class: type = nn.Parameter
+
+
+BACKEND = Backend()
+
+Optimizers = (
+    torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    | None
+)
+"""The types that `shard` accepts as an optimizer."""
+
+
+def shard(
+    model: nn.Module, optimizer: Optimizers, policy: Policy | int | None = None, *,
+    precision: Precision | None = None, bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+    overlap: bool = True, elementwise: bool | None = None, units: Units | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
+) -> Sharded:  # fmt: skip
+    """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are taken.
+
+    Args:
+        model: any module; it stays the user's, with its own ordinary parameters.
+        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or what makes one from them.
+            Its `step` is the sharded step from now on, and its states are of this rank's shards. Several in a list: each steps
+            its own parameters. None: the model is for evaluation only, and takes no memory for gradients and optimizer states.
+        policy: where model states rest, or the number of a ZeRO stage; default ZeRO-2.
+        precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
+        bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
+        overlap: run collectives behind the computation. The result is the same bit for bit.
+        elementwise: your word on an optimizer unknown to us: True, it updates each element from that element's own
+            history alone, so parameters may be cut; False, it looks at whole parameters, so each lies whole on one rank.
+        units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
+        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. Where a launcher
+            started several and torch.distributed is not initialised, they are joined. Parameters may be DTensors over another
+            dimension of the mesh (tensor parallelism): each rank then shards what it holds of them.
+        attributes: a class whose properties the parameters show beside their own while the model is sharded, under policies
+            that shard parameters: for code that asks parameters themselves. `parameter_states` says what such properties may tell.
+
+    Raises:
+        UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
+    """
+    sharded = shard_on(
+        BACKEND, model, optimizer, policy, precision, bucket_numel, overlap, elementwise, units, group, attributes
+    )
+    warn_if_emulated(model, group_of(group))
+    return sharded
+
+
+def shard_on(
+    backend: Backend, model: nn.Module, optimizer: Optimizers, policy: Policy | int | None,
+    precision: Precision | None, bucket_numel: int, overlap: bool, elementwise: bool | None = None,
+    units: Units | None = None, group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
+) -> Sharded:  # fmt: skip
+    """Shard as `shard` does, on a backend of the caller's, and without its warning."""
+    _refuse_wrong_types(model, optimizer)
+    _refuse_unready(model)
+    group = group_of(group)
+    policy = policy_of(policy)
+    precision = precision or Precision()
+    parameters = list(model.parameters())
+    if not parameters:
+        raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
+    backend.join_ranks(parameters[0].device)
+    refuse_sharded(model)
+    refuse_cuda_graphs(model)
+    refuse_shared_memory(model)
+    shown = [name for name, p in model.named_parameters() if is_shown(p)]
+    if shown:
+        raise UsageError(f"shard() inside zeroshard.unsharded(), which holds {shown[0]}. Call it outside.")
+    if optimizer is None:
+        optimizer = NoOptimizer()
+        elementwise = True
+    elif isinstance(optimizer, Sequence):
+        optimizer = optimizer[0] if len(optimizer) == 1 else Several(optimizer)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameter for parameter in parameters if parameter.requires_grad)
+    if not isinstance(optimizer, NoOptimizer):
+        _check_optimizer(model, optimizer)
+    whole = needs_whole_parameters(optimizer, elementwise)
+    live = Live()
+    if not policy.parameters.sharded:
+        # The next update would undo a write through `data` where master weights of another dtype lie beside whole parameters.
+        attributes = notes_data(live.note_data) if _has_copies(optimizer, precision) else None
+    device = parameters[0].device
+    mesh = mesh_of(model, group)
+    if mesh is not None:
+        refuse_beside_others(model, mesh, precision, whole_parameters=whole)
+    collectives = backend.collectives(
+        group, device, precision.predivide_factor, what="shard()", within=policy.within, wire=policy.wire
+    )
+    others = _others(backend, mesh, device, collectives)
+    kind = None if mesh is None else distributed_class()
+    storages = backend.storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
+    context = Context(
+        policy, precision, collectives, BufferPool(device, collectives.buffer), storages, bucket_numel, whole_parameters=whole,
+        live=live, whole_class=whole_class(attributes, backend.parameter_class), others=others,
+        distributed_class=None if kind is None else whole_class(attributes, kind),
+    )  # fmt: skip
+    try:
+        with collectives.operation("shard()"):
+            return _shard(model, optimizer, context, units, overlap=overlap)
+    except BaseException:
+        storages.close()
+        collectives.close()
+        others.close()
+        raise
+
+
+def _others(backend: Backend, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives) -> Collectives:
+    """Return the ranks that divide the model's DTensors, this one among them; `collectives` are closed where that fails."""
+    if mesh is None:
+        return Alone()
+    others: Collectives = Alone()
+    try:
+        others = backend.collectives(mesh.get_group(), device, what="shard()")
+        refuse_crossed(collectives, others)
+    except BaseException:
+        others.close()
+        collectives.close()
+        raise
+    return others
+
+
+def _shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, units: Units | None, *, overlap: bool
+) -> Sharded:
+    collectives = context.collectives
+    storages = context.storages
+    policy = context.policy
+    _refuse_different_models(model, context)
+    refuse_different_replicas(model, context)
+    _refuse_norms_of_two_dtypes(model, context.precision)
+    _take_buffers(model, collectives, context.precision)
+    optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    groups = group_parameters(model, optimized, units)
+    _refuse_integers(groups, policy)
+    _refuse_classes(groups, context)
+    schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
+    step = ShardedStep(optimizer, schedule, context)
+    schedule.optimized = optimized
+    hooks = Hooks(model, schedule)
+    register(schedule.units, hooks, step)
+    display = Display(speaks=not dist.is_initialized() or dist.get_rank() == 0)
+    checkpoints = Checkpoints(LiveModel(model, schedule, step, context), display)
+    parking = Parking(schedule, step, storages, context.pool)
+    freezing = Freezing(schedule, hooks, context, step)
+    return Sharded(model, optimizer, policy, checkpoints, display, schedule, hooks, context, parking, freezing, step)
+
+
+def policy_of(policy: Policy | int | None) -> Policy:
+    """Return a policy, or that of the number of a ZeRO stage; None is stage 2.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if policy is None:
+        return Policy.stage(2)
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, int) and not isinstance(policy, bool):
+        return Policy.stage(policy)
+    raise UsageError(f"the policy is a Policy, or the number of a ZeRO stage, and not {_described(policy)}.")
+
+
+def _described(value: object) -> str:
+    return f"a {type(value).__name__}" if not isinstance(value, str | bool) else repr(value)
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of torch that reduce or shard a model's states themselves; by name, since to import some takes a second."""
+
+
+def _refuse_wrong_types(model: object, optimizer: object) -> None:
+    """Raise where arguments are not what they should be, or the model's states are in other hands."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is {_described(model)}, and not a torch.nn.Module.")
+    if isinstance(optimizer, list | tuple) and optimizer:
+        wrong = [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]
+    else:
+        is_right = optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)
+        wrong = [] if is_right else [optimizer]
+    if wrong:
+        raise UsageError(
+            f"the optimizer is {_described(wrong[0])}: pass shard(model, optimizer, policy) a torch optimizer, a list of several, "
+            "or None for evaluation only."
+        )
+    for fqn, module in model.named_modules():
+        bases = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
+        found = bases & {*_WRAPPERS}
+        if found:
+            raise UsageError(
+                f"{fqn or 'the model'} is in the hands of {found.pop()}, which reduces or shards its states itself: pass zeroshard "
+                "the model without it (of a wrapper, its `.module`)."
+            )
+
+
+def _refuse_unready(model: nn.Module) -> None:
+    """Raise where parameters have no shape yet, or autograd could not use them, or their buffers."""
+    for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{fqn} is lazy and has no shape yet: run the model once, on every rank, before zeroshard takes it, and make the "
+                "optimizer after that."
+            )
+    if torch.is_inference_mode_enabled():
+        raise UsageError("shard() inside torch.inference_mode(): its buffers could not train. Call it outside.")
+    with past_torch_function():
+        made_there = [fqn for fqn, parameter in model.named_parameters() if parameter.is_inference()]
+    if made_there:
+        raise UsageError(
+            f"parameter {made_there[0]} was made inside torch.inference_mode(), and cannot train: build the model outside."
+        )
+
+
+def _has_copies(optimizer: torch.optim.Optimizer, precision: Precision) -> bool:
+    """Whether some parameter has master weights beside it, of another dtype."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    dtypes = [precision.resolve(dtype) for dtype in {parameter.dtype for parameter in parameters}]
+    return any(dtype.master != dtype.param for dtype in dtypes)
+
+
+def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
+    """A parameter whose values are away shows NaN, and integers have none."""
+    if not policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
+        return
+    for group in groups:
+        if not group.dtype.is_floating_point and not group.persistent:
+            raise UsageError(
+                f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place: register it as "
+                "a buffer, or use Policy.stage(2) or below."
+            )
+
+
+def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
+    """A parameter whose values are away says so by its class; one of a class of the user's own would read as NaN."""
+    ordinary = (nn.Parameter, context.whole_class, distributed_class())
+    if not context.policy.parameters.sharded:
+        return
+    for group in groups:
+        for entry in group.named:
+            kind = type(entry.parameter)
+            if not group.persistent and kind not in ordinary and not issubclass(kind, BornSharded):
+                raise UsageError(
+                    f"parameter {entry.fqn} is of the class {kind.__name__}, and sharded parameters are ordinary ones, whose class "
+                    "reports readers: use nn.Parameter there, or Policy.stage(2) or below."
+                )
+
+
+def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
+    """Take rank 0's values of buffers, which stay whole on every rank, and travel as bytes."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta or buffer.layout is not torch.strided:
+            raise UsageError(
+                f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}): materialise it first."
+            )
+        if not buffer.is_contiguous():  # expanded, say: no two elements may be one
+            buffer.data = buffer.data.contiguous()
+        collectives.broadcast(buffer.data.reshape(-1).view(torch.uint8))
+        if precision.buffer_dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(precision.buffer_dtype)
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
+    """torch's BatchNorm takes weights and running statistics of one dtype."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BATCH_NORMS) or module.weight is None:
+            continue
+        statistics = module.running_mean
+        weight = precision.resolve(module.weight.dtype).param
+        if statistics is not None and (precision.buffer_dtype or statistics.dtype) != weight:
+            raise UsageError(
+                f"{name or 'the model'} is a {type(module).__name__}, which torch computes with weights ({weight}) and running "
+                f"statistics ({statistics.dtype}) of one dtype. Train in fp32 under autocast, or have the statistics rounded: "
+                "Precision(buffer_dtype=...), in a config data_types.buffer_dtype."
+            )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    steps = [float(state.get("step", 1)) for state in optimizer.state.values()]
+    if any(steps):  # Adagrad has a state from the start
+        raise UsageError(
+            f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. "
+            "Shard before the first step, and load a checkpoint after."
+        )
+    known = {id(p) for p in model.parameters()}
+    groups = [p for g in optimizer.param_groups for p in g["params"]]
+    strangers = sum(id(p) not in known for p in groups)
+    if strangers:
+        raise UsageError(
+            f"{strangers} of the optimizer's {len(groups)} tensors are not parameters of the model: make the optimizer "
+            "from model.parameters() of the same model, after it was moved and wrapped."
+        )
+    if not any(p.requires_grad for p in groups):
+        raise UsageError("none of the optimizer's parameters requires a gradient: there is nothing to train.")
+
+
+def _refuse_different_models(model: nn.Module, context: Context) -> None:
+    """Find the first difference of models or settings: ranks would exchange buffers of different sizes."""
+    collectives = context.everyone
+    lines = [
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{placed(p)}"
+        for name, p in model.named_parameters()
+    ]
+    lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    policy = context.policy
+    sharded = [name for name in ("parameters", "gradients", "optimizer") if getattr(policy, name).sharded]
+    lines += [
+        f"{context.precision}",
+        f"{policy.wire}",
+        f"buckets of {context.bucket_numel} elements",
+        f"sharded: {sharded}",
+    ]
+    digest = hashlib.sha256()
+    digests = []
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+        digests.append(digest.digest())
+    everyone = collectives.exchange(digests[-1] + len(lines).to_bytes(8, "little"), "the shapes of the model")
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        # Bisect to the first line that differs; all ranks walk the same path, since all see the same answers.
+        low = 0
+        high = min(int.from_bytes(data[-8:], "little") for data in everyone)
+        while low < high:
+            middle = (low + high) // 2
+            same = collectives.exchange(digests[middle], "the shapes of the model")
+            if all(other == same[0] for other in same):
+                low = middle + 1
+            else:
+                high = middle
+        mine = [*lines, "nothing more"][low]
+        raise UsageError(
+            f"the ranks built different models: ranks {different} differ from rank 0, first at parameter, buffer or setting "
+            f"{low + 1}, where rank {collectives.rank} has: {mine}. Build the same model, with the same settings, on every rank."
+        )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise where a model is in zeroshard's hands already."""
+    taken = [name for name, p in model.named_parameters() if is_taken(p)]
+    if taken:
+        raise UsageError(
+            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned, or destroy() on the "
+            "engine of initialize, or make a new model."
+        )

@@ -1,0 +1,161 @@
+"""Owns the making of this package's modules: from their files, and from the table in `_names`.
+
+Importing it puts one hook on `sys.path_hooks`. It takes this package's folders alone, so it finds nothing for others.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.abc import InspectLoader, PathEntryFinder
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from deepspeed._names import TABLE, Row
+
+ROOT = Path(__file__).parent
+_ADVICE = "It offers what trainers use of DeepSpeed 0.19.8; `import zeroshard` has more under its own names."
+
+
+def fill(module: ModuleType) -> None:
+    """Give a module the names of its row, `__all__`, and a `__getattr__` for the names that are not offered."""
+    row = TABLE.get(module.__name__, Row())
+    own = vars(module)
+    defined = [name for name, value in own.items() if not name.startswith("_") and _is_of(value, module.__name__)]
+    public: list[str] = own.get("__all__", defined)
+    own["__getattr__"] = _missing(module.__name__, row)
+    own.update(row.values)
+    refused = {name: _refused(name, instead) for name, instead in _each(row.refused).items()}
+    own.update(refused)
+    public = [*public, *row.values, *refused]
+    for home, name, theirs in _places(row.names):
+        own[name] = _take(home, theirs, module.__name__, name)
+        public.append(name)
+    own["__all__"] = list(dict.fromkeys(public))
+
+
+def _is_of(value: object, module: str) -> bool:
+    """Whether a function or a class belongs to a module."""
+    return hasattr(value, "__qualname__") and getattr(value, "__module__", None) == module
+
+
+def _places(names: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (module, the name here, the name there)."""
+    home = ""
+    for word in names.split():
+        name, _, theirs = word.partition("=")
+        if word.endswith(":"):
+            home = f"deepspeed{word[:-1]}" if word.startswith(".") else word[:-1]
+        elif word == "*":
+            yield from ((home, name, name) for name in import_module(home).__all__)
+        else:
+            yield home, name, theirs or name
+
+
+def _take(home: str, name: str, taker: str, own: str) -> Any:
+    value = getattr(__import__(home, fromlist=[name]), name)  # as `from home import name`, which also imports modules
+    if home.startswith("deepspeed._") and _is_of(value, home):
+        # Pickles hold DeepSpeed's name of it.
+        value.__module__ = taker
+        value.__qualname__ = own
+    return value
+
+
+def _each(sentences: Mapping[str, str]) -> dict[str, str]:
+    return {name: sentence for names, sentence in sentences.items() for name in names.split()}
+
+
+def _missing(module: str, row: Row) -> Callable[[str], Any]:
+    """A module's `__getattr__` (PEP 562): `hasattr` is False, and the error names the thing to use in its place."""
+    instead = _each(row.instead)
+
+    def getattr_(name: str) -> Any:
+        if row.otherwise and not name.startswith("_") and hasattr(sys.modules[row.otherwise], name):
+            return getattr(sys.modules[row.otherwise], name)
+        text = f"zeroshard has no {module}.{name}. {instead.get(name, _ADVICE)}"
+        # `from module import name` swallows an AttributeError together with its message.
+        frame = sys._getframe(1)
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM" and not name.startswith("__"):
+            raise ImportError(text, name=module)
+        raise AttributeError(text, name=name)
+
+    getattr_.instead = instead  # type: ignore[attr-defined]  # for the test that looks through the trainers' sources
+    return getattr_
+
+
+def _refused(name: str, instead: str) -> type[Any]:
+    """A class that nothing is an instance of: `isinstance` answers, and to make one is an error with advice."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"zeroshard has no {name}. {instead}")
+
+    return type(name, (), {"__init__": init, "__doc__": f"Not offered. {instead}", "__module__": "deepspeed"})
+
+
+class FileLoader(SourceFileLoader):
+    """The loader of a module with a file: its row of the table comes on top."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        fill(module)
+
+
+class RowLoader(InspectLoader):
+    """The loader of a module that is only a row of the table."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        fill(module)
+
+    def get_source(self, fullname: str) -> str:
+        return ""
+
+
+class Folder(PathEntryFinder):
+    """The finder of a package's modules. The package may have no folder.
+
+    Raises:
+        ImportError: the path is no part of this package: another hook takes it.
+    """
+
+    def __init__(self, path: str) -> None:
+        if not Path(path).is_relative_to(ROOT):
+            raise ImportError(f"{path} is not in {ROOT}", path=path)
+        self._path = Path(path)
+        self._package = ".".join(("deepspeed", *self._path.relative_to(ROOT).parts))
+        self._files = FileFinder(path, (FileLoader, SOURCE_SUFFIXES))
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        if package != self._package:
+            return None
+        spec = self._files.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            return spec
+        if fullname not in TABLE:
+            return None
+        # inspect.getsource reads a class in its module's file.
+        code = next((word[1:-1] for word in TABLE[fullname].names.split() if word.startswith("._")), "_names")
+        below = [str(self._path / name)] if self._is_package(name) else None
+        return spec_from_file_location(
+            fullname, ROOT / f"{code}.py", loader=RowLoader(), submodule_search_locations=below
+        )
+
+    def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
+        """Yield (name, whether it is a package) of each module, for pkgutil."""
+        rows = {row.rpartition(".")[2] for row in TABLE if row.rpartition(".")[0] == self._package}
+        files = {path.stem for path in self._path.glob("*.py")} - {"__init__"}
+        for name in sorted(rows | files):
+            yield prefix + name, self._is_package(name)
+
+    def _is_package(self, name: str) -> bool:
+        return (self._path / name).is_dir() or any(row.startswith(f"{self._package}.{name}.") for row in TABLE)
+
+
+# Once, also where the package is imported anew. Python keeps the finder with which it found this file, so it goes.
+sys.path_hooks[:] = [Folder, *(hook for hook in sys.path_hooks if getattr(hook, "__module__", None) != __name__)]
+sys.path_importer_cache.pop(str(ROOT), None)

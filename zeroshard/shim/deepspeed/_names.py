@@ -1,0 +1,199 @@
+"""Owns the table of the names that come from elsewhere, and of those that are refused, by module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """The names that a module holds beside the code of its file, if it has one.
+
+    Attributes:
+        names: modules with a colon, each before the names that come from it, `own=theirs` where they differ; `*` is its
+            `__all__`. A module of this package begins with a dot. Code in files that begin with `_` becomes this module's own.
+        instead: by name (or several, with spaces), the thing to use in its place, as a sentence. To look for the name is an error.
+        refused: the same for classes that isinstance may ask for. To make one is an error.
+        values: constants.
+        otherwise: the module that has all other names.
+    """
+
+    names: str = ""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: str = ""
+
+
+_SCHEDULES = {
+    "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR", "WARMUP_DECAY_LR": "WarmupDecayLR",
+    "WARMUP_COSINE_LR": "WarmupCosineLR",
+}  # fmt: skip
+# Each stands for itself in small letters.
+_SCHEDULE_KEYS = """
+    LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE
+    EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT
+    DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE
+    WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS
+"""
+_KERNELS = ("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lion", "async_io")
+_MICS = "Use zero.Init(), and mics_shard_size in the config."
+_MONITORS = "The config's blocks tensorboard, csv_monitor, wandb and comet write what engine.step() sees."
+_OPTIMIZER = "deepspeed.initialize makes the engine's optimizer."
+
+# fmt: off
+_ROWS = {
+    "": Row(
+        "deepspeed: checkpoint checkpointing comm dist=comm launcher moe ops pipe runtime utils zero .comm: init_distributed "
+        ".git_version_info: version __version__=version __git_hash__=git_hash __git_branch__=git_branch .pipe: PipelineModule "
+        ".runtime.base_optimizer: DeepSpeedOptimizer .runtime.config: DeepSpeedConfig DeepSpeedConfigError "
+        ".runtime.engine: DeepSpeedEngine .accelerator: get_accelerator .utils: OnDevice log_dist logger",
+        {"InferenceEngine": "Inference is not its subject: transformers, vLLM or SGLang serve what engine.export() writes.",
+         "DeepSpeedHybridEngine": "Train with initialize(); inside zeroshard.unsharded(model) each rank may generate.",
+         "PipelineEngine": "It shards over data-parallel ranks: stage 3 splits a model without pipeline stages."}),
+    ".accelerator": Row(
+        ".accelerator.real_accelerator: *",
+        {"set_accelerator": "torch knows the accelerator; CUDA_VISIBLE_DEVICES hides some."}),
+    ".checkpoint": Row(".checkpoint: utils", {
+        "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` reads DeepSpeed's."}),
+    ".checkpoint.utils": Row("._tensors: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
+    ".checkpointing": Row(".runtime.activation_checkpointing.checkpointing: * __getattr__"),
+    ".comm": Row(".comm.comm: * __getattr__ .comm: comm"),
+    ".comm.comm": Row(
+        "zeroshard.launch: get_local_rank=local_rank",
+        {"configure": 'Set {"comms_logger": {"enabled": true}} in the config.',
+         "log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'},
+        otherwise="torch.distributed"),
+    ".launcher": Row(".launcher: runner"),
+    ".launcher.runner": Row(
+        instead={"main": "Start scripts with `zeroshard run`, torchrun, srun or mpirun."},
+        values={"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"}),
+    ".linear": Row(refused={
+        "LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter": "Use PEFT's LoraConfig and get_peft_model."}),
+    ".moe": Row(".moe: layer utils"),
+    ".monitor": Row(),
+    ".monitor.config": Row(instead={"DeepSpeedMonitorConfig get_monitor_config": _MONITORS}),
+    ".monitor.monitor": Row(refused={"Monitor MonitorMaster": _MONITORS}),
+    ".moe.layer": Row(
+        refused={"MoE": "Experts of transformers' models (Mixtral and its kin) are sharded as all parameters are."}),
+    ".moe.utils": Row("._answers: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"),
+    ".ops": Row(
+        ".ops: adagrad adam aio lamb lion op_builder", {"transformer": "zeroshard has no compiled kernels."},
+        values={"__compatible_ops__": dict.fromkeys(_KERNELS, True)}),
+    ".ops.adagrad": Row(".ops.adagrad.cpu_adagrad: *"),
+    ".ops.adagrad.cpu_adagrad": Row("._optimizers: DeepSpeedCPUAdagrad"),
+    ".ops.adam": Row(".ops.adam.cpu_adam: * .ops.adam.fused_adam: *"),
+    ".ops.adam.cpu_adam": Row("._optimizers: DeepSpeedCPUAdam"),
+    ".ops.adam.fused_adam": Row("._optimizers: FusedAdam"),
+    ".ops.aio": Row(".ops.op_builder: AsyncIOBuilder"),
+    ".ops.lamb": Row(refused={"FusedLamb": "Its trust ratio needs whole layers: use AdamW, Lion or Muon."}),
+    ".ops.lion": Row(".ops.lion.cpu_lion: * .ops.lion.fused_lion: *"),
+    ".ops.lion.cpu_lion": Row("._optimizers: DeepSpeedCPULion"),
+    ".ops.lion.fused_lion": Row("._optimizers: FusedLion"),
+    ".ops.op_builder": Row(
+        "._answers: AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder"),
+    ".pipe": Row(".runtime.pipe.module: *"),
+    ".runtime": Row(
+        ".runtime: activation_checkpointing base_optimizer config config_utils dataloader engine fp16 lr_schedules pipe "
+        "sequence_parallel utils zero .runtime.base_optimizer: *",
+        {"hybrid_engine": "Train with initialize()."}),
+    ".runtime.activation_checkpointing": Row(),
+    ".runtime.activation_checkpointing.checkpointing": Row(
+        "zeroshard.recompute.checkpointing: configure is_configured reset ._loops: checkpoint non_reentrant_checkpoint=checkpoint",
+        {"get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed":
+            "torch's random state of every device is kept and put back by checkpoint() itself.",
+         "partition_activations_in_checkpoint": "Use configure(None, partition_activations=True).",
+         "set_num_layers": "Use configure(None, num_checkpoints=...).",
+         "CheckpointFunction": "Use checkpoint(function, *args)."}),
+    ".runtime.base_optimizer": Row(
+        "zeroshard.engine.engine_optimizer: DeepSpeedOptimizer=EngineOptimizer ZeROOptimizer=EngineOptimizer"),
+    ".runtime.bf16_optimizer": Row("zeroshard.engine.engine_optimizer: BF16_Optimizer=EngineOptimizer"),
+    ".runtime.config": Row(
+        "._config: DeepSpeedConfig zeroshard: DeepSpeedConfigError=ConfigError",
+        values={f"{name.upper()}_OPTIMIZER": name for name in ("adam", "adamw", "lion", "muon", "adagrad")}),
+    ".runtime.config_utils": Row("zeroshard.config.fields: DeepSpeedConfigModel=Block"),
+    ".runtime.dataloader": Row(
+        "._loops: RepeatingLoader", {"DeepSpeedDataLoader": "initialize(training_data=...) returns a loader."}),
+    ".runtime.engine": Row("zeroshard: DeepSpeedEngine=Engine"),
+    ".runtime.fp16": Row(".runtime.fp16: fused_optimizer loss_scaler"),
+    ".runtime.fp16.fused_optimizer": Row("zeroshard.engine.engine_optimizer: FP16_Optimizer=EngineOptimizer"),
+    ".runtime.fp16.loss_scaler": Row(
+        "zeroshard: DynamicLossScaler LossScaler=StaticLossScaler ._answers: LossScalerBase",
+        {"CreateLossScaler": "The config's fp16 block makes one; engine.loss_scaler is it."},
+        values={"INITIAL_LOSS_SCALE": "init_scale", "MIN_LOSS_SCALE": "min_scale", "SCALE_WINDOW": "scale_window",
+                "DELAYED_SHIFT": "delayed_shift", "CONSECUTIVE_HYSTERESIS": "consecutive_hysteresis"}),
+    ".runtime.lr_schedules": Row(
+        "zeroshard.optim.lr_schedules: LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+        values={**_SCHEDULES, "VALID_LR_SCHEDULES": list(_SCHEDULES.values()), "WARMUP_LOG_RATE": "log",
+                "WARMUP_LINEAR_RATE": "linear", **{name: name.lower() for name in _SCHEDULE_KEYS.split()}}),
+    ".runtime.pipe": Row(".runtime.pipe.module: * .runtime.pipe.topology: ProcessTopology"),
+    ".runtime.pipe.module": Row(refused={
+        "LayerSpec PipelineModule TiedLayerSpec":
+            "There is no pipeline parallelism: give initialize() the whole model, with stage 3 where it is large."}),
+    ".runtime.pipe.topology": Row(refused={
+        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology":
+            "There is no pipeline parallelism: all ranks are data-parallel."}),
+    ".runtime.sequence_parallel": Row(".runtime.sequence_parallel: ulysses_sp"),
+    ".runtime.sequence_parallel.ulysses_sp": Row(
+        "._sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+        {"SequenceTiledCompute TiledMLP": "zeroshard.sequence.tile(model, '*.mlp') runs modules in tiles.",
+         "TiledFusedLogitsLoss": "zeroshard.sequence.head_loss makes no whole logits."}),
+    ".runtime.utils": Row(
+        "torch.nn.utils: clip_grad_norm_ .accelerator: get_accelerator ._memory: empty_cache see_memory_usage "
+        "._tensors: move_to_device"),
+    ".runtime.zero": Row(
+        ".runtime.zero.parameter_offload: * .runtime.zero.partition_parameters: GatheredParameters Init ZeroParamStatus "
+        "ZeroParamType register_external_parameter unregister_external_parameter "
+        ".runtime.zero.stage3: unwrap_model_for_generation",
+        {"MiCS_Init": _MICS},
+        {"TiledLinear TiledLinearReturnBias": "Cut a large Linear into several: each is a module of its own."}),
+    ".runtime.zero.config": Row(
+        "._config: ZeroStageEnum .runtime.zero.leaf_module_config: DeepSpeedZeroLeafModuleConfig .runtime.zero.offload_config: "
+        "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        "zeroshard.config.zero_block: DeepSpeedZeroConfig=ZeroBlock"),
+    ".runtime.zero.leaf_module_config": Row(
+        "._config: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES "
+        "zeroshard.config.zero_block: DeepSpeedZeroLeafModuleConfig=LeafModuleBlock"),
+    ".runtime.zero.offload_config": Row(
+        "._config: OffloadDeviceEnum OffloadStateTypeEnum zeroshard.config.zero_block: "
+        "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerBlock DeepSpeedZeroOffloadParamConfig=OffloadParamBlock"),
+    ".runtime.zero.mics": Row(instead={"MiCS_Init": _MICS}, refused={"MiCS_Optimizer": _OPTIMIZER}),
+    ".runtime.zero.parameter_offload": Row("._answers: DeepSpeedZeRoOffload"),
+    ".runtime.zero.partition_parameters": Row(
+        ".accelerator: get_accelerator",
+        {"shutdown_init_context restore_init_context":
+            "Leave the `with zero.Init()` block before you build what is not to be sharded."}),
+    ".runtime.zero.stage3": Row(
+        "._loops: unwrap_model_for_generation ._memory: model_to_params estimate_zero3_model_states_mem_needs "
+        "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
+        refused={"DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER}),
+    ".runtime.zero.stage_1_and_2": Row(
+        "._memory: model_to_params=number_of_parameters estimate_zero2_model_states_mem_needs "
+        "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
+        refused={"DeepSpeedZeroOptimizer": _OPTIMIZER}),
+    ".runtime.zero.utils": Row(
+        "._answers: ZeRORuntimeException is_zero_supported_optimizer .runtime.zero.partition_parameters: is_zero_param"),
+    ".utils": Row(
+        "torch.distributed: is_initialized .runtime.dataloader: RepeatingLoader .utils: groups logging "
+        ".utils.init_on_device: OnDevice .utils.logging: log_dist log_dist_once logger set_log_level_from_string "
+        ".utils.tensor_fragment: * .utils.z3_leaf_module: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
+        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
+        {"instrument_w_nvtx": "torch.profiler sees everything."}),
+    ".utils.comms_logging": Row(instead={
+        "CommsLogger calc_bw_log convert_size get_caller_func":
+            'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'}),
+    ".utils.groups": Row(instead={
+        "_get_expert_parallel_group _get_expert_data_parallel_group get_tensor_model_parallel_group initialize":
+            "All ranks are data-parallel: there are no groups of experts, tensors or pipeline stages."}),
+    ".utils.init_on_device": Row("._tensors: OnDevice"),
+    ".utils.logging": Row("._logging: log_dist log_dist_once logger print_dist set_log_level_from_string"),
+    ".utils.torch": Row("._answers: required_torch_version"),
+    ".utils.zero_to_fp32": Row(instead={
+        "get_model_state_file get_optim_files": "Checkpoints here have one format: get_fp32_state_dict_from_zero_checkpoint and "
+        "`zeroshard consolidate` read them."}),
+    ".zero": Row(".runtime.zero: * __getattr__"),
+}
+# fmt: on
+TABLE = {f"deepspeed{name}": row for name, row in _ROWS.items()}

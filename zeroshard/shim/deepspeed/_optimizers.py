@@ -1,0 +1,87 @@
+"""torch's and zeroshard's optimizers with DeepSpeed's arguments; zeroshard steps them wherever the states rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zeroshard import Lion, UsageError
+
+_KERNELS = ("foreach", "fused", "decoupled_weight_decay")
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam whose weight decay is apart from the gradient (AdamW), unless `adam_w_mode` is false (L2); 0 by default."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
+        _check_adam(type(self).__name__, bias_correction, amsgrad)
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adam_w_mode))
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Adam whose weight decay is apart from the gradient (AdamW), unless `adamw_mode` is false (L2); 0 by default."""
+
+    def __init__(
+        self, model_params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
+        adamw_mode: bool = True, fp32_optimizer_states: bool = True,
+    ) -> None:  # fmt: skip
+        _check_adam(type(self).__name__, bias_correction, amsgrad)
+        _check_states("DeepSpeedCPUAdam", fp32_optimizer_states)
+        # Groups of another Adam (accelerate hands them over) name their own kernel, and their own kind of decay.
+        groups = [_without_kernels(one) if isinstance(one, dict) else one for one in model_params]
+        super().__init__(groups, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adamw_mode))
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad; weight decay is added to the gradient."""
+
+    def __init__(
+        self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        amsgrad: bool = False, fp32_optimizer_states: bool = True,
+    ) -> None:  # fmt: skip
+        if amsgrad or not fp32_optimizer_states:
+            raise UsageError("DeepSpeedCPUAdagrad has neither amsgrad nor states in 16 bits: leave both arguments out.")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class FusedLion(Lion):
+    """Lion. DeepSpeed's default lr is ten times the paper's."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """Lion. DeepSpeed's default lr is ten times the paper's."""
+
+    def __init__(
+        self, model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0, fp32_optimizer_states: bool = True,
+    ) -> None:  # fmt: skip
+        _check_states("DeepSpeedCPULion", fp32_optimizer_states)
+        super().__init__(model_params, lr, betas, weight_decay)
+
+
+def _check_adam(name: str, bias_correction: bool, amsgrad: bool) -> None:
+    if amsgrad:
+        raise UsageError(f"{name} has no amsgrad, as DeepSpeed's: use torch.optim.AdamW(amsgrad=True).")
+    if not bias_correction:
+        raise UsageError(f"{name}(bias_correction=False) is not offered: torch's Adam always corrects.")
+
+
+def _check_states(name: str, fp32: bool) -> None:
+    if not fp32:
+        raise UsageError(f"{name}(fp32_optimizer_states=False) is not offered: states have the master weights' dtype.")
+
+
+def _without_kernels(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _KERNELS}

@@ -1,0 +1,93 @@
+"""Sequence parallelism under DeepSpeed's names, as accelerate asks for it with `ParallelismConfig(sp_backend="deepspeed")`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
+from zeroshard import UsageError
+from zeroshard.sequence import Sequences
+
+
+class SequenceGroups:
+    """The groups of ranks of which each holds sequences together: neighbours. accelerate asks it as an `mpu`."""
+
+    def __init__(self, size: int) -> None:
+        world = dist.get_world_size()
+        if world % size:
+            raise UsageError(
+                f"sp_size={size} does not divide the {world} ranks: each sequence lies on so many of them."
+            )
+        device = get_accelerator().device_name() if torch.accelerator.is_available() else "cpu"
+        self._mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=("dp", "sp"))["sp"]
+        self.sequences = Sequences(self._mesh)
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The ranks that hold a sequence with this one."""
+        return self._mesh.get_group()
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self.sequences.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """The number of this rank's slice."""
+        return self.sequences.rank
+
+    def get_data_parallel_group(self) -> Any:
+        """All ranks: gradients are averaged over those of a sequence, too."""
+        return dist.group.WORLD
+
+    def get_model_parallel_world_size(self) -> int:
+        """Each rank has the whole model."""
+        return 1
+
+
+class UlyssesSPAttentionHF:
+    """Attention whose heads are exchanged for positions. There is nothing to make of it; see `register_with_transformers`."""
+
+    @classmethod
+    def register_with_transformers(
+        cls, model_name_or_path: Any, core_attn_implementation: str | None = None, sequence_parallel_size: int = 1,
+        *_: Any, **__: Any,
+    ) -> SequenceGroups | None:  # fmt: skip
+        """Attach a model. A forward sees by its batch whether that is cut, so the arguments after the third have no effect."""
+        if sequence_parallel_size == 1:
+            return None
+        if not isinstance(model_name_or_path, nn.Module):
+            raise UsageError(
+                "register_with_transformers(model_name_or_path=...): give the model itself, and not its name."
+            )
+        model: Any = model_name_or_path
+        if core_attn_implementation not in (None, model.config._attn_implementation):
+            model.set_attn_implementation(core_attn_implementation)
+        made = SequenceGroups(sequence_parallel_size)
+        made.sequences.attach(model)
+        groups.sequence_groups[:] = [made]
+        return made
+
+
+class UlyssesSPDataLoaderAdapter:
+    """A loader whose batches are cut, each rank's in turn: as many steps as ranks for each batch that is loaded."""
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        self.dl = dl
+        self._sequences = Sequences(sp_group)
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self.dl) * self._sequences.size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._sequences.cut(self.dl, in_turn=True):
+            yield {name: value.to(self._device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dl, name)

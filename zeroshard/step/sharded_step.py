@@ -1,0 +1,659 @@
+"""Owns the step: an unmodified torch optimizer that is handed views of shards.
+
+Each parameter that has elements in a shard is one 1-D tensor there, in its own param group: so it keeps its own state, step
+count and hyperparameters, and one that no rank used in a step is left alone, as plain PyTorch leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
+from itertools import chain
+from operator import or_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zeroshard.errors import UsageError
+from zeroshard.gradients.gradient_bucket import Shard
+from zeroshard.gradients.norm import coefficient_of, norm_of
+from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.layout.layout import Piece
+from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.several import Several, optimizers_of
+from zeroshard.optim.states import states_per_parameter
+from zeroshard.parameters.context import Context
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import Unit
+from zeroshard.step.mean_gradients import MeanGradients
+from zeroshard.step.no_optimizer import NoOptimizer
+from zeroshard.step.options import DIGEST_NBYTES, GroupOptions
+from zeroshard.step.replicas import Replicas
+from zeroshard.step.resident import Resident, placeholder
+from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.sub_groups import SubGroups
+from zeroshard.step.taken_gradients import TakenGradients
+from zeroshard.step.users_optimizer import DroppedGradients, ShardStates, UsersOptimizer
+from zeroshard.step.whose_shards import SHARDS, names_of_shards, refuse_other_shards
+from zeroshard.storage.base import Storage
+from zeroshard.torch_private import step_without_hooks
+
+
+class ShardedStep:
+    """Updates this rank's shards with the user's optimizer, once on each `step()` of it.
+
+    Args:
+        inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
+            views while its own step runs, and the user's parameters otherwise.
+        context: has where states rest, and the ranks; and whether the layout cuts no parameter, so that `inner` is to see their
+            true shapes.
+
+    Attributes:
+        driver: an engine's: does what belongs to a step besides the update (clipping, counting), where the user calls `step`
+            of the optimizer all the same.
+        loss_scale: what the next loss is multiplied by before its backward; 1 but under fp16.
+        overflow: whether the last gradient norm that was asked for was infinite or NaN; an engine's: and the step was left out.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        schedule: Schedule,
+        context: Context,
+    ) -> None:
+        self.inner = inner
+        self.driver: Callable[[], Any] | None = None
+        self.loss_scale = 1.0
+        self._is_driven = False
+        self._overflow = False
+        self._norm: float | Tensor | None = None
+        self._schedule = schedule
+        self._collectives = context.collectives
+        self._everyone = context.everyone
+        self._others = context.others
+        self._storages = context.storages
+        self._policy = context.policy
+        self._used: tuple[bool, ...] = ()
+        self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
+        self._mean_gradients = MeanGradients()
+        self._taken = TakenGradients(schedule, context, self._mean_gradients)
+        schedule.set_gradient_operation(self._operate)
+        self._whole_parameters = context.whole_parameters
+        self.views: list[ShardView] = []
+        self._residents: list[Resident] = []
+        self._parked: list[tuple[Tensor, Tensor]] = []
+        self._optimizers = [
+            UsersOptimizer(one, self._step_of, self._zero_grad_of, lambda: schedule.gradients_taken)
+            for one in optimizers_of(inner)
+        ]
+        self._replicas = Replicas(context, self._mean_gradients)
+        self._options = GroupOptions([one.optimizer for one in self._optimizers], self._everyone)
+        inner.state.clear()
+        if isinstance(inner, Several):
+            for one in self._optimizers:
+                one.refuse_state_dicts()
+            inner.zero_grad = self._zero_grad_of_all  # type: ignore[method-assign]
+        self._dropped = DroppedGradients(self._optimizers, schedule)
+        schedule.on_dropped_gradients(self.zero_grad)
+        inner.register_state_dict_pre_hook(self._before_state_dict)
+        inner.register_state_dict_post_hook(self._after_state_dict)
+        inner.register_load_state_dict_pre_hook(self._before_load)
+        inner.register_load_state_dict_post_hook(self._after_load)
+        self._answers_user = False
+        self._users: list[list[Tensor]] = [list(group["params"]) for group in inner.param_groups]
+        """The user's parameters, group by group."""
+        self._shards: list[list[Tensor]] = []
+        """This rank's shards of them, group by group."""
+        self._is_on_shards = False
+        self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
+        """`id`s of the user's parameters, group by group."""
+        self._take_states()
+        self.lay_out()
+        _watch_other_optimizers(schedule)
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's own: what it keeps, by the views of this rank's shards."""
+        return self.inner.state
+
+    @property
+    def overflow(self) -> bool:
+        """See above. It is read when it is asked for: a norm may be on its way from an accelerator still."""
+        if self._norm is not None:
+            self._overflow = not math.isfinite(self._norm)
+            self._norm = None
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, overflow: bool) -> None:
+        self._overflow = overflow
+        self._norm = None
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Make `step` only the update inside: its caller is the driver."""
+        self._is_driven = True
+        try:
+            yield
+        finally:
+            self._is_driven = False
+
+    def lay_out(self) -> None:
+        """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
+        before = {id(resident.shard): resident for resident in self._residents}
+        trainable = [unit for unit in self._schedule.units if unit.trainable]
+        self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
+        flag_of = {flag: number for number, flag in enumerate(self._flags)}
+        self._residents = []
+        self._unit_of: dict[Resident, Unit] = {}
+        for unit in trainable:
+            for shard in unit.optimizer_shards():
+                there = before.get(id(shard))
+                # A shard's padding is zero.
+                views = [
+                    self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
+                    for number, piece in enumerate(shard.pieces)
+                ]
+                resident = there or Resident(shard, views, self.inner.state)
+                resident.views = views
+                self._residents.append(resident)
+                self._unit_of[resident] = unit
+        self._taken.lay_out(self._flags, self._residents)
+        self.views = [view for resident in self._residents for view in resident.views]
+        by_parameter: dict[int, list[Tensor]] = {}
+        for view in self.views:
+            by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
+        self._shards = [
+            [value for parameter in parameters for value in by_parameter.get(parameter, [])]
+            for parameters in self.groups
+        ]
+        alive = {view.value for view in self.views}
+        for value in [value for value in self.inner.state if value not in alive]:
+            del self.inner.state[value]
+        states = states_per_parameter(self.inner)
+        self._sub_groups = SubGroups(self._residents, self._storages, self._policy, states)
+        for resident in self._residents:
+            new = [view for view in resident.views if view.value not in self.inner.state and self._first_state(view)]
+            if new:
+                with self._sub_groups.opened(resident, write=True):
+                    self.inner.state.update({view.value: self._first_state(view) for view in new})
+
+    def _first_state(self, view: ShardView) -> dict[str, Any]:
+        parameter = id(view.named.parameter)
+        first = next((one.first_state for one in self._optimizers if parameter in one.parameters), {})
+        return {
+            name: value.clone() if name == "step" else torch.full_like(view.value, value.reshape(-1)[0].item())
+            for name, value in first.items()
+        }
+
+    def _view(
+        self, shard: Shard, piece: Piece, named: NamedParameter, flag: int, number: int, there: Resident | None
+    ) -> ShardView:
+        if there is not None:
+            value = there.views[number].value
+        else:
+            shape = named.shape if self._whole_parameters else (piece.numel,)
+            value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
+        return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
+
+    @contextmanager
+    def _on_shards(self) -> Iterator[None]:
+        """Put this rank's shards into the param groups, inside."""
+        if self._is_on_shards:
+            yield
+            return
+        self._enter_shards()
+        try:
+            yield
+        finally:
+            self._leave_shards()
+
+    def _enter_shards(self) -> None:
+        self._is_on_shards = True
+        for group, shards in zip(self.inner.param_groups, self._shards, strict=True):
+            group["params"] = shards
+
+    def _refuse_changed_groups(self) -> None:
+        groups = [group for one in self._optimizers for group in one.optimizer.param_groups]
+        now = [[id(parameter) for parameter in group["params"]] for group in groups]
+        if len(now) != len(self.groups) or any(
+            own and own != taken for own, taken in zip(now, self.groups, strict=True)
+        ):
+            raise UsageError(
+                "the optimizer's param groups are not those that zeroshard took: to free parameters, call "
+                "optimizer.add_param_group(group) on every rank."
+            )
+
+    def _leave_shards(self) -> None:
+        for group, users in zip(self.inner.param_groups, self._users, strict=False):  # the user may have added others
+            group["params"] = users
+        self._is_on_shards = False
+
+    def counting_on_device(self) -> set[int]:
+        """Return the `id`s of shards whose step count torch keeps on their device: those of fused and capturable groups."""
+        groups = zip(self.inner.param_groups, self._shards, strict=True)
+        return {
+            id(value) for group, shards in groups if group.get("fused") or group.get("capturable") for value in shards
+        }
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call `step()` of the user's optimizers, one after the other. Every rank must call it."""
+        result: Any = None
+        for one in self._optimizers:
+            result = one.step(closure)
+        return result
+
+    def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of one of the user's optimizers with the mean gradients.
+
+        Args:
+            closure: runs forward and backward; called once, before the update. Its value is returned.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self._step_of(users)
+            return loss
+        if self.driver is not None and not self._is_driven:
+            return self.driver()
+        self._leave_shards()  # where an exception of the optimizer's own has left them
+        self._refuse_changed_groups()
+        self._dropped.refuse_later_backward()
+        self._agree_on_used()
+        self._schedule.begin_step()
+        steps = self._flags_that_step(users)
+        before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
+        left = Counter(self._unit_of[resident] for resident in self._residents)
+        updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
+        # In the order of registration: that of this rank's forward may be another than on other ranks.
+        waiting = deque(unit for unit in self._schedule.units if unit.trainable)
+
+        def sync(residents: list[Resident]) -> None:
+            # Each in its turn, however this rank cuts its sub-groups.
+            left.subtract(self._unit_of[resident] for resident in residents)
+            while waiting and not left[waiting[0]]:
+                unit = waiting.popleft()
+                unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
+                self._schedule.sync_parameters(unit)
+
+        if not self._residents:
+            self.step_inner(users)  # nothing to update; a `NoOptimizer` says so
+        for residents in self._sub_groups.run(sync):
+            # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
+            for group, options in zip(self.inner.param_groups, before, strict=True):
+                for key in group.keys() - options.keys() - {"params"}:
+                    del group[key]
+                group.update(options)
+            for resident in residents:
+                self._lend_gradients(resident, steps)
+            self.step_inner(users)
+            for resident in residents:
+                for view in resident.views:
+                    view.value.grad = None
+        self._schedule.end_step()
+        return None
+
+    def step_inner(self, users: UsersOptimizer | None = None) -> None:
+        """Call the step of an optimizer's class once, or of all of them, with the gradients that their tensors have."""
+        with self._on_shards():
+            for one in self._optimizers if users is None else [users]:
+                step_without_hooks(one.optimizer)
+
+    def _flags_that_step(self, users: UsersOptimizer) -> Sequence[bool]:
+        """Flags that say, by parameter, whether it is updated: some rank used it, and its optimizer steps."""
+        if len(self._optimizers) == 1:
+            return self._used
+        parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
+        return [
+            used and parameter in users.parameters and parameter not in self._dropped
+            for parameter, used in zip(parameters, self._used, strict=True)
+        ]
+
+    def release_inner(self) -> None:
+        """Zeroshard is taken off: the inner optimizer holds shards of a model that is no more."""
+        _TAKEN.discard(self._schedule)
+        for one in self._optimizers:
+            one.remove()
+        self._leave_shards()
+
+    def _lend_gradients(self, resident: Resident, steps: Sequence[bool]) -> None:
+        parts = resident.gradient_parts
+        if parts is None:
+            flat = resident.gradient
+            assert flat is not None
+            flat = self.gradients.lent(resident.shard, flat)
+            parts = [view.part_of(flat) for view in resident.views]
+        for view, part in zip(resident.views, parts, strict=True):
+            if steps[view.flag]:
+                view.value.grad = part.detach()  # a use of the memory that shows, if somebody keeps it beyond zero_grad
+
+    def zero_grad(self) -> None:
+        """Forget the gradients. Their buffers stay, to be overwritten."""
+        self._used_at = -1
+        self._dropped.reset()
+        for one in self._optimizers:
+            one.keep_places()
+        self._mean_gradients.reset()
+        self._taken.reset()
+        self._schedule.forget_gradients()
+        if not self._schedule.parked:
+            self._sub_groups.prefetch()
+
+    def _zero_grad_of_all(self, set_to_none: bool = True) -> None:
+        self.zero_grad()
+
+    def _zero_grad_of(self, optimizer: UsersOptimizer) -> None:
+        if self._dropped.add(optimizer):
+            self.zero_grad()
+
+    # ------------------------------------------------------------------ the norm
+
+    @property
+    def gradients(self) -> MeanGradients:
+        """The mean over ranks, in this rank's shards, as the user's operations on `parameter.grad` have changed it."""
+        self._taken.apply_factors()
+        return self._mean_gradients
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the mean gradients of all parameters. Every rank must call it, after the last backward."""
+        return float(self._exchange(norm=True))
+
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
+        """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+
+        Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
+
+        Returns:
+            A number; where an accelerator computes it, a tensor of shape [] there: only who reads it waits.
+
+        Args:
+            max_norm: None leaves the norm as it is.
+            loss_scale: what the loss was multiplied by before the backward; the gradients are divided by it first.
+        """
+        norm = self._norm = self._exchange(norm=True) / loss_scale
+        if max_norm is not None or loss_scale != 1.0:
+            coefficient = coefficient_of(norm, max_norm, loss_scale)
+            self.gradients.scale((resident.shard for resident in self._residents), coefficient)
+        return norm
+
+    def _operate(self, flag: tuple[Unit, int], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of torch's operations on a parameter's `grad`, see `TakenGradients.operate`."""
+        self._dropped.refuse(f"{name} of a gradient")
+        if self.loss_scale != 1.0:
+            unit, index = flag
+            raise UsageError(
+                f"{name} of the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} until the "
+                "step. To clip under fp16, set gradient_clipping in the config."
+            )
+        return self._taken.operate(flag, name, args, kwargs)
+
+    def not_finite(self) -> tuple[str, ...]:
+        """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
+        self._schedule.finish_gradients()
+        own = bytearray(len(self._flags))
+        looks: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for resident in self._residents:
+            with self.gradients.opened(resident.shard) as gradient:
+                for view in resident.views:
+                    part = gradient[view.start : view.start + view.numel]
+                    looks.setdefault(part.device, []).append((view.flag, torch.isfinite(part).all()))
+        for found in looks.values():  # one look at each device
+            answers = torch.stack([answer for _, answer in found]).tolist()
+            for (flag, _), is_finite in zip(found, answers, strict=True):
+                own[flag] |= not is_finite
+        messages = self._everyone.exchange(bytes(own), "the flags of gradients that are not finite")
+        anywhere = [any(flags) for flags in zip(*messages, strict=True)]
+        return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
+
+    def used(self) -> dict[str, bool]:
+        """Return, by fqn, whether any rank used the parameter in this step, and no `zero_grad` has dropped its gradient.
+
+        Every rank must call it, after the last backward.
+        """
+        self._dropped.refuse_later_backward()
+        self._agree_on_used()
+        return {
+            unit.named[index].fqn: used and not self.has_dropped(unit.named[index].parameter)
+            for (unit, index), used in zip(self._flags, self._used, strict=True)
+        }
+
+    def has_dropped(self, parameter: Tensor) -> bool:
+        """Whether the one of several optimizers that steps the parameter has dropped its gradient."""
+        return id(parameter) in self._dropped
+
+    def _agree_on_used(self) -> None:
+        """Hear who used which parameter, unless nothing came since that was last asked: of a backward, or of a user's hand."""
+        is_known = self._used_at == self._schedule.gradients_taken and not self._taken.changed
+        if self._schedule.asks_for_gradients() or not is_known:
+            self._exchange(norm=False)
+        self._taken.apply_factors()
+
+    def residents(self) -> Iterator[Resident]:
+        """Yield the shards that this rank updates, with their parts by parameter."""
+        yield from self._residents
+
+    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
+        """Bring master weights and states of one shard to memory inside, wherever they rest: see `SubGroups.opened`."""
+        return self._sub_groups.opened(resident, write=write, read=read)
+
+    def settle(self) -> None:
+        """Wait until every state is where it rests; raises what went wrong on the way."""
+        self._sub_groups.settle()
+
+    def park(self, *, states: bool) -> None:
+        """The tensors that it updates, and with `states` those that it keeps, will be elsewhere for a while."""
+        for resident in self._residents:
+            resident.park()
+        kept = [value for state in self.state.values() for value in state.values()] if states else []
+        self._parked = [(value, value.data) for value in kept if isinstance(value, Tensor) and value.ndim]
+        for value, _ in self._parked:
+            value.data = placeholder(value)
+
+    def unpark(self) -> None:
+        """Attach the parked states again."""
+        for resident in self._residents:
+            resident.unpark()
+        for value, memory in self._parked:
+            value.data = memory
+        self._parked = []
+
+    def kept_in(self, storage: Storage) -> list[Tensor]:
+        """List the tensors that the optimizer keeps in the memory of `storage`."""
+        here = [r for r in self._residents if r.shard.step is storage and r.shard.home is storage]
+        kept = [value for r in here for view in r.views for value in self.state.get(view.value, {}).values()]
+        return [value for value in kept if isinstance(value, Tensor)]
+
+    def refuse_parked(self, what: str) -> None:
+        """Raise where model states that `what` needs are away."""
+        self._schedule.refuse_parked(what)
+
+    def abandon(self) -> None:
+        """Forget what an error left behind: states will be loaded again."""
+        self._sub_groups.abandon()
+
+    @property
+    def frames_nbytes(self) -> int:
+        """Bytes of memory through which states that rest elsewhere come to the step."""
+        return self._sub_groups.nbytes
+
+    def _exchange(self, norm: bool) -> float | Tensor:
+        """Exchange one small message: the parameters that ranks used or wrote to, and, if asked for, the norm. Returns it."""
+        if norm:
+            self._dropped.refuse("a gradient norm")
+        self._schedule.finish_gradients()
+        sums = (
+            self.gradients.squares_by_shard([one.shard for one in self._residents if self._counts(one)]) if norm else {}
+        )
+        written = {unit: unit.written(owners_follow=True) for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        own_flags = bytes(
+            (index in unit.used) | (index in written[unit]) << 1 | (number in self._taken.changed) << 2
+            for number, (unit, index) in enumerate(self._flags)
+        )
+        collectives = self._collectives
+        own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
+        digest = self._options.digest() + self._replicas.digest(self._residents)
+        by_rank, messages = self._everyone.exchange_values(
+            own, digest + own_flags, "the gradient norm and the flags of used parameters"
+        )
+        self._options.refuse_different([message[:DIGEST_NBYTES] for message in messages])
+        self._replicas.refuse_different([message[DIGEST_NBYTES : len(digest)] for message in messages], self._residents)
+        messages = [message[len(digest) :] for message in messages]
+        self._taken.agree([bytes(flag & 4 for flag in message) for message in messages])
+        flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
+        self._used = tuple(bool(flag & 1) for flag in flags)
+        for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
+            unit.take_written()
+        self._used_at = self._schedule.gradients_taken
+        if not norm:
+            return 0.0
+        # An unsharded optimizer holds every shard, bit for bit the same as its owner's.
+        if len(sums) == self._everyone.world_size:
+            return norm_of(torch.stack([sums[shard] for shard in sorted(sums)]).to(by_rank.device))
+        return norm_of(self._everyone.by_shard(by_rank))
+
+    def _counts(self, resident: Resident) -> bool:
+        """What is whole on every rank of the other dimension counts on the first of them."""
+        return self._others.rank == 0 or self._unit_of[resident].is_cut
+
+    # ------------------------------------------------------------------ what the user's optimizer answers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory.
+
+        The user's own optimizer answers with the same.
+        """
+        self._schedule.refuse_parked("optimizer.state_dict()")
+        with self._on_shards():
+            whole = {**self.inner.state_dict(), SHARDS: names_of_shards(self._shards, self.views)}
+        number_of = {id(value): number for number, value in enumerate(chain.from_iterable(self._shards))}
+        for resident in self._residents:
+            if resident.is_in_place:
+                continue
+            with self.opened(resident):
+                for view in resident.views:
+                    state = self.state.get(view.value, {})
+                    if state:
+                        whole["state"][number_of[id(view.value)]] = {
+                            name: value.clone() if runs_along(value, name, view.value) else value
+                            for name, value in state.items()
+                        }
+        return whole
+
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        if not self._is_on_shards:
+            self._refuse_changed_groups()
+            self._enter_shards()
+            self._answers_user = True
+
+    def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not self._answers_user:
+            return state_dict
+        self._answers_user = False
+        self._leave_shards()
+        return self.state_dict()
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._schedule.refuse_parked("optimizer.load_state_dict()")
+        self._refuse_changed_groups()
+        refuse_other_shards(state_dict, self._shards, self.views)
+        self._sub_groups.settle()
+        self._enter_shards()
+
+    def _take_states(self) -> None:
+        optimizers = [one.optimizer for one in self._optimizers]
+        if all(
+            type(one).__module__.startswith("torch.optim.") for one in optimizers
+        ):  # others may keep it elsewhere, too
+            states = ShardStates(self.inner.state, self._states_of)
+            for one in (self.inner, *optimizers):
+                one.state = states
+
+    def _states_of(self, parameter: int) -> Mapping[str, Any] | None:
+        """Return this rank's part of a parameter's states, by the parameter's `id`; None where no group lists it."""
+        if not any(parameter in group for group in self.groups):
+            return None
+        found = [
+            (resident, v) for resident in self._residents for v in resident.views if id(v.named.parameter) == parameter
+        ]
+        if not found:
+            return MappingProxyType({})  # another rank keeps them; what is written here would be lost
+        resident, view = found[0]
+        if len(found) > 1 or not resident.is_in_place:
+            why = "lie in several parts" if len(found) > 1 else "rest elsewhere"
+            raise UsageError(
+                f"the states of {view.named.fqn} {why}, and optimizer.state shows what lies here in one: call "
+                f'sharded.states.get("{view.named.fqn}", "exp_avg") or set, on every rank, or local and set_local for this rank\'s.'
+            )
+        states: dict[str, Any] = self.inner.state[view.value]
+        return states
+
+    def _after_load(self, _: torch.optim.Optimizer) -> None:
+        self._leave_shards()
+        self._take_states()
+        for resident in self._residents:
+            resident.look_in(self.state)
+            with self.opened(resident, write=True):  # what rests elsewhere goes there
+                pass
+
+    @property
+    def groups_are_known(self) -> bool:
+        """Whether there is anything to update at all."""
+        return not isinstance(self.inner, NoOptimizer)
+
+    def on_added_group(self, take: Callable[[dict[str, Any]], None]) -> None:
+        """Have `take` called where the user adds a param group."""
+        for one in self._optimizers:
+            one.optimizer.add_param_group = take  # type: ignore[method-assign, assignment]
+
+    def list_group(self, param_group: dict[str, Any]) -> None:
+        """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
+        if isinstance(self.inner, MuonWithAdamW | Several):
+            raise UsageError(
+                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the parameters "
+                "there, frozen as they are."
+            )
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        known = {parameter for group in self.groups for parameter in group}
+        again = sum(id(parameter) in known for parameter in parameters)
+        if again:
+            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
+        self.groups.append([id(parameter) for parameter in parameters])
+        type(self.inner).add_param_group(self.inner, {**param_group, "params": parameters})
+        self._users.append(self.inner.param_groups[-1]["params"])
+        self._optimizers[0].parameters |= {id(parameter) for parameter in parameters}
+
+
+_TAKEN = weakref.WeakSet[Schedule]()
+"""Models whose other optimizers are refused. torch's hook on all optimizers stays: to remove one in the middle of a step, as the
+garbage collector might, would break that step off."""
+
+
+def _watch_other_optimizers(schedule: Schedule) -> None:
+    if not _WATCHED:
+        _WATCHED.append(register_optimizer_step_pre_hook(_refuse_unlisted))
+    _TAKEN.add(schedule)
+
+
+_WATCHED: list[Any] = []
+
+
+def _refuse_unlisted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise where an optimizer that `shard` was not given steps parameters of a model, whose gradients are each rank's own."""
+    for unlisted in [schedule.unlisted() for schedule in _TAKEN]:
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups if unlisted):
+            fqn = unlisted.get(id(parameter))
+            if fqn is not None and parameter.grad is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not given this "
+                    "optimizer. Name all of the model's: shard(model, [one, other], policy)."
+                )

@@ -1,0 +1,292 @@
+"""Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks lies in shards.
+
+`torch.nn.utils.clip_grad_norm_` asks each gradient for its norm, and multiplies each by one factor; `clip_grad_value_` clamps each.
+The first norm brings those of all parameters in one message. A factor waits for the step, or for the next norm: where all
+gradients have the same, the shards are scaled as `sharded.clip_grad_norm_` scales them.
+
+Norms have the same bits under every policy: each shard's part of a parameter is summed by itself, and the parts in shard order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import UsageError
+from zeroshard.gradients.norm import sum_of_squares
+from zeroshard.parameters.context import Context
+from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import Unit
+from zeroshard.step.mean_gradients import MeanGradients
+from zeroshard.step.resident import Resident
+from zeroshard.step.shard_view import ShardView
+
+Flag = tuple[Unit, int]
+"""A trainable parameter: its unit, and its index there."""
+
+
+class TakenGradients:
+    """See the module's docstring.
+
+    Args:
+        gradients: the mean over ranks, in this rank's shards.
+    """
+
+    def __init__(self, schedule: Schedule, context: Context, gradients: MeanGradients) -> None:
+        self._schedule = schedule
+        self._collectives = context.collectives
+        self._everyone = context.everyone
+        self._others = context.others
+        self._gradients = gradients
+        self.lay_out((), ())
+
+    def lay_out(self, flags: Sequence[Flag], residents: Iterable[Resident]) -> None:
+        """Operate on the gradients of these parameters from now on, of which `residents` has this rank's shards."""
+        self._flags = list(flags)
+        self._number_of = {flag: number for number, flag in enumerate(flags)}
+        self._residents = list(residents)
+        self._parts: list[list[tuple[Resident, ShardView]]] = [[] for _ in flags]
+        for resident in self._residents:
+            for view in resident.views:
+                self._parts[view.flag].append((resident, view))
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.changed: set[int] = set()
+        """The parameters whose gradients the user has changed on this rank, by number; the other ranks have not heard of it."""
+        self._factors: dict[int, list[float]] = {}
+        self._norms: dict[float, list[float]] = {}
+        """The norms by order, of all parameters, of the gradients at `_norms_at`."""
+        self._norms_at = (0, 0)
+        self._finished_at = -1
+        """The number of gradients that the schedule had taken when their mean was last waited for."""
+
+    def operate(self, flag: Flag, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of torch's operations on a parameter's gradient. Every rank must run it.
+
+        Args:
+            name: of the operation, as torch has it.
+            args, kwargs: of the operation; the first is the gradient.
+
+        Returns:
+            What the operation returns; NotImplemented: there is no such operation on shards.
+        """
+        operation = _OPERATIONS.get(name)
+        if operation is None:
+            return NotImplemented
+        return operation(self, self._number_of[flag], *args, **kwargs)
+
+    # ------------------------------------------------------------------ operations, with torch's arguments
+
+    def _norm(
+        self, number: int, gradient: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> Any:  # fmt: skip
+        if ord is None or ord == "fro":
+            ord = 2.0
+        if not isinstance(ord, Real) or float(ord) <= 0 or dim is not None or keepdim:
+            return NotImplemented
+        norm = self._norms_of_all(_Norm(float(ord)))[number]
+        return torch.tensor(norm, dtype=dtype or torch.float32, device=gradient.device)
+
+    def _p_norm(
+        self, number: int, gradient: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> Any:
+        return self._norm(number, gradient, p, dim, keepdim, dtype=dtype)
+
+    def _multiply(self, number: int, gradient: Tensor, factor: Any) -> Any:
+        value = _number(factor)
+        if value is None:
+            return NotImplemented
+        self._factors.setdefault(number, []).append(value)
+        self.changed.add(number)
+        return gradient
+
+    def _divide(self, number: int, gradient: Tensor, divisor: Any) -> Any:
+        value = _number(divisor)
+        if not value:
+            return NotImplemented
+        return self._multiply(number, gradient, 1 / value)
+
+    def _clamp(self, number: int, gradient: Tensor, min: Any = None, max: Any = None) -> Any:
+        bounds = [bound for bound in (min, max) if bound is not None]
+        if any(_number(bound) is None for bound in bounds):
+            return NotImplemented
+        self._finish()
+        self.changed.add(number)
+        self._gradients.changes += 1
+        for resident, view in self._parts[number]:
+            value = self._gradients.get(resident.shard, view).clamp(min, max)
+            self._gradients.set(resident.shard, view, value)
+        return gradient
+
+    def _clamp_min(self, number: int, gradient: Tensor, min: Any) -> Any:
+        return self._clamp(number, gradient, min)
+
+    def _clamp_max(self, number: int, gradient: Tensor, max: Any) -> Any:
+        return self._clamp(number, gradient, None, max)
+
+    # ------------------------------------------------------------------ over ranks
+
+    def agree(self, messages: Sequence[bytes]) -> None:
+        """End what `changed` is for: every rank has heard of it.
+
+        Args:
+            messages: in rank order, of each rank one byte a parameter, which is not 0 where its gradient was changed there.
+
+        Raises:
+            UsageError: some ranks changed a gradient, and others did not.
+        """
+        self._refuse_some_ranks(messages, "was changed")
+        self.changed = set()
+
+    def _refuse_some_ranks(self, messages: Sequence[bytes], what: str) -> None:
+        for number, answers in enumerate(zip(*messages, strict=True)):
+            if any(answers) and not all(answers):
+                unit, index = self._flags[number]
+                ranks = [rank for rank, answer in enumerate(answers) if answer]
+                raise UsageError(
+                    f"the gradient of {unit.named[index].fqn} {what} through its `grad` on ranks {ranks} only, and each rank has a "
+                    "part of the mean. Change gradients on every rank; to clip where ranks use different parameters, call "
+                    "sharded.clip_grad_norm_(max_norm)."
+                )
+
+    def _finish(self) -> None:
+        """Wait for the mean, and apply what was to be multiplied. Called for each parameter, it looks at all of them once."""
+        if self._finished_at != self._schedule.gradients_taken:
+            self._schedule.finish_gradients()
+            self._finished_at = self._schedule.gradients_taken
+        self.apply_factors()
+
+    def apply_factors(self) -> None:
+        """Multiply. Where each gradient has the same factors, the shards are scaled as a whole."""
+        if not self._factors:
+            return
+        factors = self._factors
+        self._factors = {}
+        self._gradients.changes += 1
+        used = {number for number, (unit, index) in enumerate(self._flags) if index in unit.used}
+        if used <= factors.keys() and len({tuple(each) for each in factors.values()}) == 1:
+            for factor in next(iter(factors.values())):
+                self._gradients.scale((resident.shard for resident in self._residents), factor)
+            return
+        for number, each in factors.items():
+            for resident, view in self._parts[number]:
+                value = self._gradients.get(resident.shard, view)
+                for factor in each:
+                    value = value * factor
+                self._gradients.set(resident.shard, view, value)
+
+    def _norms_of_all(self, norm: _Norm) -> list[float]:
+        """Return the norm of each parameter's mean gradient. Every rank must call it; one message."""
+        self._finish()
+        now = (self._schedule.gradients_taken, self._gradients.changes)
+        if self._norms_at != now:
+            self._norms.clear()
+            self._norms_at = now
+        if norm.order not in self._norms:
+            rows = self._rows_of_all(norm)
+            self._norms[norm.order] = [norm.end(norm.combined(parts)) for parts in zip(*rows, strict=True)]
+        return self._norms[norm.order]
+
+    def _rows_of_all(self, norm: _Norm) -> list[list[float]]:
+        """Return what each shard gives to the norm of each parameter, in the order of shards. Every rank must call it."""
+        rows = self._own_rows(norm)
+        count = len(self._flags)
+        own = bytes(index in unit.used for unit, index in self._flags)
+        own += bytes(number in self.changed for number in range(count))
+        is_whole = len(rows) == self._everyone.world_size  # an unsharded optimizer has every shard's gradients
+        if not is_whole:
+            own += _packed(rows)
+        messages = self._everyone.exchange(own, f"gradient norms of order {norm.order}")
+        self._refuse_some_ranks([message[:count] for message in messages], "is to be seen")
+        self.agree([message[count : 2 * count] for message in messages])
+        if not is_whole:
+            for message in messages:
+                rows |= _unpacked(message[2 * count :], count)
+        return [rows[number] for number in sorted(rows)]
+
+    def _own_rows(self, norm: _Norm) -> dict[int, list[float]]:
+        """Compute, by number of shard and by parameter, this rank's part of the norm.
+
+        A parameter that is whole on every rank of another dimension counts on the first of them.
+        """
+        parts: dict[int, list[list[float]]] = {}
+        first = self._others.rank * self._collectives.world_size
+        for resident in self._residents:
+            row = parts.setdefault(first + resident.shard.number, [[] for _ in self._flags])
+            for view in resident.views:
+                if first and view.named.placement.is_whole:
+                    continue
+                part = self._gradients.get(resident.shard, view).flatten()
+                row[view.flag].append(float(norm.of(part)))
+        return {number: [norm.combined(own) for own in row] for number, row in parts.items()}
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A norm of a positive order, or infinity, of a tensor in parts: (sum of |x|^order)^(1 / order), or the largest |x|."""
+
+    order: float
+
+    def of(self, part: Tensor) -> Tensor:
+        """Return what a part gives, in fp64, of shape []."""
+        if self.order == 2.0:
+            return sum_of_squares(part)
+        norm: Tensor = torch.linalg.vector_norm(part, self.order, dtype=torch.float64)
+        if math.isinf(self.order):
+            return norm
+        return norm**self.order
+
+    def combined(self, parts: Sequence[float]) -> float:
+        """Return what several parts give together, in their order."""
+        if not math.isinf(self.order) or any(map(math.isnan, parts)):
+            return sum(parts)
+        return max(parts, default=0.0)
+
+    def end(self, total: float) -> float:
+        """Return the norm, of what all parts give together."""
+        if math.isinf(self.order):
+            return total
+        if self.order == 2.0:
+            return math.sqrt(total)
+        return math.pow(total, 1 / self.order)
+
+
+def _packed(rows: Mapping[int, Sequence[float]]) -> bytes:
+    made = [[float(number), *row] for number, row in rows.items()]
+    return torch.tensor(made, dtype=torch.float64).numpy().tobytes()
+
+
+def _unpacked(data: bytes, count: int) -> dict[int, list[float]]:
+    if not data:
+        return {}
+    rows = torch.frombuffer(bytearray(data), dtype=torch.float64).view(-1, count + 1).tolist()
+    return {int(row[0]): row[1:] for row in rows}
+
+
+def _number(value: Any) -> float | None:
+    """Return a factor or a bound as a number; the host waits for a tensor of one element. None: it is something else."""
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    return None
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "linalg_vector_norm": TakenGradients._norm,
+    "norm": TakenGradients._p_norm,
+    "mul_": TakenGradients._multiply,
+    "__imul__": TakenGradients._multiply,
+    "div_": TakenGradients._divide,
+    "__itruediv__": TakenGradients._divide,
+    "clamp_": TakenGradients._clamp,
+    "clamp_min_": TakenGradients._clamp_min,
+    "clamp_max_": TakenGradients._clamp_max,
+}
+"""The operations, by torch's names for them."""

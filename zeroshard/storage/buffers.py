@@ -1,0 +1,305 @@
+"""Owns 1-D tensors whose memory can be given back and taken again while every view of them stays valid.
+
+[Note: freed storage]
+Autograd saves views of parameters. When a sharded unit is given back, the *memory* of its flat buffer goes, and before the backward
+it comes again at the same place: the saved views see the values again. Until then nothing may read them: reading
+freed memory is a segmentation fault, not an error. So a parameter at rest does not look
+at this memory at all but at a placeholder, see `unit.py`; and memory that somebody else looks at is not given back until
+nobody does: a
+view that a module returned, an alias that the user keeps, what autograd saved where no hook of ours saw it.
+
+Where memory is a device's, or small, its storage shrinks to nothing and grows again. Memory of a CPU that is not small stays at its
+addresses and loses its pages, see pages.py: torch's way would have the kernel make each page anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from zeroshard.collectives.base import Collectives
+from zeroshard.errors import StorageError
+from zeroshard.storage.pages import Arena, Pages, Range
+from zeroshard.storage.transfers import LANDED, Transfer, aligned_bytes
+from zeroshard.torch_private import storage_users
+
+
+class FlatBuffer(ABC):
+    """`tensor` [numel], whole until it is given back. `label` is for warnings and errors."""
+
+    def __init__(self, label: str, tensor: Tensor) -> None:
+        self.label = label
+        self.tensor = tensor
+        self._own_uses: int | None = None
+
+    def view(self, start: int, shape: torch.Size) -> Tensor:
+        """The elements from `start` on, in `shape`."""
+        return self.tensor[start : start + shape.numel()].view(shape)
+
+    def rows(self, start: int, numel: int, count: int) -> Tensor:
+        """The elements from `start` on as a matrix of `count` rows."""
+        return self.tensor[start : start + numel].view(count, numel // count)
+
+    @property
+    def _uses(self) -> int:
+        return storage_users(self.tensor)
+
+    @final
+    def free(self) -> None:
+        """Give the memory back, if nobody else looks at it. See [Note: freed storage]."""
+        if self._own_uses is None:  # nobody else has seen it yet
+            self._own_uses = self._uses
+        if self.nbytes and self._uses <= self._own_uses:
+            self._give_back()
+
+    @final
+    def allocate(self) -> None:
+        """Take memory again; its content is undefined.
+
+        Raises:
+            StorageError: there is none.
+        """
+        if not self.nbytes:
+            self._take()
+            self._own_uses = self._uses
+
+    @abstractmethod
+    def _give_back(self) -> None: ...
+
+    @abstractmethod
+    def _take(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of live memory now."""
+
+
+@final
+class ResizedBuffer(FlatBuffer):
+    """Memory of torch's own."""
+
+    def __init__(self, label: str, tensor: Tensor) -> None:
+        super().__init__(label, tensor)
+        self._nbytes = tensor.untyped_storage().nbytes()
+        self._is_borrowed = False
+        self._taken_on = self._stream
+
+    def _give_back(self) -> None:
+        storage = self.tensor.untyped_storage()
+        if storage.resizable():
+            if (stream := self._stream) != self._taken_on:
+                self.tensor.record_stream(stream)  # which may read it still; the memory goes back to the other's pool
+            storage.resize_(0)
+        elif not self._is_borrowed:
+            self._is_borrowed = True
+            warnings.warn(
+                f"a numpy array was made of {self.label}: torch can free their memory no more, so they stay whole, "
+                "and the array shows whatever comes there. Make arrays of copies: parameter.detach().clone().numpy().",
+                stacklevel=2,
+            )
+
+    def _take(self) -> None:
+        self.tensor.untyped_storage().resize_(self._nbytes)
+        self._taken_on = self._stream
+
+    @property
+    def _stream(self) -> Any:
+        """The current one, where memory belongs to one."""
+        device = self.tensor.device
+        return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+
+@final
+class PagedBuffer(FlatBuffer):
+    """Zeros in CPU memory whose pages go to the next buffer.
+
+    Raises:
+        OSError: there are no addresses.
+        StorageError: there is no memory.
+    """
+
+    def __init__(self, label: str, numel: int, dtype: torch.dtype, pages: Pages) -> None:
+        self._pages = pages
+        self._nbytes = numel * dtype.itemsize
+        self._is_here = False
+        self._range = Range(pages, self._nbytes)
+        super().__init__(label, self._range.tensor(0, numel, dtype))
+        self._all = self._range.pieces(0, self._nbytes)
+        self._take()
+        self.tensor.zero_()
+
+    def __del__(self) -> None:
+        if self._is_here:
+            self._pages.hold(-self._nbytes)
+
+    def _give_back(self) -> None:
+        self._is_here = False
+        self._pages.hold(-self._nbytes)
+        self._range.empty(self._all)
+
+    def _take(self) -> None:
+        try:
+            self._range.fill(self._all)
+        except OSError as error:
+            raise _no_memory(self.label, self._nbytes, error) from error
+        self._is_here = True
+        self._pages.hold(self._nbytes)
+        self._pages.trim()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes if self._is_here else 0
+
+
+@final
+class ArenaBuffer(FlatBuffer):
+    """A part of an arena in CPU memory, which shares pages with its neighbours. It begins without memory."""
+
+    def __init__(self, label: str, numel: int, dtype: torch.dtype, arena: Arena) -> None:
+        self._nbytes = numel * dtype.itemsize
+        self._is_here = False
+        self._part = arena.part(self._nbytes)
+        super().__init__(label, self._part.tensor(numel, dtype))
+
+    def _give_back(self) -> None:
+        self._is_here = False
+        self._part.empty()
+
+    def _take(self) -> None:
+        try:
+            self._part.fill()
+        except OSError as error:
+            raise _no_memory(self.label, self._nbytes, error) from error
+        self._is_here = True
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes if self._is_here else 0
+
+
+@final
+class ShareableBuffer(FlatBuffer):
+    """Memory that other ranks read: all of what `Collectives.buffer` gave, as bytes.
+
+    Args:
+        emptied: addresses of those that have no memory now; kept up to date.
+    """
+
+    def __init__(self, label: str, tensor: Tensor, collectives: Collectives, emptied: set[int]) -> None:
+        super().__init__(label, tensor)
+        self._collectives = collectives
+        self._emptied = emptied
+
+    def _give_back(self) -> None:
+        self._collectives.discard(self.tensor)
+        self._emptied.add(self.tensor.data_ptr())
+
+    def _take(self) -> None:
+        self._emptied.discard(self.tensor.data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor.data_ptr() in self._emptied else self.tensor.nbytes
+
+
+def _no_memory(label: str, nbytes: int, error: OSError) -> StorageError:
+    return StorageError(f"no memory for {label} ({nbytes:,} bytes): {error}.")
+
+
+class BufferPool:
+    """Hands out 1-D scratch tensors and takes them back.
+
+    It holds at most as many buffers as were ever out at once, each as large as the largest request: when none of the
+    free ones is large enough, one of them makes room for the new one.
+
+    Args:
+        buffer: makes memory of a CPU's, from which other ranks may be able to read; default: ordinary memory.
+
+    Attributes:
+        spare_nbytes: as many bytes may wait for copies to CPU memory while the computation goes on in other buffers; 0 waits for
+            the copy. A host that is ahead of its device cannot see which copies are over, so each counts until its turn comes.
+    """
+
+    def __init__(self, device: torch.device, buffer: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
+        self._device = device
+        self._buffer = buffer
+        self._free: list[tuple[Tensor, Transfer]] = []
+        """Those that came back first stand first."""
+        self._out: dict[int, Tensor] = {}
+        self.spare_nbytes = 0
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of `numel` elements with undefined content. Give it back with `release`."""
+        nbytes = numel * dtype.itemsize
+        fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
+        if self.spare_nbytes:
+            fitting = self._without_copies(fitting, nbytes)
+        if fitting:
+            entry = min(fitting, key=lambda entry: (not entry[1].is_done, entry[0].numel()))
+            buffer, after = entry
+            self._drop(entry)
+            with suppress(StorageError):  # which is told where the values were to rest
+                after.wait(self._device)
+        else:
+            replaced = [entry for entry in self._free if not self.spare_nbytes or entry[1] is LANDED]
+            if replaced:
+                self._drop(max(replaced, key=lambda entry: entry[0].numel()))
+            buffer = self._make(nbytes)
+        scratch = buffer[:nbytes].view(dtype)
+        self._out[id(scratch)] = buffer
+        return scratch
+
+    def _without_copies(self, fitting: list[tuple[Tensor, Transfer]], nbytes: int) -> list[tuple[Tensor, Transfer]]:
+        """Of the fitting ones, those without a copy; none, where a new one may be made; otherwise the oldest."""
+        idle = [entry for entry in fitting if entry[1] is LANDED]
+        if idle:
+            return idle
+        waiting = sum(buffer.numel() for buffer, after in self._free if after is not LANDED)
+        return [] if waiting + nbytes <= self.spare_nbytes else fitting[:1]
+
+    def release(self, scratch: Tensor, after: Transfer | None = None) -> None:
+        """Take back what `acquire` gave; it is used again once `after` is over."""
+        self._free.append((self._out.pop(id(scratch)), after or LANDED))
+
+    def clear(self) -> None:
+        """Give back what is not out."""
+        self._free.clear()
+
+    def _make(self, nbytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            if self._buffer is not None:
+                return self._buffer(nbytes, torch.uint8)
+            return aligned_bytes(nbytes, pin=False)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _drop(self, entry: tuple[Tensor, Transfer]) -> None:
+        self._free = [other for other in self._free if other is not entry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of live storage, in use and waiting."""
+        return sum(buffer.numel() for buffer in [*(buffer for buffer, _ in self._free), *self._out.values()])
+
+
+def memory_of(flat: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, to be read from or written to.
+
+    Made from the address: a storage of which `Tensor.numpy` has given a view can never be freed and refilled again.
+    """
+    if flat.numel() == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
+    array.owner = flat  # which lives as long as the view
+    return memoryview(array).cast("B")

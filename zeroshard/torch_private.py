@@ -1,0 +1,616 @@
+"""Owns torch's private names: all that this package uses of torch and torch does not promise to keep.
+
+Each is looked up when this module is imported, and tried out where that takes microseconds. Those that few need
+are looked up at their first use. A name that is missing, or does something else than it is needed for, is an error that names it:
+so another torch fails at the first use of zeroshard, and not in the middle of a training.
+
+Names that run often are torch's own objects under another name, or one plain call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from threading import Thread
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+"""Names that other modules import, and that are not made here."""
+
+SEEN_TO_WORK = ("2.11", "2.13")
+"""Releases of torch on which all tests passed."""
+
+
+def _find(name: str) -> Any:
+    """Look a name up.
+
+    Raises:
+        UsageError: this torch has none.
+    """
+    found: Any = torch
+    parts = name.split(".")
+    for end, part in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = import_module(".".join(parts[:end]))
+            except ImportError:
+                raise _unfit(name, "is missing") from None
+    return found
+
+
+def _unfit(name: str, how: str) -> UsageError:
+    newest = SEEN_TO_WORK[-1]
+    return UsageError(
+        f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. It was seen to work with torch "
+        f'{" and ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
+    )
+
+
+# ---------------------------------------------------------------- tensors
+
+past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find("torch._C.DisableTorchFunctionSubclass")
+"""A context in which operations on parameters do not come to their classes, which report readers to units.
+
+torch's manual names it for authors of such classes, and torch exports no public one.
+"""
+
+disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
+"""The `__torch_function__` of classes that take no part in it, as `nn.Parameter` has it.
+
+torch's manual names it, and torch exports no public one. Another function with the same result would make each operation slower:
+torch looks for this very object.
+"""
+
+_make_wrapper = _find("torch.Tensor._make_wrapper_subclass")
+
+
+def wrapper_tensor(cls: type[Tensor], size: torch.Size, **options: Any) -> Any:
+    """Make a tensor of a class that has a shape and no memory. torch's manual names the function, and there is no other."""
+    return _make_wrapper(cls, size, **options)
+
+
+_find("torch.Tensor._version")
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place, which its readers have to know.
+
+    torch makes `increment_version` public, and no reader.
+    """
+    return tensor._version
+
+
+_use_count = _find("torch._C._storage_Use_Count")
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Return how many objects hold a tensor's memory, which is given back when nobody else does. torch has no public counter."""
+    return int(_use_count(tensor.untyped_storage()._cdata))
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that all tensors over one storage share, and no tensor over another storage that lives now.
+
+    Python's identity of a storage's wrapper is not stable, and not every tensor has an address.
+
+    Raises:
+        RuntimeError, NotImplementedError: the tensor has no storage, such as one of torch.func.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same storage."""
+    same = storage_id(one) == storage_id(other)
+    return same and one.storage_offset() * one.itemsize == other.storage_offset() * other.itemsize
+
+
+# Operations on many tensors in one launch, for accelerators. torch documents them, and gives none of them a public name.
+foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_")
+foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
+foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_")
+foreach_add_: Callable[..., None] = _find("torch._foreach_add_")
+foreach_sign_: Callable[..., None] = _find("torch._foreach_sign_")
+foreach_lerp: Callable[..., list[Tensor]] = _find("torch._foreach_lerp")
+foreach_lerp_: Callable[..., None] = _find("torch._foreach_lerp_")
+
+# ---------------------------------------------------------------- DTensors
+
+# Their modules take a second to import: who has a DTensor has imported them.
+
+
+def distributed_class() -> type[nn.Parameter] | None:
+    """Return the class of DTensors; None where nobody has imported it, so that there are none."""
+    found: type[nn.Parameter] | None = globals().get("DTensor")
+    if found is None and _AT_FIRST_USE["DTensor"].rpartition(".")[0] in sys.modules:
+        for name in ("_local_tensor", "_spec"):
+            __getattr__(name)
+        found = __getattr__("DTensor")
+    return found
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    kind = distributed_class()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return the very tensor that a DTensor holds on this rank. `to_local()` makes another one, or a node of a graph."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def writes_of(tensor: Any) -> int:
+    """Return how often a DTensor was written to in place, itself or by `to_local()`, which shows at the local tensor only."""
+    return version_of(tensor) + version_of(tensor._local_tensor)
+
+
+def show_local(tensor: Any, local: Tensor) -> None:
+    """Have a DTensor hold another tensor on this rank, of the same shape. Its `data` takes none."""
+    tensor._local_tensor = local
+
+
+def distributed_as(like: Any, local: Tensor) -> Tensor:
+    """Make a DTensor, outside of graphs, that is distributed as another one is."""
+    return distributed_by(like._spec, local)
+
+
+def distribution_of(tensor: Any) -> Any:
+    """Return what a DTensor is besides its local tensor: mesh, placements, shape, strides, dtype. It may be shared."""
+    return tensor._spec
+
+
+def distributed_by(distribution: Any, local: Tensor) -> Tensor:
+    """Make a DTensor, outside of graphs. `DTensor.from_local` is public, and takes ten times as long."""
+    kind: Any = distributed_class()
+    made: Tensor = kind(local, distribution, requires_grad=False)
+    return made
+
+
+def part_as(like: Any, gradient: Any) -> Tensor:
+    """Return what this rank has of a DTensor once it is distributed as another one is. All ranks of the mesh must call it."""
+    if gradient.placements != like.placements:
+        gradient = gradient.detach().redistribute(placements=like.placements)
+    local = local_of(gradient)
+    # A collective's result may be a tensor that waits for itself when an operation looks at it; memory is read without one.
+    wait: Callable[[], Tensor] | None = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
+# ---------------------------------------------------------------- trees
+
+# Trees of lists, dicts and types that libraries register with torch, such as outputs of transformers. Models take and return them.
+# torch exports no public reader of its register.
+tree_map: Callable[..., Any] = _find("torch.utils._pytree.tree_map")
+tree_map_only: Callable[..., Any] = _find("torch.utils._pytree.tree_map_only")
+tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree.tree_leaves")
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _find("torch.utils._pytree.tree_flatten")
+tree_unflatten: Callable[[list[Any], Any], Any] = _find("torch.utils._pytree.tree_unflatten")
+
+# ---------------------------------------------------------------- modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which a module keeps its own parameters; writing to it replaces one, and nothing else happens.
+
+    `setattr` and `register_parameter` call hooks of the user's, and `get_parameter` takes another attribute for the parameter.
+    """
+    return module._parameters
+
+
+def own_parts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the dicts in which modules keep their own parameters and the modules inside them, two for each module."""
+    return [part for module in modules for part in (module._parameters, module._modules)]
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict in which a module keeps its own buffers, as `own_parameters` does."""
+    return module._buffers
+
+
+def is_saved(module: nn.Module, buffer: str) -> bool:
+    """Whether a state dict of a module holds the module's own buffer of this name. torch has no public way to ask."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def _make_first(hooks: Any, handle: RemovableHandle) -> None:
+    if next(iter(hooks)) != handle.id:
+        for other in [number for number in hooks if number != handle.id]:
+            hooks[other] = hooks.pop(other)
+
+
+def _make_last(hooks: Any, handle: RemovableHandle) -> None:
+    if next(reversed(hooks)) != handle.id:
+        hooks[handle.id] = hooks.pop(handle.id)
+
+
+def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHandle) -> None:
+    """Move a pre-hook of a module's forward before all others, and a hook after all others.
+
+    torch's `prepend=True` holds when a hook is registered: one that comes later may go around it.
+    """
+    _make_first(module._forward_pre_hooks, first)
+    _make_last(module._forward_hooks, last)
+
+
+def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
+    """Move a hook on a parameter's accumulated gradient after those that were registered later. torch has no public way."""
+    _make_last(parameter._post_accumulate_grad_hooks, handle)
+
+
+def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
+    """Move a hook before an optimizer's steps after all others, and a hook after steps before all others.
+
+    torch has no public way.
+    """
+    _make_last(optimizer._optimizer_step_pre_hooks, before)
+    _make_first(optimizer._optimizer_step_post_hooks, after)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
+    """Run an optimizer's step as its class has it, without hooks, also where it calls the step of the class that it extends.
+
+    torch wraps each class's method with the object's hooks, and has no public way around it.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        return type(optimizer).step(optimizer)
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+def compiled_call_of(module: nn.Module) -> Any:
+    """Return what `module.compile()` made to run instead of the module's `forward`, or None. torch has no public reader."""
+    return module._compiled_call_impl
+
+
+# ---------------------------------------------------------------- autograd
+
+_graph_task = _find("torch._C._current_graph_task_id")
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward. torch's checkpointing and FSDP2 ask in this way, and there is no public one."""
+    return bool(_graph_task() != -1)
+
+
+_will_execute = _find("torch._C._will_engine_execute_node")
+
+
+def backward_reaches(node: Node) -> bool:
+    """Return whether the backward that runs will run a node. torch's checkpointing asks in this way, and there is no public one.
+
+    Raises:
+        RuntimeError: no backward runs, or it is one of `torch.autograd.grad` that ends in this node.
+    """
+    return bool(_will_execute(node))
+
+
+_engine = _find("torch.autograd.Variable._execution_engine")
+_find("torch.autograd.Variable._execution_engine.queue_callback")
+
+
+def at_end_of_backward(callback: Callable[[], object]) -> None:
+    """Have the backward that runs call something when it ends. DDP and FSDP2 use this, and there is no public way."""
+    _engine.queue_callback(callback)
+
+
+_top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
+    """Return the innermost hooks on saved tensors, as `(pack, unpack)`: those of a unit go on with them.
+
+    torch makes entering and leaving public (`torch.autograd.graph.saved_tensors_hooks`), and no reader.
+    """
+    found: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = _top_hooks(True)
+    return found
+
+
+_refusal = _find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
+
+
+def refuses_saved_tensors_hooks() -> bool:
+    """Return whether hooks on saved tensors would raise now. torch makes refusing them public, and no reader of it."""
+    return _refusal() is not None
+
+
+FUNCTION_APPLY: CodeType = _find("torch.autograd.Function.apply.__func__").__code__
+"""The code that runs, as seen from a hook, while an autograd function of Python saves its tensors.
+
+torch gives hooks no other sign of it.
+"""
+
+
+def has_tensor_hooks(parameter: Any) -> bool:
+    """Return whether a user put hooks on its gradient (`register_hook`). There is no public way to ask."""
+    return bool(parameter._backward_hooks)
+
+
+_transform = _find("torch._C._functorch.peek_interpreter_stack")
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func runs, inside of which no unit can come together. There is no public way to ask."""
+    return _transform() is not None
+
+
+_tracing = _find("torch._guards.TracingContext.try_get")
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile is looking at tensors.
+
+    Its public questions hold for the code that it reads, not for what it calls meanwhile.
+    """
+    return _tracing() is not None
+
+
+# ---------------------------------------------------------------- names that are looked up at their first use
+
+_AT_FIRST_USE = {
+    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "_disable_modes": "torch.utils._python_dispatch._disable_current_modes",
+    "_skip_code": "torch._dynamo.eval_frame.skip_code",
+    "_local_tensor": "torch.distributed.tensor.DTensor._local_tensor",
+    "_spec": "torch.distributed.tensor.DTensor._spec",
+    "DTensor": "torch.distributed.tensor.DTensor",
+}
+"""The first two run a model without values, the third sees its operations. torch documents them, and gives them no public name.
+`_skip_code` imports the compiler, which takes a second."""
+
+
+def __getattr__(name: str) -> Any:
+    """Look up one of these names at its first use (PEP 562)."""
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = _find(_AT_FIRST_USE[name])
+    return value
+
+
+def outside_of_modes() -> AbstractContextManager[None, None]:
+    """Leave all modes that see operations, for a while. A mode is public only to enter."""
+    left: AbstractContextManager[None, None] = __getattr__("_disable_modes")()
+    return left
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Have torch.compile run a function as it is, without a look at its code. What it calls may be compiled still.
+
+    `torch.compiler.disable` does that by a wrapper, which takes longer than a short hook.
+    """
+    __getattr__("_skip_code")(function.__code__)
+
+
+# ---------------------------------------------------------------- tests
+
+
+class _Told(Tensor):
+    """A tensor that counts the operations that come to its class, and does none."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.count += 1
+        return None
+
+
+class _Quiet(Tensor):
+    """A tensor whose class takes no part in operations."""
+
+    __torch_function__ = disabled_torch_function
+
+
+class _Shape(_Quiet):
+    """A tensor without memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def _passes_classes_by() -> bool:
+    told = torch.empty(0, device="cpu").as_subclass(_Told)
+    _Told.count = 0
+    with past_torch_function():
+        told.dim()
+    unseen = _Told.count
+    told.dim()
+    return unseen == 0 and _Told.count == 1
+
+
+def _makes_ordinary_tensors() -> bool:
+    return type(torch.empty(0, device="cpu").as_subclass(_Quiet).detach()) is Tensor
+
+
+def _has_shape_alone() -> bool:
+    made = wrapper_tensor(_Shape, torch.Size((2, 3)), dtype=torch.float64)
+    return type(made) is _Shape and made.size() == (2, 3) and made.dtype is torch.float64
+
+
+def _counts_writes() -> bool:
+    tensor = torch.empty(1, device="cpu")
+    before = version_of(tensor)
+    tensor.zero_()
+    return version_of(tensor) == before + 1
+
+
+def _counts_users() -> bool:
+    tensor = torch.empty(1, device="cpu")
+    alone = storage_users(tensor)
+    view = tensor.view(1)
+    together = storage_users(tensor)
+    del view
+    return together == alone + 1 and storage_users(tensor) == alone
+
+
+def _takes_trees_apart() -> bool:
+    tree = {"a": [1, (2.0, None)]}
+    leaves, spec = tree_flatten(tree)
+    return leaves == tree_leaves(tree) == [1, 2.0, None] and tree_unflatten(leaves, spec) == tree
+
+
+def _maps_trees() -> bool:
+    return bool(tree_map(str, [1, (2,)]) == ["1", ("2",)])
+
+
+def _maps_one_type() -> bool:
+    return bool(tree_map_only(int, str, [1, (2.0,)]) == ["1", (2.0,)])
+
+
+def _holds_parameters() -> bool:
+    module = nn.Module()
+    own_parameters(module)["absent"] = None
+    return (
+        "absent" in vars(module)["_parameters"] and getattr(module, "absent", 0) is None and not [*module.parameters()]
+    )
+
+
+def _holds_modules() -> bool:
+    module = nn.Module()
+    vars(module)["_modules"]["inner"] = nn.Module()
+    return len([*module.children()]) == 1
+
+
+def _knows_what_is_saved() -> bool:
+    module = nn.Module()
+    module.register_buffer("saved", None)
+    module.register_buffer("left_out", None, persistent=False)
+    return [name for name in own_buffers(module) if is_saved(module, name)] == ["saved"]
+
+
+def _orders_hooks() -> bool:
+    module = nn.Module()
+    first = module.register_forward_pre_hook(lambda *_: None)
+    last = module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None, prepend=True)
+    module.register_forward_hook(lambda *_: None)
+    make_outermost(module, first, last)
+    return bool(next(iter(module._forward_pre_hooks)) == first.id and next(reversed(module._forward_hooks)) == last.id)
+
+
+def _orders_gradient_hooks() -> bool:
+    parameter: Any = nn.Parameter(torch.empty(0, device="cpu"))
+    first = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    make_last(parameter, first)
+    return bool(next(reversed(parameter._post_accumulate_grad_hooks)) == first.id)
+
+
+def _sees_tensor_hooks() -> bool:
+    parameter = nn.Parameter(torch.empty(0, device="cpu"))
+    before = has_tensor_hooks(parameter)
+    parameter.register_hook(lambda gradient: gradient)
+    return not before and has_tensor_hooks(parameter)
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.empty(0, device="cpu"))], lr=0.0)
+
+
+def _orders_step_hooks() -> bool:
+    calls: list[int] = []
+    optimizer = _optimizer()
+    before = optimizer.register_step_pre_hook(lambda *_: calls.append(0))
+    optimizer.register_step_pre_hook(lambda *_: calls.append(0))
+    optimizer.register_step_post_hook(lambda *_: calls.append(0))
+    after = optimizer.register_step_post_hook(lambda *_: calls.append(0))
+    make_innermost(optimizer, before, after)
+    step_without_hooks(optimizer)
+    pre = optimizer._optimizer_step_pre_hooks
+    post = optimizer._optimizer_step_post_hooks
+    return next(reversed(pre)) == before.id and next(iter(post)) == after.id and not calls
+
+
+def _answers(question: Callable[[], object]) -> Callable[[], bool]:
+    """Make a test that asks, whatever the answer is: this module may be imported in a backward, or inside of hooks."""
+
+    def test() -> bool:
+        question()
+        return True
+
+    return test
+
+
+_TESTS: dict[str, Callable[[], bool]] = {
+    "torch._C.DisableTorchFunctionSubclass": _passes_classes_by,
+    "torch._C._disabled_torch_function_impl": _makes_ordinary_tensors,
+    "torch.Tensor._make_wrapper_subclass": _has_shape_alone,
+    "torch.Tensor._version": _counts_writes,
+    "torch._C._storage_Use_Count": _counts_users,
+    "torch.utils._pytree.tree_flatten": _takes_trees_apart,
+    "torch.utils._pytree.tree_map": _maps_trees,
+    "torch.utils._pytree.tree_map_only": _maps_one_type,
+    "torch.nn.Module._modules": _holds_modules,
+    "torch.nn.Module._parameters": _holds_parameters,
+    "torch.nn.Module._buffers": _answers(lambda: own_buffers(nn.Module())),
+    "torch.nn.Module._non_persistent_buffers_set": _knows_what_is_saved,
+    "torch.nn.Module._forward_pre_hooks": _answers(lambda: nn.Module()._forward_pre_hooks),
+    "torch.nn.Module._forward_hooks": _orders_hooks,
+    "torch.Tensor._post_accumulate_grad_hooks": _orders_gradient_hooks,
+    "torch.Tensor._backward_hooks": _sees_tensor_hooks,
+    "torch.optim.Optimizer._optimizer_step_post_hooks": _answers(lambda: _optimizer()._optimizer_step_post_hooks),
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": _orders_step_hooks,
+    "torch.nn.Module._compiled_call_impl": _answers(lambda: compiled_call_of(nn.Module())),
+    "torch._C._current_graph_task_id": _answers(in_backward),
+    "torch._C._autograd._top_saved_tensors_default_hooks": _answers(saved_tensors_hooks_in_force),
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": _answers(refuses_saved_tensors_hooks),
+    "torch._C._functorch.peek_interpreter_stack": _answers(in_transform),
+    "torch._guards.TracingContext.try_get": _answers(is_traced),
+}
+
+
+def _first_unfit() -> tuple[str, str] | None:
+    """Try out each name that has a cheap test: none touches an accelerator, runs a backward, or reads a value.
+
+    Returns:
+        The first name that is not fit for use, and what it does.
+    """
+    for name, works in _TESTS.items():
+        try:
+            is_fit = works()
+        except Exception as error:
+            return name, f"raises {error!r}"
+        if not is_fit:
+            return name, "does something else"
+    return None
+
+
+def _run_tests() -> None:
+    """Run the tests on a thread of their own: modes, transforms and hooks of the importer are not in force there.
+
+    Raises:
+        UsageError: a name is not fit for use.
+    """
+    found: list[tuple[str, str] | None] = []
+    thread = Thread(target=lambda: found.append(_first_unfit()), name="zeroshard-torch-private")
+    thread.start()
+    thread.join()
+    if found[0] is not None:
+        raise _unfit(*found[0])
+
+
+_run_tests()

@@ -1,0 +1,357 @@
+"""Owns `zeroshard.progress`: the line that a training shows while it runs, and the log that it keeps.
+
+with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine says the rest
+    for batch in data: ...
+
+with zeroshard.progress(sharded, steps=1000, samples=64, log="runs/a") as progress:
+    for batch in data:
+        ...
+        progress.step(loss, norm)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.progress import StepReport, about, device_name
+from zeroshard.errors import UsageError
+from zeroshard.observe.display import Display, Row, clock
+from zeroshard.observe.memory import peak_nbytes
+from zeroshard.observe.monitors import JsonLinesMonitor, Sent, StepFigures
+from zeroshard.observe.readings import Readings
+from zeroshard.sharded import Sharded
+
+READ_SECONDS = 0.5
+"""Between two looks at what steps came to."""
+MEMORY_SECONDS = 5.0
+"""Between two counts of live bytes, which look at every tensor."""
+_MIB = 2**20
+
+
+def progress(
+    trained: Engine | Sharded, *, steps: int | None = None, begin: int = 0, samples: int | None = None,
+    tokens: int | None = None, flops: float | None = None, peak_flops: float | None = None,
+    log: str | os.PathLike[str] | None = None,
+) -> TrainingProgress:  # fmt: skip
+    """Show a training on rank 0's terminal while the loop inside runs, and keep a log of it. Every rank must call it.
+
+    One line on stderr, and none where that is no terminal, or ZEROSHARD_PROGRESS is 0: step, time left, loss, learning rate, norm,
+    samples and tokens a second, MFU, bytes of model states and the peak. No step waits for an accelerator: figures are read when
+    they have arrived.
+
+    Args:
+        trained: an engine, which says by itself what its steps come to; or what `shard` returned: then call `step` after each.
+        steps: of the whole training, those before `begin` included: for the time that is left.
+        begin: steps that were made before, by a run that is continued. An engine knows.
+        samples: of one step, over all ranks. An engine knows.
+        tokens: of one sample.
+        flops: of one sample, forward and backward. Default: 6 for each trained parameter and token, 4 for each frozen one.
+        peak_flops: what one accelerator does at most in a second, for MFU. Default: what `zeroshard plan` knows of the device.
+        log: a folder, where rank 0 keeps each step in `steps.jsonl`, for `zeroshard report`.
+
+    Raises:
+        UsageError: an argument is none of these.
+    """
+    if not isinstance(trained, Engine | Sharded):
+        raise UsageError(
+            f"progress() of a {type(trained).__name__}: give it the engine, or what zeroshard.shard() returned."
+        )
+    for name, number in (("steps", steps), ("begin", begin), ("samples", samples), ("tokens", tokens)):
+        if number is not None and not (isinstance(number, Real) and float(number) >= 0):
+            raise UsageError(f"progress({name}={number!r}): it is a number, 0 or more.")
+    for name, rate in (("flops", flops), ("peak_flops", peak_flops)):
+        if rate is not None and not (isinstance(rate, Real) and float(rate) > 0):
+            raise UsageError(f"progress({name}={rate!r}): it is a number, more than 0.")
+    sizes = Sizes(steps, samples, tokens, flops, peak_flops)
+    return TrainingProgress(trained, sizes, begin, None if log is None else Path(log))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The caller's figures of a training, see `progress`."""
+
+    steps: int | None
+    samples: int | None
+    tokens: int | None
+    flops: float | None
+    peak_flops: float | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The figures of a step that are known at once; the others arrive."""
+
+    number: int
+    samples: int
+    at: float
+    loss_scale: float
+    applied: bool
+    losses: int
+
+
+class TrainingProgress:
+    """A context manager, see `progress`."""
+
+    def __init__(self, trained: Engine | Sharded, sizes: Sizes, begin: int, log: Path | None) -> None:
+        self._engine: Engine | None = None
+        self._steps = begin
+        self._samples = begin * (sizes.samples or 0)
+        if isinstance(trained, Engine):
+            self._engine = trained
+            self._sharded: Sharded = trained._sharded
+            self._steps = trained.global_steps
+            self._samples = trained.global_samples
+        else:
+            self._sharded = trained
+        self._sizes = sizes
+        self._log = log
+        self._display: Display = self._sharded.display
+        self._row = TrainingRow(self._sharded, sizes, self._steps, self._samples, self._display)
+        self._readings: Readings[_Step] = Readings()
+        self._monitor: JsonLinesMonitor | None = None
+        self._sent = Sent(self._sharded.comm_report(clear=False))
+        self._exits = ExitStack()
+        self._is_heard = False
+        self._was_entered = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as exits:
+            if self._engine is not None:
+                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens))
+                if self._log is not None:
+                    exits.enter_context(self._engine._progress.also_to(self._log))
+            elif self._log is not None and self._display.speaks:
+                self._monitor = JsonLinesMonitor(self._log, about(self._sharded))
+                exits.callback(self._monitor.close)
+            self._is_heard = self._display.is_on or self._monitor is not None
+            self._read_at = self._arrived_at = monotonic()
+            self._arrived_samples = self._samples
+            exits.enter_context(self._display.shown(self._row, stays=True))
+            self._exits = exits.pop_all()
+            self._was_entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+            return
+        with self._exits, suppress(RuntimeError):  # of a device that failed: the first error is what matters
+            if self._is_heard:
+                self._read()
+
+    def stop(self) -> None:
+        """Show the last figures, and leave the line as it is. The end of the `with` block calls this."""
+        with self._exits:
+            if self._is_heard:
+                self._is_heard = False
+                self._read(wait=True)
+
+    def step(
+        self, loss: float | Tensor | None = None, norm: float | Tensor | None = None, *, samples: int | None = None,
+        loss_scale: float = 1.0, applied: bool = True,
+    ) -> None:  # fmt: skip
+        """End a step of a loop over `shard`. Nobody waits for an accelerator.
+
+        Args:
+            loss: of the step, on this rank; a tensor must not be written to afterwards.
+            norm: what `clip_grad_norm_` returned.
+            samples: of this step over all ranks, where steps differ.
+            loss_scale: what the loss was multiplied by.
+            applied: whether the parameters were updated.
+
+        Raises:
+            UsageError: an engine trains, which counts its steps itself; the loop is in no `with`; the loss is no single number.
+        """
+        if self._engine is not None:
+            raise UsageError("progress.step() with an engine: engine.step() says what there is to say. Leave it out.")
+        if not self._was_entered:
+            raise UsageError(
+                "progress.step() outside of `with zeroshard.progress(...) as progress:`: nothing is shown or kept."
+            )
+        for name, given in (("loss", loss), ("norm", norm)):
+            if isinstance(given, Tensor) and given.numel() != 1:
+                raise UsageError(
+                    f"progress.step() with a {name} of shape {tuple(given.shape)}: a step has one. Take its mean."
+                )
+        if samples is None:
+            samples = self._sizes.samples or 0
+        self._samples += samples
+        losses = []
+        if loss is not None:
+            losses.append(loss)
+        rate = self._sharded.optimizer.param_groups[0]["lr"]
+        self._take(losses, norm, rate, loss_scale, applied)
+
+    def _hear(self, report: StepReport, step: int, samples: int, lr: float, losses: Sequence[Tensor]) -> None:
+        self._steps = step - 1
+        self._samples = samples
+        self._take(losses, report.norm, lr, report.loss_scale, report.applied)
+
+    def _take(
+        self, losses: Sequence[float | Tensor], norm: float | Tensor | None, lr: float | Tensor, loss_scale: float,
+        applied: bool,
+    ) -> None:  # fmt: skip
+        self._steps += 1
+        if not self._is_heard:
+            return
+        self._row.samples = self._samples
+        self._row.done = self._steps - 1
+        self._row.advance(1)
+        if self._monitor is None:
+            self._readings.forget_waiting()  # the line shows only the last
+        if norm is None:
+            norm = math.nan
+        step = _Step(self._steps, self._samples, time.time(), loss_scale, applied, len(losses))
+        self._readings.add(step, [*losses, norm, lr])
+        if monotonic() - self._read_at >= READ_SECONDS:
+            self._read()
+
+    def _read(self, *, wait: bool = False) -> None:
+        """Show and log the figures that have arrived."""
+        self._read_at = monotonic()
+        arrived = self._readings.take(wait=wait)
+        if not arrived:
+            return
+        last = arrived[-1][0]
+        speed = (last.samples - self._arrived_samples) / max(self._read_at - self._arrived_at, 1e-9)
+        self._arrived_at = self._read_at
+        self._arrived_samples = last.samples
+        for step, (*losses, norm, lr) in arrived:
+            self._row.loss = sum(losses) / len(losses) if losses else None
+            self._row.norm = norm
+            self._row.lr = lr
+            if self._monitor is not None:
+                self._monitor.write(self._figures(step, speed, is_last=step is last), {})
+
+    def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
+        """The figures of the step that the row shows. Counts since the last look stand with the last step that arrived."""
+        counted: dict[str, Any] = {}
+        if is_last:
+            counted["sent"] = self._sent.take(self._sharded.comm_report(clear=False))
+            counted["memory"] = self._sharded.memory_report()
+            counted["peak"] = peak_nbytes(self._row.device)
+        if self._sizes.tokens is not None:
+            counted["tokens_per_second"] = speed * self._sizes.tokens
+        return StepFigures(
+            step=step.number,
+            samples=step.samples,
+            loss=math.nan if self._row.loss is None else self._row.loss,
+            lr=self._row.lr,
+            loss_scale=step.loss_scale,
+            grad_norm=self._row.norm,
+            applied=step.applied,
+            has_loss=step.losses > 0,
+            samples_per_second=speed,
+            at=step.at,
+            **counted,
+        )
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0, on stdout, above the line."""
+        if self._display.speaks:
+            with self._display.above():
+                print(*values, flush=True)
+
+
+class TrainingRow(Row):
+    """The line of a training.
+
+    Attributes:
+        loss, norm, lr: of the last step that is known.
+        samples: since the start of the training.
+    """
+
+    def __init__(self, sharded: Sharded, sizes: Sizes, begin: int, samples: int, display: Display) -> None:
+        super().__init__("", sizes.steps, display, done=begin, delay=0)
+        self._sharded = sharded
+        self._sizes = sizes
+        parameters = list(sharded.model.parameters())
+        self.device = parameters[0].device
+        self._flops_per_token = sum((6 if one.requires_grad else 4) * one.numel() for one in parameters)
+        self.loss: float | None = None
+        self.norm = math.nan
+        self.lr = math.nan
+        self.samples = samples
+        self._sampled = deque([(self.since, samples)], maxlen=60)
+        self._memory = ""
+        self._counted_at = -math.inf
+        self._peak_flops = sizes.peak_flops
+        if self._peak_flops is None and self.device.type != "cpu":
+            from zeroshard.planning.machine import peak_flops_of
+
+            dtype = str(sharded.dtypes.param).removeprefix("torch.")
+            self._peak_flops = peak_flops_of(device_name(self.device), dtype)
+
+    def figures(self) -> list[str]:
+        parts = [f"step {self.done:.0f}"]
+        if self.total is not None:
+            parts = [f"step {self.done:.0f}/{self.total:.0f}"]
+        if self.done == self.total:
+            parts.append(f"in {clock(monotonic() - self.since)}")
+        elif self.seconds_left is not None:
+            parts.append(f"{clock(self.seconds_left)} left")
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if math.isfinite(self.lr):
+            parts.append(f"lr {self.lr:.2e}")
+        if not math.isnan(self.norm):
+            parts.append(f"norm {self.norm:.3g}")
+        return [*parts, *self._throughput(), self._states()]
+
+    def note(self, now: float) -> None:
+        super().note(now)
+        self._sampled.append((now, self.samples))
+
+    def _throughput(self) -> list[str]:
+        then, before = self._sampled[0]
+        now, samples = self._sampled[-1]
+        if now <= then or samples <= before:
+            return []
+        speed = (samples - before) / (now - then)
+        parts = [f"{_short(speed)} samples/s"]
+        tokens = self._sizes.tokens
+        flops = self._sizes.flops
+        if tokens is not None:
+            parts.append(f"{_short(speed * tokens)} tokens/s")
+            flops = flops or tokens * self._flops_per_token
+        if flops is not None and self._peak_flops is not None:
+            parts.append(f"MFU {speed * flops / (self._peak_flops * self._sharded.world_size):.1%}")
+        return parts
+
+    def _states(self) -> str:
+        now = monotonic()
+        if now - self._counted_at >= MEMORY_SECONDS:
+            self._counted_at = now
+            report = self._sharded.memory_report()
+            states = sum(report[kind] for kind in ("parameters", "gradients", "optimizer"))
+            self._memory = f"states {_mib(states)}"
+            peak = peak_nbytes(self.device)
+            if peak:
+                self._memory += f", peak {_mib(peak)}"
+        return self._memory
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _mib(nbytes: int) -> str:
+    if nbytes < 10_000 * _MIB:
+        return f"{nbytes / _MIB:,.0f} MiB"
+    return f"{nbytes / _MIB / 1024:,.1f} GiB"

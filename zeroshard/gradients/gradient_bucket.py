@@ -77,8 +77,6 @@ MOVES = {
 }
 """The moves of a bucket, and the state after each. (Sums on this rank are for policies that do not shard gradients.)"""
 
-IN_FLIGHT = (Holds.REDUCING, Holds.ADDING)
-
 
 @dataclass
 class _Microbatch:
@@ -209,11 +207,18 @@ class GradientBucket:
     @property
     def has_unreduced(self) -> bool:
         """A gradient arrived in this microbatch that no reduction has taken yet."""
-        return self._microbatch.whole is not None and self.holds not in IN_FLIGHT
+        return self._microbatch.whole is not None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reduction of it was started and not finished."""
+        return self._flight is not None
 
     def add_gradients(self, gradients: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Take this rank's gradients of several parameters, each flattened and with its place, in this microbatch."""
-        self.finish_reduction()  # a second gradient of one step may find its predecessor's buffers still busy
+        """Take this rank's gradients of several parameters, each flattened and with its place, in this microbatch.
+
+        No reduction of the bucket is in flight: its scratch would be busy.
+        """
         indices = {piece.index for piece, _ in gradients}
         now = self._microbatch
         if self._sums_before_reducing:
@@ -288,12 +293,11 @@ class GradientBucket:
     def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool = False) -> bool:
         """Every gradient of the microbatch is here (a missing one counts as zeros): start the reduction.
 
-        Returns whether one was started: unsharded gradients wait for the last microbatch.
+        Returns whether one was started: unsharded gradients wait for the last microbatch. None is in flight.
 
         Args:
             keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
         """
-        self.finish_reduction()  # the microbatch's before may be in flight still, where no gradient has come since
         now = self._microbatch
         self._microbatch = _Microbatch(set(self._everything))
         if self._sums_before_reducing:

@@ -14,6 +14,9 @@ unit is waited for. And no reduction starts before that (`in_turn`): when a unit
 it is closed does not. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
 So gathers and reductions start in one order on all ranks, too, which backends need whose kernels wait for their turn on the device.
 
+Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it, and before it
+writes to the scratch again it waits for them to finish it: in orders of their own, ranks could wait for each other.
+
 [Note: room]
 Gradients that rest in CPU memory are copied there behind the backward. Where the accelerator has room, the computation waits for
 no copy: scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last one.
@@ -132,7 +135,18 @@ class Reductions:
         self._keeps_sums = not self.is_last_microbatch and self._accelerator.has_room(more + sums)
         self._kept_sums = self._keeps_sums
 
+    def finish_up_to(self, buckets: Sequence[GradientBucket]) -> None:
+        """Finish the reductions of these buckets that are in flight, and those that started earlier. See [Note: order]."""
+        left = {bucket for bucket in buckets if bucket.is_in_flight}
+        for group in self._in_flight:
+            if not left:
+                return
+            for bucket in group:
+                bucket.finish_reduction()
+            left.difference_update(group)
+
     def _reduce(self, group: Group) -> None:
+        self.finish_up_to(group)  # of the microbatch before, where no gradient has come since
         if self._keeps_sums is None:
             self._look_for_room()
         keeps_sums = bool(self._keeps_sums)

@@ -147,7 +147,7 @@ class CutAttention:
         mask_function: Any = None, attention_mask: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Make the mask of whole sequences, with the function of the attention that the model asked for."""
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         make = ALL_MASK_ATTENTION_FUNCTIONS[self._core]
         cut = self._slice
@@ -164,7 +164,7 @@ class CutAttention:
             )
         rows, length = cut.positions.shape
         if cut.documents is not None:
-            mask_function = packed_sequence_compatibility_function(mask_function, cut.positions, cut.documents)
+            mask_function = _within_documents(mask_function, cut.positions, cut.documents)
             options["allow_is_causal_skip"] = False
         return make(
             batch_size=rows, q_length=length, kv_length=length, q_offset=0, kv_offset=0, mask_function=mask_function,
@@ -267,6 +267,22 @@ class _WithGroups:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _within_documents(mask_function: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
+    """Return a mask function that looks at positions within a document, and never from one document into another.
+
+    Args:
+        mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query sees the key.
+        positions: [rows, positions], counted within each document, so that windows and chunks begin anew with it.
+        documents: [rows, positions], the number of each position's document.
+    """
+
+    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
+        in_pattern = mask_function(row, head, positions[row, query], positions[row, key])
+        return in_pattern & (documents[row, query] == documents[row, key])
+
+    return sees
 
 
 def _function_of(core: str, module: nn.Module) -> Callable[..., Any]:

@@ -27,9 +27,8 @@ def policy(stage: int, place: Place, folder: Path) -> Policy:
     """Return a stage, with everything that may rest on the place."""
     if place is ACCELERATOR:
         return Policy.stage(stage)
-    optimizer = place if stage else None
     offload = Offload(str(folder), buffer_numel=1 << 16, block_nbytes=4096)
-    return Policy.stage(stage).offloaded(optimizer=optimizer, parameters=place if stage == 3 else CPU, offload=offload)
+    return Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else CPU, offload=offload)
 
 
 def sharded_model(make: Callable[[], nn.Module], policy: Policy, precision: str = "fp32") -> tuple[Any, Sharded]:

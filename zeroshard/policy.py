@@ -180,6 +180,11 @@ class Policy:
                 f"gradients are to rest on {self.gradients.place}, and they are not sharded: they are summed where they are made. "
                 "Shard them (Policy.stage(2) or above), or leave them on the accelerator."
             )
+        if self.parameters.place is not Place.ACCELERATOR and not self.optimizer.sharded:
+            raise PolicyError(
+                f"parameters are to rest on {self.parameters.place}, and the optimizer is not sharded: every rank would move the "
+                "whole of them to and fro for its step. Shard it: Policy.stage(1) or above, on one rank too."
+            )
         if self.parameters.place is Place.DISK and not self.parameters.sharded:
             raise PolicyError(
                 "parameters are to rest on disk, and they are not sharded: every rank would write the whole of them. Shard them "

@@ -138,8 +138,8 @@ def main() -> None:
             ratio, is_equal = said / peak, plan.figures.sent == sent
             worst, count = max(worst, abs(ratio - 1)), count + 1
             print(
-                f"{label:50} planned {said / 1e6:9.3f} MB, allocator {peak / 1e6:9.3f} MB: {ratio:.5f}; "
-                f"bytes sent {'equal' if is_equal else 'DIFFER'}",
+                f"{label:50} planned {said / 1e6:9.3f} MB, allocator {peak / 1e6:9.3f} MB: {ratio:.5f}; bytes sent "
+                f"{'equal' if is_equal else 'DIFFER'}",
                 flush=True,
             )
     print(f"{count} cases; the worst is off by {worst:.3%}")

@@ -172,8 +172,8 @@ def main() -> None:
         near, count = near + (one.slower <= NEAR), count + 1
         print(
             f"{case!s:56} {len(one.seconds):2} fit; chosen: {one.chosen}: {one.seconds[one.chosen] * 1e3:.1f} ms "
-            f"(planned {one.predicted[one.chosen] * 1e3:.1f}); fastest: {one.fastest}: {one.seconds[one.fastest] * 1e3:.1f} ms; "
-            f"{one.slower:+.1%}",
+            f"(planned {one.predicted[one.chosen] * 1e3:.1f}); fastest: {one.fastest}: "
+            f"{one.seconds[one.fastest] * 1e3:.1f} ms; {one.slower:+.1%}",
             flush=True,
         )
         for setting in sorted(one.seconds, key=lambda each: one.seconds[each]) if options.all else ():

@@ -20,16 +20,16 @@ def _refuse_late() -> None:
     real = sys.modules.get("deepspeed")
     if real is not None and not is_ours(real.__file__):
         raise UsageError(
-            f"import zeroshard.as_deepspeed comes too late: DeepSpeed is loaded ({real.__file__}). Make it the script's first "
-            "import."
+            f"import zeroshard.as_deepspeed comes too late: DeepSpeed is loaded ({real.__file__}). Make it the "
+            "script's first import."
         )
     if real is not None:
         return
     for name in ("accelerate", "transformers"):
         if _has_decided(name):
             raise UsageError(
-                f"import zeroshard.as_deepspeed comes too late: {name} is loaded, and has found no deepspeed. "
-                "Make it the script's first import, or start the script with `zeroshard run`."
+                f"import zeroshard.as_deepspeed comes too late: {name} is loaded, and has found no deepspeed. Make it "
+                "the script's first import, or start the script with `zeroshard run`."
             )
 
 

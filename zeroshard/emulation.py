@@ -33,7 +33,7 @@ def warn_if_emulated(
         name = str(dtype).removeprefix("torch.")
         better = "bf16" if dtype is torch.float16 and not is_emulated(torch.bfloat16, device) else "fp32"
         warnings.warn(
-            f"this CPU has no instructions for {name}: matrix products take tens of times as long as in fp32. Train in {better} "
-            "here, or on an accelerator.",
+            f"this CPU has no instructions for {name}: matrix products take tens of times as long as in fp32. Train in "
+            f"{better} here, or on an accelerator.",
             stacklevel=3,
         )

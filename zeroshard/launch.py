@@ -100,8 +100,8 @@ def _read_slurm(env: Mapping[str, str]) -> Launch | None:
     is_batch_script = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env and "MASTER_ADDR" not in env
     if launch is not None and is_batch_script:
         raise UsageError(
-            f"the Slurm job has {launch.world_size} tasks, and this process is its batch script, not one of them: start it with "
-            "srun (`srun python train.py`), or with torchrun."
+            f"the Slurm job has {launch.world_size} tasks, and this process is its batch script, not one of them: "
+            "start it with srun (`srun python train.py`), or with torchrun."
         )
     if launch is not None and launch.address is None and nodes:
         launch = replace(launch, address=first_host(nodes))
@@ -267,9 +267,9 @@ def trap_of_restarts(env: Mapping[str, str]) -> str | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
     return (
-        "torchrun may start the ranks anew (--max-restarts), and would have them wait for those that are gone, whose addresses its "
-        "store keeps: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before, with --standalone or, on several hosts, "
-        "--rdzv-backend c10d."
+        "torchrun may start the ranks anew (--max-restarts), and would have them wait for those that are gone, whose "
+        "addresses its store keeps: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before, with --standalone or, on "
+        "several hosts, --rdzv-backend c10d."
     )
 
 
@@ -288,8 +288,8 @@ def _leave_in(process: int) -> None:
 def _meeting_point(launch: Launch) -> str:
     if launch.address is None:
         raise UsageError(
-            f"{launch.launcher} started {launch.world_size} ranks, and nothing says where they meet: set MASTER_ADDR to the "
-            "machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
+            f"{launch.launcher} started {launch.world_size} ranks, and nothing says where they meet: set MASTER_ADDR "
+            "to the machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
         )
     if launch.launcher == "torchrun":
         return "env://"  # torchrun holds the port itself, and says so in variables that torch reads

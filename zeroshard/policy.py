@@ -162,8 +162,8 @@ class Policy:
         self._refuse_wire()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
-                "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole "
-                "buffer to rest in. Shard the gradients too, or use Policy.stage(3)."
+                "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole buffer "
+                "to rest in. Shard the gradients too, or use Policy.stage(3)."
             )
         if self.gradients.sharded and not self.optimizer.sharded:
             raise PolicyError(
@@ -172,13 +172,13 @@ class Policy:
             )
         if self.optimizer.place is not Place.ACCELERATOR and not self.optimizer.sharded:
             raise PolicyError(
-                f"the optimizer is to rest on {self.optimizer.place}, and it is not sharded: every rank would move the whole of "
-                "it. Shard it: Policy.stage(1) or above, on one rank too."
+                f"the optimizer is to rest on {self.optimizer.place}, and it is not sharded: every rank would move the "
+                "whole of it. Shard it: Policy.stage(1) or above, on one rank too."
             )
         if self.gradients.place is not Place.ACCELERATOR and not self.gradients.sharded:
             raise PolicyError(
-                f"gradients are to rest on {self.gradients.place}, and they are not sharded: they are summed where they are made. "
-                "Shard them (Policy.stage(2) or above), or leave them on the accelerator."
+                f"gradients are to rest on {self.gradients.place}, and they are not sharded: they are summed where "
+                "they are made. Shard them (Policy.stage(2) or above), or leave them on the accelerator."
             )
         if self.parameters.place is not Place.ACCELERATOR and not self.optimizer.sharded:
             raise PolicyError(
@@ -187,8 +187,8 @@ class Policy:
             )
         if self.parameters.place is Place.DISK and not self.parameters.sharded:
             raise PolicyError(
-                "parameters are to rest on disk, and they are not sharded: every rank would write the whole of them. Shard them "
-                "(Policy.stage(3)), or let them rest in CPU memory between steps."
+                "parameters are to rest on disk, and they are not sharded: every rank would write the whole of them. "
+                "Shard them (Policy.stage(3)), or let them rest in CPU memory between steps."
             )
         for state, offload, key in (
             ("parameters", "offload_parameters", "offload_param"), ("optimizer", "offload_optimizer", "offload_optimizer"),
@@ -196,8 +196,8 @@ class Policy:
         ):  # fmt: skip
             if getattr(self, state).place is Place.DISK and getattr(self, offload).path is None:
                 raise PolicyError(
-                    f"{state} are to rest on disk, and no folder is named: {offload}=Offload(path=...) "
-                    f"(in a config, {key}.nvme_path)."
+                    f"{state} are to rest on disk, and no folder is named: {offload}=Offload(path=...) (in a config, "
+                    f"{key}.nvme_path)."
                 )
 
     def _refuse_hosts(self) -> None:
@@ -216,9 +216,9 @@ class Policy:
     def _refuse_wire(self) -> None:
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
-                "the wire of gradients is to be rounded (in a config, zero_optimization.zero_quantized_gradients), which is for "
-                "what crosses between hosts, and none are named: give within, the ranks of a host (zero_hpz_partition_size or "
-                "mics_shard_size), or leave it out."
+                "the wire of gradients is to be rounded (in a config, zero_optimization.zero_quantized_gradients), "
+                "which is for what crosses between hosts, and none are named: give within, the ranks of a host "
+                "(zero_hpz_partition_size or mics_shard_size), or leave it out."
             )
 
     @property

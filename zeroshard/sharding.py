@@ -264,16 +264,16 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
         wrong = [] if is_right else [optimizer]
     if wrong:
         raise UsageError(
-            f"the optimizer is {_described(wrong[0])}: pass shard(model, optimizer, policy) a torch optimizer, a list of several, "
-            "or None for evaluation only."
+            f"the optimizer is {_described(wrong[0])}: pass shard(model, optimizer, policy) a torch optimizer, a list "
+            "of several, or None for evaluation only."
         )
     for fqn, module in model.named_modules():
         bases = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
         found = bases & {*_WRAPPERS}
         if found:
             raise UsageError(
-                f"{fqn or 'the model'} is in the hands of {found.pop()}, which reduces or shards its states itself: pass zeroshard "
-                "the model without it (of a wrapper, its `.module`)."
+                f"{fqn or 'the model'} is in the hands of {found.pop()}, which reduces or shards its states itself: "
+                "pass zeroshard the model without it (of a wrapper, its `.module`)."
             )
 
 
@@ -282,8 +282,8 @@ def _refuse_unready(model: nn.Module) -> None:
     for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise UsageError(
-                f"{fqn} is lazy and has no shape yet: run the model once, on every rank, before zeroshard takes it, and make the "
-                "optimizer after that."
+                f"{fqn} is lazy and has no shape yet: run the model once, on every rank, before zeroshard takes it, "
+                "and make the optimizer after that."
             )
     if torch.is_inference_mode_enabled():
         raise UsageError("shard() inside torch.inference_mode(): its buffers could not train. Call it outside.")
@@ -309,8 +309,8 @@ def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
     for group in groups:
         if not group.dtype.is_floating_point and not group.persistent:
             raise UsageError(
-                f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place: register it as "
-                "a buffer, or use Policy.stage(2) or below."
+                f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place: register "
+                "it as a buffer, or use Policy.stage(2) or below."
             )
 
 
@@ -324,8 +324,8 @@ def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
             kind = type(entry.parameter)
             if not group.persistent and kind not in ordinary and not issubclass(kind, BornSharded):
                 raise UsageError(
-                    f"parameter {entry.fqn} is of the class {kind.__name__}, and sharded parameters are ordinary ones, whose class "
-                    "reports readers: use nn.Parameter there, or Policy.stage(2) or below."
+                    f"parameter {entry.fqn} is of the class {kind.__name__}, and sharded parameters are ordinary ones, "
+                    "whose class reports readers: use nn.Parameter there, or Policy.stage(2) or below."
                 )
 
 
@@ -355,9 +355,9 @@ def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
         weight = precision.resolve(module.weight.dtype).param
         if statistics is not None and (precision.buffer_dtype or statistics.dtype) != weight:
             raise UsageError(
-                f"{name or 'the model'} is a {type(module).__name__}, which torch computes with weights ({weight}) and running "
-                f"statistics ({statistics.dtype}) of one dtype. Train in fp32 under autocast, or have the statistics rounded: "
-                "Precision(buffer_dtype=...), in a config data_types.buffer_dtype."
+                f"{name or 'the model'} is a {type(module).__name__}, which torch computes with weights ({weight}) and "
+                f"running statistics ({statistics.dtype}) of one dtype. Train in fp32 under autocast, or have the "
+                "statistics rounded: Precision(buffer_dtype=...), in a config data_types.buffer_dtype."
             )
 
 
@@ -365,8 +365,8 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     steps = [float(state.get("step", 1)) for state in optimizer.state.values()]
     if any(steps):  # Adagrad has a state from the start
         raise UsageError(
-            f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. "
-            "Shard before the first step, and load a checkpoint after."
+            f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. Shard before "
+            "the first step, and load a checkpoint after."
         )
     known = {id(p) for p in model.parameters()}
     groups = [p for g in optimizer.param_groups for p in g["params"]]
@@ -426,6 +426,6 @@ def refuse_sharded(model: nn.Module) -> None:
     taken = [name for name, p in model.named_parameters() if is_taken(p)]
     if taken:
         raise UsageError(
-            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned, or destroy() on the "
-            "engine of initialize, or make a new model."
+            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned, or "
+            "destroy() on the engine of initialize, or make a new model."
         )

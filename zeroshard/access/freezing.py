@@ -43,8 +43,8 @@ class Freezing:
             self._step.zero_grad()  # a loop that drops gradients before a backward, and not after the step
         if not self._schedule.is_between_steps:
             raise UsageError(
-                "parameters are freed or frozen between a backward and its step: their gradients would be lost. End the step "
-                "first, or call zero_grad()."
+                "parameters are freed or frozen between a backward and its step: their gradients would be lost. End "
+                "the step first, or call zero_grad()."
             )
         self._schedule.refuse_parked("update_trainable()")
         self._schedule.refuse_pinned("update_trainable()")
@@ -56,8 +56,8 @@ class Freezing:
             strangers = sum(id(parameter) not in known for parameter in param_group["params"])
             if strangers:
                 raise UsageError(
-                    f"{strangers} of the new param group's parameters are not of the model that zeroshard took: add_param_group "
-                    "and update_trainable free parameters that were there when it was sharded."
+                    f"{strangers} of the new param group's parameters are not of the model that zeroshard took: "
+                    "add_param_group and update_trainable free parameters that were there when it was sharded."
                 )
             listed |= {id(parameter) for parameter in param_group["params"]}
         freed = self._freed(listed)
@@ -93,8 +93,8 @@ class Freezing:
                     freed.append(entry)
                 elif entry.fqn in self._schedule.frozen:
                     raise UsageError(
-                        f"{entry.fqn} was freed and is in no param group of the optimizer: give update_trainable a param_group "
-                        "with it."
+                        f"{entry.fqn} was freed and is in no param group of the optimizer: give update_trainable a "
+                        "param_group with it."
                     )
         return freed
 

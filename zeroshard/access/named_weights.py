@@ -117,8 +117,8 @@ def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> N
 def _refuse_step(has_stepped: bool) -> None:
     if has_stepped:
         raise UsageError(
-            "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those before. Step "
-            "after the loop."
+            "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those "
+            "before. Step after the loop."
         )
 
 
@@ -161,8 +161,8 @@ def _parts(live: LiveModel) -> list[_Part]:
     described = describe(live) if adapters else Description()
     if adapters and described.problem is not None:
         raise UsageError(
-            f"the adapters cannot be handed over as PEFT would load them: {described.problem} For the weights of the whole model: "
-            "named_weights(merge_adapters=True)."
+            f"the adapters cannot be handed over as PEFT would load them: {described.problem} For the weights of the "
+            "whole model: named_weights(merge_adapters=True)."
         )
     if described.adapters is None:
         names = {entry.fqn: [entry.fqn] for unit in live.units for entry in unit.named}
@@ -198,8 +198,8 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
         own = {id(parameter): parameter for parameter in _base_parameters(module)}
         if bases & own.keys():
             raise UsageError(
-                f"{name} shares its weight with another layer that has an adapter, and there is no one merged weight: adapt one of "
-                "them, or hand over the adapters (merge_adapters=False)."
+                f"{name} shares its weight with another layer that has an adapter, and there is no one merged weight: "
+                "adapt one of them, or hand over the adapters (merge_adapters=False)."
             )
         bases |= own.keys()
         largest = max(own.values() or module.parameters(), key=lambda parameter: parameter.shape.numel())
@@ -239,8 +239,8 @@ def _refuse_unmerged(live: LiveModel, handed_over: set[int]) -> None:
     lost = [entry.fqn for entry in entries if id(entry.parameter) not in handed_over]
     if lost:
         raise UsageError(
-            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters): hand over the "
-            "adapter itself (merge_adapters=False), or export it."
+            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters): "
+            "hand over the adapter itself (merge_adapters=False), or export it."
         )
 
 

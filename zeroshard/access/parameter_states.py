@@ -135,8 +135,8 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     if isinstance(parameter, nn.Parameter) and (isinstance(parameter, BornSharded) or is_shown(parameter)):
         return _Born(parameter)
     raise UsageError(
-        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is a parameter of no model that zeroshard holds: call "
-        "shard() or initialize() first, and give the model's own parameter, not a copy."
+        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is a parameter of no model that zeroshard "
+        "holds: call shard() or initialize() first, and give the model's own parameter, not a copy."
     )
 
 
@@ -189,8 +189,8 @@ class _Born(ParameterStates):
             target = mine.get((part.start, stop))
             if target is None or self.is_here:
                 raise UsageError(
-                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}); and it is set outside of "
-                    "unsharded()."
+                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}); and it is set "
+                    "outside of unsharded()."
                 )
             target.copy_(part.tensor.reshape(-1))
 

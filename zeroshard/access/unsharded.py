@@ -268,8 +268,8 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
             shard.hide(parameter)
     if written:
         raise UsageError(
-            f"parameters that were born sharded were changed inside unsharded() without a modifier rank: {', '.join(written)}. The "
-            "change is gone: pass modifier_rank=0 to keep rank 0's."
+            "parameters that were born sharded were changed inside unsharded() without a modifier rank: "
+            f"{', '.join(written)}. The change is gone: pass modifier_rank=0 to keep rank 0's."
         )
 
 
@@ -287,8 +287,8 @@ def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int
         )
         if different is not None:
             raise UsageError(
-                f"parameter number {different} has another shape or dtype on rank {modifier_rank} than on others: give a parameter "
-                "other data on every rank, inside unsharded(modifier_rank=...)."
+                f"parameter number {different} has another shape or dtype on rank {modifier_rank} than on others: give "
+                "a parameter other data on every rank, inside unsharded(modifier_rank=...)."
             )
         for parameter, shard in born:
             parameter.data = parameter.data.contiguous()

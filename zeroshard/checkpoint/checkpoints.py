@@ -117,8 +117,8 @@ class Checkpoints:
             return None
         if self.live.mesh is not None:
             raise UsageError(
-                "node_local copies files between hosts of data-parallel ranks, and tensors of this model are divided over others: "
-                "save to a folder that all ranks see."
+                "node_local copies files between hosts of data-parallel ranks, and tensors of this model are divided "
+                "over others: save to a folder that all ranks see."
             )
         if self._hosts is None:
             self._hosts = Hosts.of(self.control)
@@ -163,8 +163,8 @@ class Checkpoints:
             files.check_tag(tag)
             if asynchronous and self.live.policy.uses_disk:
                 raise UsageError(
-                    "an asynchronous save copies this rank's model states to CPU memory first, and under this policy they rest on "
-                    "disk, where there is room for them: save without asynchronous=True."
+                    "an asynchronous save copies this rank's model states to CPU memory first, and under this policy "
+                    "they rest on disk, where there is room for them: save without asynchronous=True."
                 )
             self.wait_together()
             with self.together("the values that are saved"):

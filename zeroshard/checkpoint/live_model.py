@@ -164,8 +164,8 @@ class Description:
             raise CheckpointError(f"the manifest's description of the model is damaged: {error}.") from None
         if not is_right:
             raise CheckpointError(
-                "the manifest's description of the model names files that no export writes, or outside of its folder: the "
-                "checkpoint is damaged, or made to do harm."
+                "the manifest's description of the model names files that no export writes, or outside of its folder: "
+                "the checkpoint is damaged, or made to do harm."
             )
         return description
 

@@ -256,8 +256,8 @@ class Loader:
         name = type(self._optimizer).__qualname__
         if manifest.optimizer is None and not manifest.param_groups:
             raise CheckpointError(
-                f"{self.reader.folder} was saved without an optimizer, for evaluation: it holds no states for this run's {name}. "
-                "load_optimizer_states=False takes the parameters alone."
+                f"{self.reader.folder} was saved without an optimizer, for evaluation: it holds no states for this "
+                f"run's {name}. load_optimizer_states=False takes the parameters alone."
             )
         if manifest.optimizer not in (None, name):
             raise CheckpointError(
@@ -289,9 +289,9 @@ class Loader:
             other = _first_that_differs([_options(self._optimizer.param_groups[number]) for number in mine])
             if other is not None:
                 raise CheckpointError(
-                    f"{self.reader.folder}: what are param groups {mine[0]} ({some_of(names[mine[0]])}) and {mine[other]} "
-                    f"({some_of(names[mine[other]])}) here, with hyperparameters of their own, was saved as one group: use "
-                    "the groups that were saved, or load_optimizer_states=False."
+                    f"{self.reader.folder}: what are param groups {mine[0]} ({some_of(names[mine[0]])}) and "
+                    f"{mine[other]} ({some_of(names[mine[other]])}) here, with hyperparameters of their own, was saved "
+                    "as one group: use the groups that were saved, or load_optimizer_states=False."
                 )
         return found
 

@@ -220,8 +220,8 @@ class Holdings:
     def _refuse_lost(self, tag: str) -> None:
         for version in self._versions.get(tag, []):
             raise CheckpointError(
-                f"checkpoint {version.tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} whole. Two copies "
-                "are kept, on hosts next to each other: both went."
+                f"checkpoint {version.tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} "
+                "whole. Two copies are kept, on hosts next to each other: both went."
             )
 
     def bring(self, tag: str) -> None:

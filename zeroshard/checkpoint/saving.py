@@ -253,8 +253,8 @@ def write_checkpoint(
         with together(control, "the end of a save", _FAILED):
             if to.hosts is None and not to.path.is_dir():
                 raise CheckpointError(
-                    f"{to.path} is not there. Rank 0 made it, and this rank does not see it: name a folder that all ranks see, or "
-                    "save with node_local=True (use_node_local_storage)."
+                    f"{to.path} is not there. Rank 0 made it, and this rank does not see it: name a folder that all "
+                    "ranks see, or save with node_local=True (use_node_local_storage)."
                 )
             report = write_part(part, written[0], to.tag, control.rank, buffers, advance)
         reports = control.exchange_json(report, "what each rank saved")
@@ -370,8 +370,8 @@ def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
         path = to.path / record.name
         if not path.is_file() or path.stat().st_size != record.nbytes:
             raise CheckpointError(
-                f"{path} is not as this job just wrote it: another program, or another job that saves to {to.folder}, removed "
-                "or changed it. Give each job a folder of its own."
+                f"{path} is not as this job just wrote it: another program, or another job that saves to {to.folder}, "
+                "removed or changed it. Give each job a folder of its own."
             )
 
 

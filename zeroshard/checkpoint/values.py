@@ -86,8 +86,8 @@ class Packer:
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
         raise CheckpointError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, strings, lists, "
-            "dicts) and tensors alone. Save what it is made from."
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, "
+            "strings, lists, dicts) and tensors alone. Save what it is made from."
         )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
@@ -104,8 +104,8 @@ class Packer:
     def _pack_tensor(self, value: Tensor, path: str) -> Any:
         if id(value) in self._resharded:
             raise CheckpointError(
-                f"{path} is the parameter {self._resharded[id(value)]}, whose values are not here: it is in the checkpoint anyway. "
-                "For a copy of your own, clone it inside `with zeroshard.unsharded(module):`."
+                f"{path} is the parameter {self._resharded[id(value)]}, whose values are not here: it is in the "
+                "checkpoint anyway. For a copy of your own, clone it inside `with zeroshard.unsharded(module):`."
             )
         if value.ndim == 0 and not value.is_complex() and value.dtype.itemsize <= 8:
             scalar: list[Any] = [str(value.dtype).removeprefix("torch."), None]

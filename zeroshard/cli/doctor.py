@@ -70,8 +70,8 @@ def _print_machine(console: Console) -> None:
     from zeroshard.emulation import is_emulated
 
     console.print(
-        f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; "
-        f"{os.cpu_count()} CPUs, torch uses {torch.get_num_threads()} threads"
+        f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; {os.cpu_count()} CPUs, "
+        f"torch uses {torch.get_num_threads()} threads"
     )
     if torch.accelerator.is_available():
         console.print(f"accelerators: {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
@@ -100,8 +100,8 @@ def _print_links(console: Console, size: int) -> None:
 
     if read_launch() is None:
         raise UsageError(
-            "doctor --net measures the links between ranks, and no launcher started any: torchrun --nnodes 2 --nproc-per-node 8 "
-            "--rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
+            "doctor --net measures the links between ranks, and no launcher started any: torchrun --nnodes 2 "
+            "--nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
         )
     problem = problem_of(*own_name())
     if problem is not None and os.environ.get("LOCAL_RANK", "0") == "0":

@@ -70,8 +70,8 @@ def run(context: typer.Context) -> None:
         _launch(options)
         if not mark.exists():
             _say(
-                "warning: the script has ended, and it gave zeroshard nothing to train. Does it give its trainer a config "
-                "(deepspeed=...)? Accelerator(cpu=True) turns DeepSpeed off, and is not needed on a CPU."
+                "warning: the script has ended, and it gave zeroshard nothing to train. Does it give its trainer a "
+                "config (deepspeed=...)? Accelerator(cpu=True) turns DeepSpeed off, and is not needed on a CPU."
             )
 
 

@@ -237,8 +237,8 @@ class Collectives(ABC):
         others = [rank for rank, message in enumerate(messages) if message[0] != answer]
         if others:
             raise CollectiveError(
-                f"rank {self.rank} {'asked' if answer else 'did not ask'} for {label}, and of the group's ranks {others} did the "
-                "opposite: every rank must make the same calls."
+                f"rank {self.rank} {'asked' if answer else 'did not ask'} for {label}, and of the group's ranks "
+                f"{others} did the opposite: every rank must make the same calls."
             )
         return [message[1:] for message in messages]
 

@@ -161,7 +161,7 @@ def refuse_split(members: Members) -> None:
         world._get_backend(world.bound_device_id), "supports_splitting", False
     ):  # as torch asks before it splits
         raise UsageError(
-            f"group= has {len(members.ranks)} of {members.world} ranks, and init_process_group was given device_id: torch would "
-            "split the communicator of all ranks, and wait for those that are not in the group. Leave device_id out, and call "
-            "torch.accelerator.set_device_index(local_rank) before."
+            f"group= has {len(members.ranks)} of {members.world} ranks, and init_process_group was given device_id: "
+            "torch would split the communicator of all ranks, and wait for those that are not in the group. Leave "
+            "device_id out, and call torch.accelerator.set_device_index(local_rank) before."
         )

@@ -97,12 +97,12 @@ def _advice(waiting: Mapping[int, Told]) -> str:
     named = {told.operation for told in waiting.values()} - {None}
     if named:
         return (
-            f"Every rank must come to {' and '.join(sorted(filter(None, named)))} at the same point of the program: take it out of "
-            "`if rank == 0:`, or leave it out on every rank."
+            f"Every rank must come to {' and '.join(sorted(filter(None, named)))} at the same point of the program: "
+            "take it out of `if rank == 0:`, or leave it out on every rank."
         )
     advice = (
-        "Every rank must make the same calls: take what runs the model out of `if rank == 0:`, and give every rank the same number "
-        "of batches."
+        "Every rank must make the same calls: take what runs the model out of `if rank == 0:`, and give every rank the "
+        "same number of batches."
     )
     texts = {told.text for told in waiting.values()}
     if len(texts) > 1 and all(

@@ -88,6 +88,6 @@ class SequenceRanks:
             yield
         except RuntimeError as error:
             raise CollectiveError(
-                f"{what} among ranks {self.members} failed on rank {dist.get_rank()}: every one of them must run the same forwards "
-                f"and backwards. torch: {error}"
+                f"{what} among ranks {self.members} failed on rank {dist.get_rank()}: every one of them must run the "
+                f"same forwards and backwards. torch: {error}"
             ) from error

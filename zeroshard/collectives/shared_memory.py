@@ -114,8 +114,8 @@ class SharedMemory(Grouped):
             return SharedMemory(self.members, torch.device("cpu"), 1.0, self.watch)
         except NotShared as error:
             raise CollectiveError(
-                f"the ranks have no connections for small messages: {error}. It was permitted when the model was sharded: look for "
-                "a limit of memory, descriptors or files that was set since."
+                f"the ranks have no connections for small messages: {error}. It was permitted when the model was "
+                "sharded: look for a limit of memory, descriptors or files that was set since."
             ) from error
 
     def discard(self, memory: Tensor) -> None:

@@ -309,8 +309,8 @@ def cut(world_size: int, within: Within) -> list[list[int]]:
         return [list(range(world_size))]
     if world_size % within:
         raise UsageError(
-            f"within={within} (zero_hpz_partition_size, mics_shard_size in a config) does not divide the {world_size} ranks of the "
-            "group: give the number of ranks of a host, or a divisor of it."
+            f"within={within} (zero_hpz_partition_size, mics_shard_size in a config) does not divide the {world_size} "
+            "ranks of the group: give the number of ranks of a host, or a divisor of it."
         )
     return [list(range(start, start + within)) for start in range(0, world_size, within)]
 

@@ -139,8 +139,8 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
         for key in params:
             if key not in accepted:
                 raise ConfigError(
-                    f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} "
-                    f"It takes {', '.join(one.name for one in rest)}."
+                    f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} It takes "
+                    f"{', '.join(one.name for one in rest)}."
                 )
     for key, value in params.items():
         items = [value]

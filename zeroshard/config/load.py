@@ -295,8 +295,8 @@ def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
         set_here = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ConfigError(
             "batch sizes do not agree: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps "
-            f"* ranks, but {train} != {micro} * {accumulation} * {world_size} (the config sets {set_here}). "
-            "Change one of them, or leave one out to have it computed."
+            f"* ranks, but {train} != {micro} * {accumulation} * {world_size} (the config sets {set_here}). Change one "
+            "of them, or leave one out to have it computed."
         )
     return BatchSize(train, micro, accumulation, world_size)
 
@@ -313,8 +313,8 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
     for key, ranks in given.items():
         if world_size % ranks:
             raise ConfigError(
-                f"zero_optimization.{key} = {ranks} does not divide the {world_size} ranks: give the number of ranks of a host, or "
-                "a divisor of it."
+                f"zero_optimization.{key} = {ranks} does not divide the {world_size} ranks: give the number of ranks "
+                "of a host, or a divisor of it."
             )
     return next(iter(given.values()), None)
 

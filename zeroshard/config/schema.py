@@ -59,8 +59,8 @@ class SchedulerBlock(Block):
     """`scheduler`: the learning rate over the steps."""
 
     type: Annotated[str, works(
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. It moves "
-        "after every step that was applied.")]
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. It "
+        "moves after every step that was applied.")]
     params: Annotated[dict[str, Any], works("arguments of the scheduler.")] = {}
 
 
@@ -187,8 +187,8 @@ class CheckpointBlock(Block):
     ] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
-        "the folder is each host's own: a local disk, or memory (/dev/shm). The next host keeps a copy, so that the loss of one "
-        "host loses nothing; at a load hosts give one another what they lack.")] = False
+        "the folder is each host's own: a local disk, or memory (/dev/shm). The next host keeps a copy, so that the "
+        "loss of one host loses nothing; at a load hosts give one another what they lack.")] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
     checkpoint_serialization: Annotated[bool, no_meaning("safetensors; nothing is pickled.")] = True
     writer: Annotated[Any, no_meaning("files are written straight from where the states lie.")] = None
@@ -249,8 +249,8 @@ class Schema(BaseModel):
     torch_autocast: Annotated[AutocastBlock, works("mixed precision by torch.autocast.")] = AutocastBlock()
     data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
     communication_data_type: Annotated[DType | None, works(
-        "dtype in which gradients travel; left out: the parameters', or fp32 where that has 16 bits and the backend rounds each "
-        "sum (NCCL).")] = None
+        "dtype in which gradients travel; left out: the parameters', or fp32 where that has 16 bits and the backend "
+        "rounds each sum (NCCL).")] = None
     seq_parallel_communication_data_type: Annotated[Any, no_meaning("heads and positions are exchanged in their own dtype.")] = "fp32"
     gradient_predivide_factor: Annotated[PositiveNumber, works(
         "gradients are divided by it before they are summed over ranks, and by ranks / it after.")] = 1.0

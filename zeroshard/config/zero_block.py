@@ -15,8 +15,8 @@ class OffloadParamBlock(Block):
     """`offload_param`: where parameters rest. Stage 3: their shards. Below: the whole of them, between steps."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "cpu: parameters rest in CPU memory. nvme, for stage 3: on disk. Where the model computes on the CPU, its memory and the "
-        "accelerator's are one, and cpu moves nothing.")] = "none"
+        "cpu: parameters rest in CPU memory. nvme, for stage 3: on disk. Where the model computes on the CPU, its "
+        "memory and the accelerator's are one, and cpu moves nothing.")] = "none"
     nvme_path: Annotated[str | None, works("nvme: the folder; it must be there. No file in it has a name.")] = None
     buffer_count: Annotated[Positive, works("nvme: buffers in CPU memory for shards that are read ahead or on their way.")] = 5
     buffer_size: Annotated[Positive, works(
@@ -30,8 +30,8 @@ class OffloadOptimizerBlock(Block):
     """`offload_optimizer`: where optimizer states and master weights rest, and gradients where they are sharded."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "cpu: they rest in CPU memory, and the CPU steps. nvme: on disk; the CPU steps, sub-group by sub-group. For stages 1 to "
-        "3.")] = "none"
+        "cpu: they rest in CPU memory, and the CPU steps. nvme: on disk; the CPU steps, sub-group by sub-group. For "
+        "stages 1 to 3.")] = "none"
     nvme_path: Annotated[str | None, works("nvme: the folder; it must be there. No file in it has a name.")] = None
     buffer_count: Annotated[Positive, works(
         "nvme: with buffer_size: the CPU memory for what is on its way or in use, over all states.")] = 4
@@ -61,8 +61,8 @@ class ZeroBlock(Block):
     """`zero_optimization`: what is sharded, and how it travels."""
 
     stage: Annotated[Annotated[int, Field(ge=0, le=3)] | bool, works(
-        "the preset of the policy: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded. true means 1, "
-        "as in old configs.")] = 0
+        "the preset of the policy: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are sharded. true "
+        "means 1, as in old configs.")] = 0
     reduce_bucket_size: Annotated[Positive, works(
         "elements, the most that is reduced at once; bounds the transient buffers.")] = 500_000_000
     allgather_bucket_size: Annotated[Positive, works(
@@ -89,8 +89,8 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is ordinary state.")] = False
     sub_group_size: Annotated[Count, works(
-        "the most elements that the optimizer updates in one call, where they come from elsewhere. 4 Mi at most in any case; 0: "
-        "as few as can be.")] = 1_000_000_000
+        "the most elements that the optimizer updates in one call, where they come from elsewhere. 4 Mi at most in any "
+        "case; 0: as few as can be.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "elements that are brought together ahead of their use; 0 is none. Left out: the next unit, whatever its size.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
@@ -100,18 +100,18 @@ class ZeroBlock(Block):
     stage3_max_live_parameters: Annotated[Count, works(
         "nothing is prefetched or kept that would bring the unsharded elements above it.")] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Count, works(
-        "a unit stays unsharded after its forward if at most this many elements are used before its backward. Left out: only the "
-        "last is kept.")] = 0
+        "a unit stays unsharded after its forward if at most this many elements are used before its backward. Left "
+        "out: only the last is kept.")] = 0
     stage3_module_granularity_threshold: Annotated[Count, works(
-        "a block of fewer elements is no unit of its own: it belongs to what contains it. Left out, or 0: in models of more than 128 "
-        "blocks, those of fewer than 10,000 elements.")] = 0
+        "a block of fewer elements is no unit of its own: it belongs to what contains it. Left out, or 0: in models of "
+        "more than 128 blocks, those of fewer than 10,000 elements.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
-        "of trained parameters in 16 bits only the fp32 master weights rest, and are rounded on their way to each all-gather: 14 "
-        "bytes a parameter instead of 16 with Adam, and the same bits. Where both rest on the accelerator, and parameters are "
-        "sharded over all ranks. A key of zeroshard's own.")] = False
+        "of trained parameters in 16 bits only the fp32 master weights rest, and are rounded on their way to each "
+        "all-gather: 14 bytes a parameter instead of 16 with Adam, and the same bits. Where both rest on the "
+        "accelerator, and parameters are sharded over all ranks. A key of zeroshard's own.")] = False
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, works(
-        "a Trainer that saves may bring the weights together in rank 0's CPU memory. Left out: yes. engine.export needs no such "
-        "thing.")] = None
+        "a Trainer that saves may bring the weights together in rank 0's CPU memory. Left out: yes. engine.export "
+        "needs no such thing.")] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[bool | None, works(
         "the old name of stage3_gather_16bit_weights_on_model_save.")] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
@@ -127,8 +127,8 @@ class ZeroBlock(Block):
         "ranks of a host (ZeRO++ hpZ): parameters of stage 3 are sharded over these, gradients and optimizer states over all, "
         "and sums are made host by host. There is no second copy. 0, 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
-        "ranks of a host (MiCS), as zero_hpz_partition_size: optimizer states are sharded over all ranks, where MiCS repeats "
-        "them. -1, 0: parameters are sharded over all ranks.")] = -1
+        "ranks of a host (MiCS), as zero_hpz_partition_size: optimizer states are sharded over all ranks, where MiCS "
+        "repeats them. -1, 0: parameters are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(
         "parameters are gathered inside mics_shard_size ranks alone.")] = False
     zero_quantized_weights: Annotated[bool, no_meaning(

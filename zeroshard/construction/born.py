@@ -84,8 +84,8 @@ class Births:
                 Path(path).unlink()
         except OSError as error:
             raise StorageError(
-                f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder that is "
-                "there, can be written to, and has room."
+                f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder "
+                "that is there, can be written to, and has room."
             ) from error
 
     def close(self) -> None:

@@ -47,8 +47,8 @@ def mesh_of(model: nn.Module, group: dist.ProcessGroup | None) -> DeviceMesh | N
     for name, other in meshes.items():
         if other != mesh:
             raise UsageError(
-                f"parameters {first} and {name} are DTensors over different meshes, {mesh} and {other}: zeroshard takes those of "
-                "one dimension of one mesh."
+                f"parameters {first} and {name} are DTensors over different meshes, {mesh} and {other}: zeroshard "
+                "takes those of one dimension of one mesh."
             )
     divided = mesh.mesh.flatten().tolist()
     own = ranks_of(group)
@@ -86,21 +86,21 @@ def refuse_beside_others(model: nn.Module, mesh: DeviceMesh, precision: Precisio
     for name, parameter in model.named_parameters():
         if mesh.size() > 1 and isinstance(parameter, BornSharded):
             raise UsageError(
-                f"parameter {name} was born sharded (sharded_init), beside DTensors over {mesh.size()} ranks: build the model "
-                "without sharded_init."
+                f"parameter {name} was born sharded (sharded_init), beside DTensors over {mesh.size()} ranks: build "
+                "the model without sharded_init."
             )
         if not is_distributed(parameter):
             continue
         wanted = precision.resolve(parameter.dtype).param
         if wanted != parameter.dtype:
             raise UsageError(
-                f"parameter {name} is a DTensor of {parameter.dtype}, and would have to become {wanted}: convert the model first, "
-                f"model.to({wanted}), and then cut it. Master weights are in fp32 all the same."
+                f"parameter {name} is a DTensor of {parameter.dtype}, and would have to become {wanted}: convert the "
+                f"model first, model.to({wanted}), and then cut it. Master weights are in fp32 all the same."
             )
         if whole_parameters and not placement_of(name, parameter).is_whole:
             raise UsageError(
-                f"parameter {name} is divided over {mesh.size()} ranks already, and this optimizer looks at whole parameters: use "
-                "one that treats each element by itself, such as AdamW."
+                f"parameter {name} is divided over {mesh.size()} ranks already, and this optimizer looks at whole "
+                "parameters: use one that treats each element by itself, such as AdamW."
             )
 
 

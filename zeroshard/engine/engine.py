@@ -348,8 +348,8 @@ class Engine(Saving, Readers, nn.Module):
         """Take note of parameters that were frozen or freed, see `Sharded.update_trainable`. Every rank must call it."""
         if param_group is not None and isinstance(self.lr_scheduler, LRSchedule | Floor):
             raise UsageError(
-                f"{type(self.lr_scheduler).__name__} was made for the param groups that there were: list the parameters when the "
-                "optimizer is made, frozen as they are, or use a scheduler of torch's."
+                f"{type(self.lr_scheduler).__name__} was made for the param groups that there were: list the "
+                "parameters when the optimizer is made, frozen as they are, or use a scheduler of torch's."
             )
         self._reshard_adapters()
         self._sharded.update_trainable(param_group)
@@ -400,8 +400,8 @@ class Engine(Saving, Readers, nn.Module):
         step = batch.micro * batch.world_size
         if train_batch_size < 1 or train_batch_size % step:
             raise UsageError(
-                f"set_train_batch_size({train_batch_size}): it must be a multiple of {step}: {batch.micro} samples on each of "
-                f"{batch.world_size} ranks."
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of {step}: {batch.micro} samples on "
+                f"each of {batch.world_size} ranks."
             )
         if self._microbatches.count:
             raise UsageError("set_train_batch_size() within a step: call it after the step's last microbatch.")

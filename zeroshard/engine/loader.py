@@ -106,12 +106,12 @@ def make_loader(
     if isinstance(data, DataLoader):
         raise UsageError(
             "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
-            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, "
-            "or iterate over the loader yourself."
+            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, or iterate "
+            "over the loader yourself."
         )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UsageError(
-            f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: iterate "
-            "over it yourself, a part of it on each rank."
+            f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: "
+            "iterate over it yourself, a part of it on each rank."
         )
     return StatefulLoader(data, batch_size, rank, world_size, drop_last=drop_last, collate_fn=collate_fn)

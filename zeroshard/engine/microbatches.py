@@ -125,8 +125,8 @@ class Microbatches:
         """Raise where `engine.step()` follows `optimizer.step()`: it would end a microbatch that nobody ran."""
         if self.ended_by_optimizer:
             raise UsageError(
-                "engine.step() after optimizer.step(), which had ended the step already: call one of them. After optimizer.step() "
-                "the scheduler is the caller's: lr_scheduler.step()."
+                "engine.step() after optimizer.step(), which had ended the step already: call one of them. After "
+                "optimizer.step() the scheduler is the caller's: lr_scheduler.step()."
             )
 
     def refuse_inside_no_sync(self) -> None:

@@ -183,8 +183,8 @@ class Saving:
         path = Path(save_dir) / save_filename
         if path.suffix == ".safetensors":
             raise UsageError(
-                f"save_16bit_model writes as torch.save does, and {path.name} says safetensors: name a .bin file, or call "
-                f"engine.export({str(save_dir)!r}, dtype=...), which writes safetensors."
+                f"save_16bit_model writes as torch.save does, and {path.name} says safetensors: name a .bin file, or "
+                f"call engine.export({str(save_dir)!r}, dtype=...), which writes safetensors."
             )
         if not self.zero_gather_16bit_weights_on_model_save():
             return False

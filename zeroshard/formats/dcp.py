@@ -151,8 +151,8 @@ class DistributedState(Stateful):
         self._live.schedule.refuse_unseen_changes()
         if not all(held.shard.is_here for held in self._live.states.held()):
             raise UsageError(
-                "torch.distributed.checkpoint reads and writes memory, and under this policy model states rest elsewhere: use "
-                "sharded.save and sharded.load."
+                "torch.distributed.checkpoint reads and writes memory, and under this policy model states rest "
+                "elsewhere: use sharded.save and sharded.load."
             )
         self._make_states()
         parts: dict[tuple[str, str], list[Held]] = {}

@@ -156,8 +156,8 @@ def _refuse_incomplete(model: _ModelFile, models: Sequence[Path], optimizers: Se
         numel = prod(record.shape)
         if covered.get(name, 0) != numel:
             raise CheckpointError(
-                f"{optimizers[0].parent} holds {covered.get(name, 0)} of the {numel} elements of {name}: a file is damaged, or of "
-                "another run. Copy the checkpoint again."
+                f"{optimizers[0].parent} holds {covered.get(name, 0)} of the {numel} elements of {name}: a file is "
+                "damaged, or of another run. Copy the checkpoint again."
             )
 
 
@@ -206,8 +206,8 @@ def _refuse_other_ranks(first: _OptimizerFile, found: Mapping[int, Path]) -> Non
     missing = sorted(set(range(first.world_size)) - set(found))
     if missing:
         raise CheckpointError(
-            f"{source} lacks the file of rank {missing[0]}, one of {len(missing)} that are missing: {says}. "
-            "Copy the checkpoint again."
+            f"{source} lacks the file of rank {missing[0]}, one of {len(missing)} that are missing: {says}. Copy the "
+            "checkpoint again."
         )
     extra = sorted(set(found) - set(range(first.world_size)))
     if extra:
@@ -300,8 +300,8 @@ def _read_model_content(path: Path, world_size: int) -> Mapping[str, Any]:
         ranks = int(content["dp_world_size"])
     if ranks < 1 or world_size % ranks:  # sequence-parallel ranks share the states, too
         raise CheckpointError(
-            f"{path} was written by {ranks} data-parallel ranks, and the optimizer's files beside it by {world_size}: they are "
-            "of two runs. Copy the checkpoint again, or remove the files of the other run."
+            f"{path} was written by {ranks} data-parallel ranks, and the optimizer's files beside it by {world_size}: "
+            "they are of two runs. Copy the checkpoint again, or remove the files of the other run."
         )
     return content
 
@@ -323,8 +323,8 @@ def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile
     world_size = world_size or ranks
     if any(int(count) != world_size for count in counts):
         raise CheckpointError(
-            f"{path} was written by {ranks} ranks, and the files beside it by {world_size}: they are of two runs, or a part of the "
-            "model is expert-parallel, which is not imported. Remove the files of other runs."
+            f"{path} was written by {ranks} ranks, and the files beside it by {world_size}: they are of two runs, or a "
+            "part of the model is expert-parallel, which is not imported. Remove the files of other runs."
         )
     return _OptimizerFile(path, content, stage, world_size)
 

@@ -254,8 +254,8 @@ def export(
         description = Description.of(manifest.values.get("description", {}))
     if manifest.excluded and not exclude_frozen and description.adapters is None:  # an adapter needs no base
         raise CheckpointError(
-            f"{reader.folder} leaves out {len(manifest.excluded)} frozen parameters (one is {manifest.excluded[0]}): there is no "
-            "whole model in it."
+            f"{reader.folder} leaves out {len(manifest.excluded)} frozen parameters (one is {manifest.excluded[0]}): "
+            "there is no whole model in it."
         )
     stored = {one.names[0]: one for one in reader.model() if one.trained or not exclude_frozen}
     tensors = [Exported.of(fqn, one.shape, one.dtype, dtype) for fqn, one in stored.items()]
@@ -272,8 +272,8 @@ def export(
             missing = [one.name for one in manifest.files if not (reader.folder / one.name).is_file()]
             if missing:
                 raise CheckpointError(
-                    f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts save to "
-                    "folders of their own (node_local), bring the files of all of them together first."
+                    f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts "
+                    "save to folders of their own (node_local), bring the files of all of them together first."
                 ) from error
             raise
         finally:

@@ -81,8 +81,8 @@ def load_pretrained(
     unexpected = sorted(home.keys() - used)
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} is of another model: it lacks {some_of(missing)}, and {type(model).__name__} lacks {some_of(unexpected)}. "
-            "strict=False loads what both have."
+            f"{path} is of another model: it lacks {some_of(missing)}, and {type(model).__name__} lacks "
+            f"{some_of(unexpected)}. strict=False loads what both have."
         )
     return missing, unexpected
 
@@ -124,8 +124,8 @@ def materialise(
             own_buffers(module)[name] = torch.empty_like(own_buffers(module)[name], device=births.device)  # type: ignore[arg-type]
         if initialise is None and not hasattr(module, "reset_parameters"):
             raise UsageError(
-                f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: give "
-                "materialise(initialise=...), a function that fills what a module holds itself."
+                f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: "
+                "give materialise(initialise=...), a function that fills what a module holds itself."
             )
         with torch.no_grad():
             if initialise is not None:

@@ -155,8 +155,8 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
     schema = config.schema
     if schema.activation_checkpointing.checkpoint_units is not None:
         raise ConfigError(
-            "activation_checkpointing.checkpoint_units is for initialize; under a Trainer, set gradient_checkpointing=True in "
-            "TrainingArguments."
+            "activation_checkpointing.checkpoint_units is for initialize; under a Trainer, set "
+            "gradient_checkpointing=True in TrainingArguments."
         )
     said: dict[str, tuple[Any, Any, str]] = {}
     if config.names_batch_size:
@@ -214,13 +214,13 @@ def refuse_optimizer(optimizer: Any) -> None:
     """Raise where an optimizer does something of its own to parameters between steps."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise UsageError(
-            "ZeroTrainer shards the optimizer itself: give it the optimizer class that ZeroRedundancyOptimizer was given, and "
-            "zero=1; or a stock Trainer the ZeroRedundancyOptimizer."
+            "ZeroTrainer shards the optimizer itself: give it the optimizer class that ZeroRedundancyOptimizer was "
+            "given, and zero=1; or a stock Trainer the ZeroRedundancyOptimizer."
         )
     if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
         raise UsageError(
-            f"{type(optimizer).__name__} writes to the parameters when evaluation begins and ends (schedule-free): it cannot "
-            "be sharded. Take another optimizer."
+            f"{type(optimizer).__name__} writes to the parameters when evaluation begins and ends (schedule-free): it "
+            "cannot be sharded. Take another optimizer."
         )
 
 
@@ -588,8 +588,8 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
         elif Path(checkpoint, "optimizer.pt").exists() or Path(checkpoint, "optimizer.bin").exists():
             raise UsageError(
-                f"{checkpoint} holds the optimizer's state of another Trainer. Go on with that one, or begin a new training "
-                "from its weights: from_pretrained(checkpoint), and train() without resume_from_checkpoint."
+                f"{checkpoint} holds the optimizer's state of another Trainer. Go on with that one, or begin a new "
+                "training from its weights: from_pretrained(checkpoint), and train() without resume_from_checkpoint."
             )
         else:
             _logger.warning(f"{checkpoint} holds no optimizer state (save_only_model?): it begins anew.")

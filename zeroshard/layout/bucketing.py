@@ -143,8 +143,8 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
             )
         if not matching:
             raise UsageError(
-                f"a leaf module of {what} was declared, and none is so in {type(model).__name__}: name them, or their classes, "
-                "as model.named_modules() lists them."
+                f"a leaf module of {what} was declared, and none is so in {type(model).__name__}: name them, or their "
+                "classes, as model.named_modules() lists them."
             )
         found |= matching
     return found.union(module for _, module in modules if any(_is_of_class(module, name) for name in MIXTURES))

@@ -31,8 +31,8 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     (kind,) = cut.placements
     if type(kind).__name__ not in ("Shard", "Replicate"):
         raise UsageError(
-            f"parameter {fqn} is a DTensor placed as {kind}, and zeroshard takes Shard and Replicate: name those in the plan of "
-            "parallelize_module."
+            f"parameter {fqn} is a DTensor placed as {kind}, and zeroshard takes Shard and Replicate: name those in "
+            "the plan of parallelize_module."
         )
     placement = last = Placement.whole(parameter.shape)
     if type(kind).__name__ == "Shard":
@@ -42,8 +42,8 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     own = tuple(local_of(parameter).shape)
     if own != placement.local_shape or (0 in last.local_shape and parameter.numel()):
         raise UsageError(
-            f"parameter {fqn} of shape {tuple(parameter.shape)} is a DTensor cut over {mesh.size()} ranks, of which this one has "
-            f"{own}: zeroshard takes chunks of one size, of which the last may be smaller and none empty."
+            f"parameter {fqn} of shape {tuple(parameter.shape)} is a DTensor cut over {mesh.size()} ranks, of which "
+            f"this one has {own}: zeroshard takes chunks of one size, of which the last may be smaller and none empty."
         )
     return placement
 

@@ -54,8 +54,8 @@ class ModelTree:
         for place, (fqn, module, parameter) in self._places.items():
             if id(module) not in present:
                 raise UsageError(
-                    f"{fqn} is no longer part of the model: its module was replaced or removed after zeroshard took the model. "
-                    "Change the model before shard(), or call remove() and shard anew, with a new optimizer."
+                    f"{fqn} is no longer part of the model: its module was replaced or removed after zeroshard took "
+                    "the model. Change the model before shard(), or call remove() and shard anew, with a new optimizer."
                 )
             if place not in now or now[place][2] is not parameter:
                 raise UsageError(
@@ -65,13 +65,13 @@ class ModelTree:
         for fqn, _, parameter in now.values():
             if id(parameter) not in self._taken:
                 raise UsageError(
-                    f"{fqn} was put into the model after zeroshard took it: it would not train, and files would lack it. Change "
-                    "the model before shard(), or call remove() and shard anew, with a new optimizer."
+                    f"{fqn} was put into the model after zeroshard took it: it would not train, and files would lack "
+                    "it. Change the model before shard(), or call remove() and shard anew, with a new optimizer."
                 )
             if self._by_name.get(fqn, parameter) is not parameter:
                 raise UsageError(
-                    f"{fqn} is another parameter than when zeroshard took the model: modules changed places, and files would mix "
-                    "them up. Change the model before shard(), or call remove() and shard anew."
+                    f"{fqn} is another parameter than when zeroshard took the model: modules changed places, and files "
+                    "would mix them up. Change the model before shard(), or call remove() and shard anew."
                 )
         self._record()
 

@@ -85,6 +85,6 @@ def _refuse(one: _Extent, other: _Extent) -> None:
     names = [one.name, other.name]
     names.remove(buffers[0])
     raise UsageError(
-        f"buffer {buffers[0]} lies over the memory of parameter {names[0]}: they would part. Read the parameter instead, "
-        "or give the buffer a copy: `.clone()`."
+        f"buffer {buffers[0]} lies over the memory of parameter {names[0]}: they would part. Read the parameter "
+        "instead, or give the buffer a copy: `.clone()`."
     )

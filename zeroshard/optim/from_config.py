@@ -47,14 +47,14 @@ def create_optimizer(
     name = block.type.lower()
     if name in _NOT_OFFERED:
         raise ConfigError(
-            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Known here: Adam, AdamW, SGD, Adagrad, "
-            "Lion, Muon, and any class of torch.optim; or give `initialize` an optimizer of your own."
+            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Known here: Adam, AdamW, SGD, "
+            "Adagrad, Lion, Muon, and any class of torch.optim; or give `initialize` an optimizer of your own."
         )
     cls: Any = _NAMES.get(name) or getattr(torch.optim, block.type, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
-            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Known here: Adam, AdamW, SGD, "
-            "Adagrad, Lion, Muon, and any class of torch.optim."
+            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Known here: Adam, "
+            "AdamW, SGD, Adagrad, Lion, Muon, and any class of torch.optim."
         )
     if cls is MuonWithAdamW:
         params = _muon(params)

@@ -107,8 +107,8 @@ class DynamicLossScaler(LossScaler):
             return
         if self.scale == self.min_scale:
             raise LossScaleError(
-                f"the gradients overflow at the smallest loss scale allowed ({self.scale:g}): the loss itself is infinite "
-                "or NaN, or the model does not fit into fp16's range (65504). Look at the loss, lower the learning rate, "
-                "train in bf16, or lower fp16.min_loss_scale."
+                f"the gradients overflow at the smallest loss scale allowed ({self.scale:g}): the loss itself is "
+                "infinite or NaN, or the model does not fit into fp16's range (65504). Look at the loss, lower the "
+                "learning rate, train in bf16, or lower fp16.min_loss_scale."
             )
         self.scale = max(self.scale / 2, self.min_scale)

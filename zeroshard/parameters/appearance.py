@@ -487,9 +487,9 @@ class Appearance:
                 data = entry.local
                 if data.shape != view.shape or data.dtype != view.dtype:
                     raise UsageError(
-                        f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had {tuple(view.shape)} "
-                        f"and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the model: convert it before, or say "
-                        "precision=Precision(...) (in a config, bf16 or fp16)."
+                        f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had "
+                        f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
+                        "model: convert it before, or say precision=Precision(...) (in a config, bf16 or fp16)."
                     )
                 view.copy_(data)
                 entry.show(view)
@@ -507,8 +507,8 @@ class Appearance:
             parameter = entry.parameter
             if parameter.requires_grad and not self._expected_grad[index] and id(parameter) in optimized:
                 raise UsageError(
-                    f"{entry.fqn} was unfrozen, and would not train: call update_trainable() (on every rank) after changing "
-                    "requires_grad."
+                    f"{entry.fqn} was unfrozen, and would not train: call update_trainable() (on every rank) after "
+                    "changing requires_grad."
                 )
 
     def refuse_lost_writes(self) -> None:
@@ -529,6 +529,6 @@ class Appearance:
     def _refuse_lost(self, written: Sequence[str]) -> None:
         if written:
             raise UsageError(
-                f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. "
-                "Write inside `with zeroshard.unsharded(module, modifier_rank=0):`."
+                f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. Write "
+                "inside `with zeroshard.unsharded(module, modifier_rank=0):`."
             )

@@ -244,8 +244,8 @@ class _Members:
         """Stand in for `create_collectives`."""
         if wire.is_lossy:
             raise UsageError(
-                "no plan is made of wires that round what they bring (zero_quantized_gradients): plan "
-                "without them. Memory at rest is the same."
+                "no plan is made of wires that round what they bring (zero_quantized_gradients): plan without them. "
+                "Memory at rest is the same."
             )
         self.made = self._hosts.collectives(predivide_factor, within)
         return self.made
@@ -400,8 +400,8 @@ def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spen
         raise
     except Exception as error:
         raise UsageError(
-            f"the model could not be run without values: {type(error).__name__}: {_first_line(error)} Shapes that depend on "
-            "values, and operations that torch does not know without them, cannot be planned."
+            f"the model could not be run without values: {type(error).__name__}: {_first_line(error)} Shapes that "
+            "depend on values, and operations that torch does not know without them, cannot be planned."
         ) from error
     ledger.enter("between steps", TEMPORARIES)
     return spent
@@ -431,8 +431,8 @@ def _loss(job: Job, output: Any) -> Tensor:
         found = found[0]
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise UsageError(
-            f"the model returned {type(output).__name__}, in which no loss is known: return a scalar, or something with `loss`, or "
-            "say loss=function of what it returns."
+            f"the model returned {type(output).__name__}, in which no loss is known: return a scalar, or something "
+            "with `loss`, or say loss=function of what it returns."
         )
     return found
 

@@ -83,8 +83,8 @@ def _config(file: Path, values: dict[str, Any]) -> Any:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise UsageError(
-            f"{file}: this transformers does not know the architecture {kind!r}: install one that does, or name a factory, "
-            "package.module:function."
+            f"{file}: this transformers does not know the architecture {kind!r}: install one that does, or name a "
+            "factory, package.module:function."
         )
     try:
         config: Any = AutoConfig.for_model(**values)
@@ -111,6 +111,6 @@ def _class_of(file: Path, values: dict[str, Any], config: Any) -> Any:
         if known is not None and (auto is not transformers.AutoModelForSeq2SeqLM or config.is_encoder_decoder):
             return known[0] if isinstance(known, tuple) else known
     raise UsageError(
-        f"{file}: {values['model_type']} has no language model in transformers: name a factory, package.module:function, that "
-        "returns (module, batch)."
+        f"{file}: {values['model_type']} has no language model in transformers: name a factory, "
+        "package.module:function, that returns (module, batch)."
     )

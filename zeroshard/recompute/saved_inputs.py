@@ -209,8 +209,8 @@ class Slots:
         number = self._next.get(key, 0)
         if number >= self._count:
             raise UsageError(
-                f"number_checkpoints is {self._count}, but more checkpoints than that were made before their backward: raise it, "
-                "or turn contiguous_memory_optimization off."
+                f"number_checkpoints is {self._count}, but more checkpoints than that were made before their backward: "
+                "raise it, or turn contiguous_memory_optimization off."
             )
         self._next[key] = number + 1
         if key not in self._buffers:

@@ -25,15 +25,15 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.torch_private import compiled_call_of
 
 BORDER = (
-    "zeroshard brings a unit's parameters together here, which no graph may contain. For fullgraph=True compile the units one by "
-    "one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
+    "zeroshard brings a unit's parameters together here, which no graph may contain. For fullgraph=True compile the "
+    "units one by one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
 )
 """The reason that torch logs where a graph ends at a border, and raises where none may end (fullgraph)."""
 
 _CUDA_GRAPHS = (
-    "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one before it gave "
-    "out, gradients that are still being reduced among them, and reads parameters where they once were. Compile with "
-    "mode='max-autotune-no-cudagraphs', or the default."
+    "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one "
+    "before it gave out, gradients that are still being reduced among them, and reads parameters where they once were. "
+    "Compile with mode='max-autotune-no-cudagraphs', or the default."
 )
 _WRAPPER = "get_compiler_config"
 """The attribute of each function that torch.compile returns; it gives the options, by a public name."""
@@ -59,8 +59,8 @@ def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
     for unit in units:
         if unit.named[0].is_distributed:
             raise UsageError(
-                f"{unit.named[0].fqn} is a DTensor, and {type(module).__name__} runs inside torch.compile, which cannot describe "
-                "sharded DTensors: leave torch.compile out, or the tensor parallelism."
+                f"{unit.named[0].fqn} is a DTensor, and {type(module).__name__} runs inside torch.compile, which "
+                "cannot describe sharded DTensors: leave torch.compile out, or the tensor parallelism."
             )
 
 

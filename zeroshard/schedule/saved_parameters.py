@@ -273,6 +273,6 @@ def _check(then: int, now: int, what: str) -> None:
     """Raise, as torch does without hooks, where a saved tensor has changed before it is read."""
     if then != now:
         raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at version "
-            f"{now}; expected version {then} instead."
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} "
+            f"is at version {now}; expected version {then} instead."
         )

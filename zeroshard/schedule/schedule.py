@@ -69,8 +69,8 @@ _BROKE_OFF = (
     "Call zero_grad() (with a config, engine.zero_grad()), and run the step's microbatches again."
 )
 _NO_ZERO_GRAD = (
-    "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot "
-    "be summed, since those of the first are already averaged over ranks. Call zero_grad() between a step and the next backward."
+    "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot be summed, "
+    "since those of the first are already averaged over ranks. Call zero_grad() between a step and the next backward."
 )
 
 S = StepState

@@ -308,8 +308,8 @@ class Unit:
         """Raise where the unit is pinned: it would go on showing what it was before the step."""
         if self.pins and self.sharded_at_rest:
             raise UsageError(
-                f"optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label} as it "
-                "is. Step outside."
+                "optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
+                f"{self.label} as it is. Step outside."
             )
 
     def refuse_parked(self, what: str) -> None:
@@ -321,8 +321,8 @@ class Unit:
         """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
         if self.pins:
             raise UsageError(
-                f"offload_states() inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. Call it "
-                "outside."
+                "offload_states() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
+                f"{self.label}. Call it outside."
             )
         if not parameters:
             return
@@ -587,8 +587,8 @@ class Unit:
                 )
             else:
                 raise UsageError(
-                    f"{entry.fqn} has a gradient, and is frozen as far as zeroshard knows: it would not be updated. Call "
-                    "update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
+                    f"{entry.fqn} has a gradient, and is frozen as far as zeroshard knows: it would not be updated. "
+                    "Call update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
                 )
 
     # ------------------------------------------------------------------ gradients
@@ -598,8 +598,8 @@ class Unit:
         gradient = self.named[index].own_part(gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
-                f"{self.named[index].fqn} got a sparse gradient ({gradient.layout}); zeroshard reduces dense ones. Make the "
-                "embedding with sparse=False."
+                f"{self.named[index].fqn} got a sparse gradient ({gradient.layout}); zeroshard reduces dense ones. "
+                "Make the embedding with sparse=False."
             )
         return self.waiting.add(index, gradient)
 

@@ -118,8 +118,8 @@ class CutAttention:
             return None
         if own is None or positions.dim() != 2 or positions.shape[1] != own * self._ranks.size:
             raise UsageError(
-                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: Sequences.cut makes "
-                f"1/{self._ranks.size} of the tokens, and [rows, all positions]."
+                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: Sequences.cut "
+                f"makes 1/{self._ranks.size} of the tokens, and [rows, all positions]."
             )
         for name in ("attention_mask", "past_key_values"):
             if kwargs.get(name) is not None:
@@ -137,9 +137,9 @@ class CutAttention:
         if began is None or output is None or self._calls == self._layers:
             return
         raise UsageError(
-            f"{type(decoder).__name__} has {self._layers} layers, and {self._calls} of them called the registered attention: "
-            "others mix "
-            "positions in a way of their own (recurrent layers?), and would see a slice only. This model's sequences cannot be cut."
+            f"{type(decoder).__name__} has {self._layers} layers, and {self._calls} of them called the registered "
+            "attention: others mix positions in a way of their own (recurrent layers?), and would see a slice only. "
+            "This model's sequences cannot be cut."
         )
 
     def _mask(
@@ -158,9 +158,8 @@ class CutAttention:
             )  # fmt: skip
         if options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
             raise UsageError(
-                f"{type(self._decoder).__name__} makes a mask that depends on more than positions (two directions, blocks, "
-                "images): its "
-                "sequences cannot be cut over ranks."
+                f"{type(self._decoder).__name__} makes a mask that depends on more than positions (two directions, "
+                "blocks, images): its sequences cannot be cut over ranks."
             )
         rows, length = cut.positions.shape
         if cut.documents is not None:
@@ -190,8 +189,7 @@ class CutAttention:
             if self._slice is not None:
                 raise UsageError(
                     f"{type(module).__name__} got none of the keywords of its model's forward, so it cannot see that "
-                    "positions are cut over "
-                    "ranks: this model's sequences cannot be cut."
+                    "positions are cut over ranks: this model's sequences cannot be cut."
                 )
             return core(module, query, key, value, attention_mask, *args, **options)
         self._calls += 1
@@ -209,9 +207,8 @@ class CutAttention:
         kind = type(module).__name__
         if options.get("dropout"):
             raise UsageError(
-                f"{kind} drops attention weights at random (dropout {options['dropout']}), which depends on the ranks that "
-                "hold the heads: set "
-                "the configuration's attention dropout to 0."
+                f"{kind} drops attention weights at random (dropout {options['dropout']}), which depends on the ranks "
+                "that hold the heads: set the configuration's attention dropout to 0."
             )
         is_causal = options.get("is_causal")
         if is_causal is None:
@@ -223,9 +220,8 @@ class CutAttention:
         tensors = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _HARMLESS]
         if tensors:
             raise UsageError(
-                f"{kind} hands {tensors[0]} to its attention (ALiBi, sinks, or a bias of its own), which holds for all heads "
-                "or for one slice: "
-                "its sequences cannot be cut over ranks."
+                f"{kind} hands {tensors[0]} to its attention (ALiBi, sinks, or a bias of its own), which holds for all "
+                "heads or for one slice: its sequences cannot be cut over ranks."
             )
         length = cut.positions.shape[1]
         if mask is None:
@@ -233,15 +229,13 @@ class CutAttention:
             needs_one = cut.documents is not None or (window is not None and window < length)
             if needs_one and not any(part in self._core for part in _WINDOWS_IN_KERNEL):
                 raise UsageError(
-                    f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks in a way "
-                    "of its own, so "
-                    "its sequences cannot be cut over ranks."
+                    f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks in a "
+                    "way of its own, so its sequences cannot be cut over ranks."
                 )
         elif isinstance(mask, Tensor) and mask.shape[-2:] != (length, length):
             raise UsageError(
-                f"{kind} got a mask of the shape {list(mask.shape)} for sequences of {length} positions: its model makes "
-                "masks in a way of its "
-                "own, so its sequences cannot be cut over ranks."
+                f"{kind} got a mask of the shape {list(mask.shape)} for sequences of {length} positions: its model "
+                "makes masks in a way of its own, so its sequences cannot be cut over ranks."
             )
 
 
@@ -315,21 +309,19 @@ def _decoder_of(model: nn.Module) -> Any:
     }
     if not innermost:
         raise UsageError(
-            f"{type(model).__name__} is no model of transformers: in its attention call Sequences.attend(function, query, "
-            "key, value), which "
-            "needs no attach."
+            f"{type(model).__name__} is no model of transformers: in its attention call Sequences.attend(function, "
+            "query, key, value), which needs no attach."
         )
     for one in models.values():
         if one.config.is_encoder_decoder:  # type: ignore[union-attr]
             raise UsageError(
-                f"{type(one).__name__} has cross attention, to sequences of another length: only causal decoders can be "
-                "cut over ranks."
+                f"{type(one).__name__} has cross attention, to sequences of another length: only causal decoders can "
+                "be cut over ranks."
             )
     if len(innermost) > 1:
         raise UsageError(
-            f"{type(model).__name__} holds several models of transformers ({', '.join(innermost)}), with other sequences "
-            "each: only a model "
-            "of one sequence of text can be cut over ranks."
+            f"{type(model).__name__} holds several models of transformers ({', '.join(innermost)}), with other "
+            "sequences each: only a model of one sequence of text can be cut over ranks."
         )
     return next(iter(innermost.values()))
 
@@ -357,14 +349,12 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
         found = f"layers of the type {types[0]}" if types else f"{states[0]}"
         raise UsageError(
             f"{kind} has {found}, which carry a state from position to position (recurrent layers, convolutions): its "
-            "sequences cannot be cut "
-            "over ranks."
+            "sequences cannot be cut over ranks."
         )
     if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
         raise UsageError(
-            f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so it cannot be cut "
-            "over ranks: take a "
-            "model that does."
+            f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so it cannot be "
+            "cut over ranks: take a model that does."
         )
     ropes = [
         name
@@ -373,14 +363,13 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     ]
     if ropes:
         raise UsageError(
-            f"{ropes[0]} of {kind} changes its frequencies with the longest position that it sees (dynamic or longrope), "
-            "which is each slice's "
-            "own: set another rope_type to cut sequences over ranks."
+            f"{ropes[0]} of {kind} changes its frequencies with the longest position that it sees (dynamic or "
+            "longrope), which is each slice's own: set another rope_type to cut sequences over ranks."
         )
     if getattr(config, "output_router_logits", False):
         raise UsageError(
-            f"{kind} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to cut "
-            "sequences over ranks."
+            f"{kind} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to "
+            "cut sequences over ranks."
         )
     refuse_heads(
         config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size

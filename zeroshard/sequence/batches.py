@@ -28,18 +28,16 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
     for name in _LENGTHS:
         if whole.get(name) is not None:
             raise UsageError(
-                f"the batch describes packed documents by {name}, which a slice of it cannot: give position_ids that begin "
-                "at 0 with "
-                "each document instead."
+                f"the batch describes packed documents by {name}, which a slice of it cannot: give position_ids that "
+                "begin at 0 with each document instead."
             )
     positions = whole.pop("position_ids", None)
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     if positions.dim() != 2 or positions.shape[1] != length:
         raise UsageError(
-            f"position_ids of the shape {list(positions.shape)} for {length} tokens: one position for each token, [rows, "
-            "tokens], can "
-            "be cut."
+            f"position_ids of the shape {list(positions.shape)} for {length} tokens: one position for each token, "
+            "[rows, tokens], can be cut."
         )
     positions = positions.expand(rows, length)
     labels = whole.pop("labels", None)
@@ -56,9 +54,8 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
             result[name] = own_slice(ranks, padded)
         elif isinstance(value, Tensor) and value.dim() > 1 and length > 1 and length in value.shape:
             raise UsageError(
-                f"{name} of the shape {list(value.shape)} does not have the tokens in its second dimension ({rows} rows of "
-                f"{length} "
-                "tokens), so it is unclear how to cut it: leave it out of the batch."
+                f"{name} of the shape {list(value.shape)} does not have the tokens in its second dimension ({rows} "
+                f"rows of {length} tokens), so it is unclear how to cut it: leave it out of the batch."
             )
         else:
             result[name] = value
@@ -91,9 +88,9 @@ def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Ite
         digests = ranks.gather(None if batch is None else _digest(batch), "a comparison of batches")
         if any(digest != digests[0] for digest in digests):
             raise UsageError(
-                f"the loaders of ranks {ranks.members}, which hold slices of the same sequences, gave them different batches: give "
-                "their sampler one rank for each group (DistributedSampler(num_replicas=groups, rank=group)), or cut(loader, "
-                "in_turn=True)."
+                f"the loaders of ranks {ranks.members}, which hold slices of the same sequences, gave them different "
+                "batches: give their sampler one rank for each group (DistributedSampler(num_replicas=groups, "
+                "rank=group)), or cut(loader, in_turn=True)."
             )
         if batch is None:
             return
@@ -125,9 +122,8 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens
     raise UsageError(
-        f"a batch to be cut needs input_ids [rows, tokens], or inputs_embeds, and this one has {sorted(map(str, batch))}: "
-        "cut other "
-        "tensors with Sequences.own."
+        "a batch to be cut needs input_ids [rows, tokens], or inputs_embeds, and this one has "
+        f"{sorted(map(str, batch))}: cut other tensors with Sequences.own."
     )
 
 
@@ -140,9 +136,8 @@ def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) ->
         return
     if not isinstance(mask, Tensor) or mask.shape != (rows, length):
         raise UsageError(
-            "the batch has an attention mask of its own shape, and masks are made from positions: leave it out, and give "
-            "position_ids "
-            "that begin at 0 with each document."
+            "the batch has an attention mask of its own shape, and masks are made from positions: leave it out, and "
+            "give position_ids that begin at 0 with each document."
         )
     kept = mask != 0
     if bool((kept[:, 1:] & ~kept[:, :-1]).any()):

@@ -62,14 +62,13 @@ def heads_for_positions(ranks: SequenceRanks, query: Tensor, key: Tensor, value:
     refuse_heads(heads, key.shape[_HEADS], size)
     if not query.dtype == key.dtype == value.dtype:
         raise UsageError(
-            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: they travel in one message, "
-            "so cast them to one."
+            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: they travel in one "
+            "message, so cast them to one."
         )
     if not query.shape[_POSITIONS] == key.shape[_POSITIONS] == value.shape[_POSITIONS]:
         raise UsageError(
-            f"queries of {query.shape[_POSITIONS]} and keys of {key.shape[_POSITIONS]} positions are cross attention, or "
-            "come with a "
-            "cache: only self-attention can be cut over ranks."
+            f"queries of {query.shape[_POSITIONS]} and keys of {key.shape[_POSITIONS]} positions are cross attention, "
+            "or come with a cache: only self-attention can be cut over ranks."
         )
     if key.shape[_HEADS] < size:
         key = key.repeat_interleave(size // key.shape[_HEADS], dim=_HEADS)
@@ -89,6 +88,5 @@ def refuse_heads(heads: int, key_heads: int, size: int) -> None:
         of_keys = "" if key_heads == heads else f" ({key_heads} of keys and values)"
         raise UsageError(
             f"{heads} attention heads{of_keys} cannot be cut over {size} ranks of a sequence: each rank takes an equal "
-            "number of heads. "
-            "Choose a number of ranks that divides them."
+            "number of heads. Choose a number of ranks that divides them."
         )

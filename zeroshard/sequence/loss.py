@@ -50,9 +50,8 @@ def head_log_probabilities(
     """
     if labels.shape != hidden.shape[:-1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise UsageError(
-            f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels {list(labels.shape)} do not fit: [..., D], "
-            "[V, D] and "
-            "[...] are needed."
+            f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels {list(labels.shape)} do not fit: "
+            "[..., D], [V, D] and [...] are needed."
         )
     if tiles < 1:
         raise UsageError(f"tiles={tiles}: the tokens are cut into 1 part or more.")
@@ -182,8 +181,8 @@ def refuse_second_backward(what: str) -> None:
     """
     if torch.is_grad_enabled():
         raise UsageError(
-            f"{what} computes tiles again in the backward, which has no second derivative: leave create_graph=True out, or run "
-            "this part of the model without tiles."
+            f"{what} computes tiles again in the backward, which has no second derivative: leave create_graph=True "
+            "out, or run this part of the model without tiles."
         )
 
 

@@ -50,8 +50,8 @@ class Sequences:
         outside = set(self._ranks.members) - set(self._averaged.members)
         if outside and type(self._ranks) is SequenceRanks:
             raise UsageError(
-                f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over which gradients are "
-                "averaged: that group needs every rank of a sequence."
+                f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over which "
+                "gradients are averaged: that group needs every rank of a sequence."
             )
         self._attached: list[tuple[nn.Module, CutAttention]] = []
 
@@ -219,8 +219,8 @@ class Sequences:
         if len(made) != 1 or (logits is not made[0] and transform is None):
             raise UsageError(
                 f"{type(model).__name__} computes with its logits after its head (softcapping, a scale), which "
-                "log-probabilities in tiles pass "
-                "by: give it as transform=, or use head_log_probabilities inside of the model."
+                "log-probabilities in tiles pass by: give it as transform=, or use head_log_probabilities inside of "
+                "the model."
             )
         return made[0]
 
@@ -237,8 +237,8 @@ def _refuse_another_group(model: nn.Module, size: int) -> None:
     unit = None if home is None else home.unit()
     if unit is not None and unit.collectives.world_size != size:
         raise UsageError(
-            f"shard() averages gradients over {unit.collectives.world_size} ranks, and losses of these Sequences over {size}: "
-            "give both the same group, which holds every rank of a sequence (default: all ranks)."
+            f"shard() averages gradients over {unit.collectives.world_size} ranks, and losses of these Sequences over "
+            f"{size}: give both the same group, which holds every rank of a sequence (default: all ranks)."
         )
 
 
@@ -257,8 +257,7 @@ def _head_of(model: nn.Module) -> nn.Linear:
     head = None if find is None else find()
     if type(head) is not nn.Linear:
         raise UsageError(
-            f"the head of {type(inner).__name__} is {'missing' if head is None else 'a ' + type(head).__name__}, and an "
-            "nn.Linear can run in "
-            "tiles: use head_loss inside of the model."
+            f"the head of {type(inner).__name__} is {'missing' if head is None else 'a ' + type(head).__name__}, and "
+            "an nn.Linear can run in tiles: use head_loss inside of the model."
         )
     return head

@@ -80,9 +80,8 @@ class _Tiled:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(args) != 1 or not isinstance(x, Tensor) or x.dim() < 3 or len(tensors) > 1:
             raise UsageError(
-                f"{self._name} runs in tiles, so its one positional argument must be a tensor [rows, positions, ...], and "
-                "its only tensor: "
-                "name other modules to tile()."
+                f"{self._name} runs in tiles, so its one positional argument must be a tensor [rows, positions, ...], "
+                "and its only tensor: name other modules to tile()."
             )
         if x.shape[1] <= self._tokens:
             return self._forward(x, **kwargs)
@@ -92,8 +91,8 @@ class _Tiled:
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         if any(map(has_tensor_hooks, parameters)):
             raise UsageError(
-                f"a parameter of {self._name} has a hook (register_hook), which would see the gradient of each tile: change "
-                "gradients between the backward and the step, or leave this module out of tile()."
+                f"a parameter of {self._name} has a hook (register_hook), which would see the gradient of each tile: "
+                "change gradients between the backward and the step, or leave this module out of tile()."
             )
         return _Run.apply(self._name, run, self._tokens, x, *parameters)  # type: ignore[no-untyped-call]
 
@@ -111,9 +110,8 @@ class _Tiled:
         tolerance = 1e-3 if together.dtype in (torch.float32, torch.float64) else 5e-2
         if not bool((together - apart).abs().max() <= tolerance * apart.abs().max()):
             raise UsageError(
-                f"{self._name} gives other results where it sees other positions, so it cannot run in tiles: name modules "
-                "that work position "
-                "by position, such as MLPs."
+                f"{self._name} gives other results where it sees other positions, so it cannot run in tiles: name "
+                "modules that work position by position, such as MLPs."
             )
         # Outputs of zeros (a projection that starts at zero) show nothing: the next call looks again.
         self._is_checked = bool(apart.any())
@@ -210,8 +208,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
         for inner, one in module.named_modules():
             if isinstance(one, _MIXES):
                 raise UsageError(
-                    f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one position "
-                    "needs others: "
-                    "name modules that work position by position, such as MLPs."
+                    f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one "
+                    "position needs others: name modules that work position by position, such as MLPs."
                 )
     return outermost

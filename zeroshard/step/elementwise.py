@@ -32,8 +32,8 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             raise UsageError(
-                f"{cls.__name__} {REFUSED[base.__name__]}, and zeroshard shards dense parameters over ranks: the result would be "
-                f"wrong. Use one of {', '.join(ELEMENTWISE + WHOLE)}."
+                f"{cls.__name__} {REFUSED[base.__name__]}, and zeroshard shards dense parameters over ranks: the "
+                f"result would be wrong. Use one of {', '.join(ELEMENTWISE + WHOLE)}."
             )
 
 

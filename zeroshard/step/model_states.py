@@ -208,8 +208,8 @@ class ModelStates:
             held = mine.get((part.start, stop))
             if held is None or not self._overwrite(held, state, part.tensor.reshape(-1)):
                 raise UsageError(
-                    f"rank {self._collectives.rank} holds no range [{part.start}, {stop}) of {state} of {fqn}; it holds "
-                    f"{list(mine)}."
+                    f"rank {self._collectives.rank} holds no range [{part.start}, {stop}) of {state} of {fqn}; it "
+                    f"holds {list(mine)}."
                 )
         if state == PARAMETERS:
             unit, index = self._find(fqn)

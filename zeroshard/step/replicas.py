@@ -62,9 +62,9 @@ class Replicas:
             for (name, expected), (_, found) in zip(answers[reference], other, strict=False):
                 if expected != found:
                     raise UsageError(
-                        f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank {rank} than "
-                        f"on rank {reference} of them: it would no longer be the same. Give these ranks the same batches, draw "
-                        "dropout from the same seed (outside of divided modules), and on accelerators use kernels and sums in a "
-                        "fixed order (torch.use_deterministic_algorithms(True))."
+                        f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank "
+                        f"{rank} than on rank {reference} of them: it would no longer be the same. Give these ranks "
+                        "the same batches, draw dropout from the same seed (outside of divided modules), and on "
+                        "accelerators use kernels and sums in a fixed order (torch.use_deterministic_algorithms(True))."
                     )
         raise UsageError("ranks that divide one model hold different parameters: build the same model on every rank.")

@@ -206,8 +206,8 @@ class Resident:
             tensor.data = placeholder(tensor)
         if written:
             raise UsageError(
-                f"master weights or optimizer states of {self.shard.master.label} were written while they rest elsewhere, and the "
-                "write has no effect: use sharded.states.set or set_local."
+                f"master weights or optimizer states of {self.shard.master.label} were written while they rest "
+                "elsewhere, and the write has no effect: use sharded.states.set or set_local."
             )
 
     def abandon(self) -> None:

@@ -391,8 +391,8 @@ class ShardedStep:
         if self.loss_scale != 1.0:
             unit, index = flag
             raise UsageError(
-                f"{name} of the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} until the "
-                "step. To clip under fp16, set gradient_clipping in the config."
+                f"{name} of the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} "
+                "until the step. To clip under fp16, set gradient_clipping in the config."
             )
         return self._taken.operate(flag, name, args, kwargs)
 
@@ -618,8 +618,8 @@ class ShardedStep:
         """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
         if isinstance(self.inner, MuonWithAdamW | Several):
             raise UsageError(
-                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the parameters "
-                "there, frozen as they are."
+                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
+                "parameters there, frozen as they are."
             )
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -654,6 +654,6 @@ def _refuse_unlisted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             fqn = unlisted.get(id(parameter))
             if fqn is not None and parameter.grad is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not given this "
-                    "optimizer. Name all of the model's: shard(model, [one, other], policy)."
+                    f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not "
+                    "given this optimizer. Name all of the model's: shard(model, [one, other], policy)."
                 )

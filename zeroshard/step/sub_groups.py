@@ -119,10 +119,10 @@ class SubGroups:
         offload = self._offload
         largest = max(self._residents, key=lambda resident: resident.nbytes(self._states)).shard
         raise UsageError(
-            f"{largest.master.label} needs {self._largest:,} bytes of CPU memory for the step of this rank's {largest.numel:,} "
-            f"elements, and as much again beside it; {offload.buffer_count} buffers of {offload.buffer_numel:,} elements leave "
-            f"{self._limit:,}. Allow more (in a config, offload_optimizer.buffer_size), or cut smaller buckets (bucket_numel; in a "
-            "config, reduce_bucket_size)."
+            f"{largest.master.label} needs {self._largest:,} bytes of CPU memory for the step of this rank's "
+            f"{largest.numel:,} elements, and as much again beside it; {offload.buffer_count} buffers of "
+            f"{offload.buffer_numel:,} elements leave {self._limit:,}. Allow more (in a config, "
+            "offload_optimizer.buffer_size), or cut smaller buckets (bucket_numel; in a config, reduce_bucket_size)."
         )
 
     @property

@@ -152,9 +152,9 @@ class TakenGradients:
                 unit, index = self._flags[number]
                 ranks = [rank for rank, answer in enumerate(answers) if answer]
                 raise UsageError(
-                    f"the gradient of {unit.named[index].fqn} {what} through its `grad` on ranks {ranks} only, and each rank has a "
-                    "part of the mean. Change gradients on every rank; to clip where ranks use different parameters, call "
-                    "sharded.clip_grad_norm_(max_norm)."
+                    f"the gradient of {unit.named[index].fqn} {what} through its `grad` on ranks {ranks} only, and "
+                    "each rank has a part of the mean. Change gradients on every rank; to clip where ranks use "
+                    "different parameters, call sharded.clip_grad_norm_(max_norm)."
                 )
 
     def _finish(self) -> None:

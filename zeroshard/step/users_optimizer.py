@@ -89,8 +89,8 @@ class UsersOptimizer:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self.is_removed:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called after remove(): its states are of shards that are no more. Make a "
-                "new optimizer from model.parameters()."
+                f"{type(optimizer).__name__}.step() was called after remove(): its states are of shards that are no "
+                "more. Make a new optimizer from model.parameters()."
             )
         if self._depth and self._stepped_at == self._gradients():
             self._depth += 1

@@ -28,6 +28,6 @@ def refuse_other_shards(
     own = names_of_shards(groups, views)
     if state_dict.get(SHARDS, own) != own:
         raise UsageError(
-            "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world size, policy "
-            "and frozen parameters. For any other, use sharded.save and load."
+            "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world "
+            "size, policy and frozen parameters. For any other, use sharded.save and load."
         )

@@ -101,8 +101,8 @@ class ResizedBuffer(FlatBuffer):
         elif not self._is_borrowed:
             self._is_borrowed = True
             warnings.warn(
-                f"a numpy array was made of {self.label}: torch can free their memory no more, so they stay whole, "
-                "and the array shows whatever comes there. Make arrays of copies: parameter.detach().clone().numpy().",
+                f"a numpy array was made of {self.label}: torch can free their memory no more, so they stay whole, and "
+                "the array shows whatever comes there. Make arrays of copies: parameter.detach().clone().numpy().",
                 stacklevel=2,
             )
 

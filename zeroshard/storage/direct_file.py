@@ -101,8 +101,8 @@ class DirectFile:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
         except OSError as error:
             raise StorageError(
-                f"{self.folder}, where model states are to rest, cannot hold a file: {error.strerror}. Name a folder that is there "
-                "and can be written to (in a config, nvme_path)."
+                f"{self.folder}, where model states are to rest, cannot hold a file: {error.strerror}. Name a folder "
+                "that is there and can be written to (in a config, nvme_path)."
             ) from error
         self._descriptor = self._file.fileno()
         self.is_direct = self._go_direct()
@@ -212,13 +212,13 @@ class DirectFile:
                 count = call(self._descriptor, [pages[done:]], start + done)
             except OSError as error:
                 raise StorageError(
-                    f"the file for {label} in {self.folder} cannot be {'written' if call is os.pwritev else 'read'} at byte "
-                    f"{start + done:,}: {error.strerror}. Go on from the last checkpoint."
+                    f"the file for {label} in {self.folder} cannot be {'written' if call is os.pwritev else 'read'} at "
+                    f"byte {start + done:,}: {error.strerror}. Go on from the last checkpoint."
                 ) from error
             if count == 0:
                 raise StorageError(
-                    f"the file for {label} in {self.folder} ends at byte {start + done:,}, before its end: it was cut. Go on from "
-                    "the last checkpoint."
+                    f"the file for {label} in {self.folder} ends at byte {start + done:,}, before its end: it was cut. "
+                    "Go on from the last checkpoint."
                 )
             done += count
 

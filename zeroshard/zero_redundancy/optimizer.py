@@ -210,8 +210,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             value = view.value
             if (parameter.device, parameter.dtype) != (value.device, value.dtype):
                 raise UsageError(
-                    f"a parameter moved from {value.device}, {value.dtype} to {parameter.device}, {parameter.dtype} after the "
-                    "optimizer was made: move and cast the model first."
+                    f"a parameter moved from {value.device}, {value.dtype} to {parameter.device}, {parameter.dtype} "
+                    "after the optimizer was made: move and cast the model first."
                 )
         for home in self._homes:
             home.move_in()

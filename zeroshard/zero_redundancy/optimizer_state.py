@@ -104,8 +104,8 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
             described[name] = ("value", None, value)
         else:
             raise UsageError(
-                f"the optimizer keeps {name!r} as {type(value).__name__}: only tensors, numbers and strings can be consolidated. "
-                "Save each rank's own state_dict() instead."
+                f"the optimizer keeps {name!r} as {type(value).__name__}: only tensors, numbers and strings can be "
+                "consolidated. Save each rank's own state_dict() instead."
             )
     return described
 
@@ -159,8 +159,8 @@ def load(
     saved = state_dict["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
-            f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and this "
-            f"optimizer of {[len(group['params']) for group in groups]}."
+            f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and "
+            f"this optimizer of {[len(group['params']) for group in groups]}."
         )
     names = [name for group in saved for name in group["params"]]  # a parameter's key in the saved state, by our index
     if "zeroshard" in state_dict:
@@ -204,8 +204,8 @@ def _part(value: Any, name: str, view: OwnView) -> Any:
     if value.ndim == 0:
         return value.clone()
     raise UsageError(
-        f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has {tuple(view.parameter.shape)}: it "
-        "comes from an optimizer that looks at whole parameters, and cannot be cut."
+        f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has "
+        f"{tuple(view.parameter.shape)}: it comes from an optimizer that looks at whole parameters, and cannot be cut."
     )
 
 
@@ -226,8 +226,8 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
                 found_numel += common.numel
         if found_numel != view.stop - view.start:
             raise UsageError(
-                f"the loaded state dict holds the shards of rank {told['rank']} of {told['world_size']}, and this rank needs "
-                "others: call consolidate_state_dict before you save, and load what state_dict() then gives."
+                f"the loaded state dict holds the shards of rank {told['rank']} of {told['world_size']}, and this rank "
+                "needs others: call consolidate_state_dict before you save, and load what state_dict() then gives."
             )
         found: State = {}
         for name, value in needed[0][1].items():

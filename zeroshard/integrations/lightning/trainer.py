@@ -256,6 +256,6 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if any(checkpoint["optimizer_states"]):
             raise UsageError(
-                "the checkpoint is one file, whose optimizer states another strategy saved whole: ZeroStrategy resumes from "
-                "folders of its own. For the weights alone, load them in the module and fit without ckpt_path."
+                "the checkpoint is one file, whose optimizer states another strategy saved whole: ZeroStrategy resumes "
+                "from folders of its own. For the weights alone, load them in the module and fit without ckpt_path."
             )

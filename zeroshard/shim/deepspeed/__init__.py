@@ -116,8 +116,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "zeroshard has no deepspeed.init_inference. Inference is not its subject: transformers, vLLM or SGLang serve what "
-        "engine.export() writes."
+        "zeroshard has no deepspeed.init_inference. Inference is not its subject: transformers, vLLM or SGLang serve "
+        "what engine.export() writes."
     )
 
 

@@ -22,9 +22,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     accelerator = get_accelerator()
     used = accelerator.total_memory() - accelerator.available_memory()
     print(
-        f"{message}: allocated {accelerator.memory_allocated() / _GB:.2f} GB "
-        f"(peak {accelerator.max_memory_allocated() / _GB:.2f}), "
-        f"reserved {accelerator.memory_reserved() / _GB:.2f} GB, in use on {accelerator.device_name()} {used / _GB:.2f} GB"
+        f"{message}: allocated {accelerator.memory_allocated() / _GB:.2f} GB (peak "
+        f"{accelerator.max_memory_allocated() / _GB:.2f}), reserved {accelerator.memory_reserved() / _GB:.2f} GB, in "
+        f"use on {accelerator.device_name()} {used / _GB:.2f} GB"
     )
     accelerator.reset_peak_memory_stats()
 

@@ -96,8 +96,8 @@ _ROWS = {
         "._answers: AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder"),
     ".pipe": Row(".runtime.pipe.module: *"),
     ".runtime": Row(
-        ".runtime: activation_checkpointing base_optimizer config config_utils dataloader engine fp16 lr_schedules pipe "
-        "sequence_parallel utils zero .runtime.base_optimizer: *",
+        ".runtime: activation_checkpointing base_optimizer config config_utils dataloader engine fp16 lr_schedules "
+        "pipe sequence_parallel utils zero .runtime.base_optimizer: *",
         {"hybrid_engine": "Train with initialize()."}),
     ".runtime.activation_checkpointing": Row(),
     ".runtime.activation_checkpointing.checkpointing": Row(
@@ -144,15 +144,15 @@ _ROWS = {
         "torch.nn.utils: clip_grad_norm_ .accelerator: get_accelerator ._memory: empty_cache see_memory_usage "
         "._tensors: move_to_device"),
     ".runtime.zero": Row(
-        ".runtime.zero.parameter_offload: * .runtime.zero.partition_parameters: GatheredParameters Init ZeroParamStatus "
-        "ZeroParamType register_external_parameter unregister_external_parameter "
-        ".runtime.zero.stage3: unwrap_model_for_generation",
+        ".runtime.zero.parameter_offload: * .runtime.zero.partition_parameters: GatheredParameters Init "
+        "ZeroParamStatus ZeroParamType register_external_parameter unregister_external_parameter .runtime.zero.stage3: "
+        "unwrap_model_for_generation",
         {"MiCS_Init": _MICS},
         {"TiledLinear TiledLinearReturnBias": "Cut a large Linear into several: each is a module of its own."}),
     ".runtime.zero.config": Row(
-        "._config: ZeroStageEnum .runtime.zero.leaf_module_config: DeepSpeedZeroLeafModuleConfig .runtime.zero.offload_config: "
-        "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
-        "zeroshard.config.zero_block: DeepSpeedZeroConfig=ZeroBlock"),
+        "._config: ZeroStageEnum .runtime.zero.leaf_module_config: DeepSpeedZeroLeafModuleConfig "
+        ".runtime.zero.offload_config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
+        "OffloadDeviceEnum zeroshard.config.zero_block: DeepSpeedZeroConfig=ZeroBlock"),
     ".runtime.zero.leaf_module_config": Row(
         "._config: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES "
         "zeroshard.config.zero_block: DeepSpeedZeroLeafModuleConfig=LeafModuleBlock"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import final
 
 import torch
@@ -275,6 +275,24 @@ class ParameterBucket:
         Every rank must call it.
         """
         self._collectives.all_gather(self.rows, self.number, f"all-gather of written {self.label}").wait()
+
+    def take_owners_masters(self) -> None:
+        """Where every rank updates all master weights beside the parameters, take each from its owner.
+
+        Another rank may have taken a written row into its own masters already, and so have lost their digits. Every rank must
+        call it.
+        """
+        if self._policy.optimizer.sharded or not self.has_copies:
+            return
+        with ExitStack() as opened:
+            masters = [
+                opened.enter_context(master.borrowed(self._accelerator, self._pool, write=True))
+                for master in self.masters.values()
+            ]
+            values = torch.stack(masters)
+            self._collectives.all_gather(values, self.number, f"all-gather of written masters of {self.label}").wait()
+            for master, value in zip(masters, values, strict=True):
+                master.copy_(value)
 
     def take_masters(self, *, regather: bool) -> None:
         """The master weights were set: what rests follows, and, where the parameters are unsharded now, they do."""

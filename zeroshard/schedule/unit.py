@@ -369,12 +369,17 @@ class Unit:
 
         A write through `.data` is found by its values: where the parameters have master weights beside them, these are compared,
         from the first time on that the user has read `.data`.
+
+        Args:
+            owners_follow: every rank asks, so that all agree on what was written. A sharded optimizer looks for writes through
+                `.data` later, once a step: its owner's values are gathered after the update in any case.
         """
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
             new = self.appearance.take_written()
             if new and not owners_follow:  # else theirs come first, see `take_written`: a master would lose digits
                 self._take_rows()
-            if not new and self._may_be_written_unseen and not self._live.parked:
+            looks = not (owners_follow and self.policy.optimizer.sharded)
+            if looks and not new and self._may_be_written_unseen and not self._live.parked:
                 for bucket in self.buckets:
                     if bucket.take_hidden_writes():
                         self._written |= {piece.index for piece in bucket.layout.pieces}
@@ -421,6 +426,7 @@ class Unit:
             bucket.take_owners_rows()
             self._take_first_replica(bucket)
             bucket.take_rows()
+            bucket.take_owners_masters()
 
     def _take_first_replica(self, bucket: ParameterBucket) -> None:
         """What is whole on each rank of the other dimensions becomes what the first of them has."""

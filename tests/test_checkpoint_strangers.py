@@ -311,3 +311,27 @@ def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -
         assert sorted(files.tags(tmp_path)) == ["after", "before"]
 
     on_ranks(body, 2)
+
+
+def test_a_step_in_the_middle_of_a_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread takes one while a file is written: the checkpoint would have values of two steps."""
+
+    def body(rank: int) -> None:
+        model, sharded = build(1)
+        step(model, sharded, rank, 0)
+        sharded.save(tmp_path, "before")
+        synchronise = os.fsync
+
+        def late(file: int) -> None:
+            monkeypatch.setattr(os, "fsync", synchronise)
+            step(model, sharded, rank, 1)
+            synchronise(file)
+
+        monkeypatch.setattr(os, "fsync", late)
+        with pytest.raises(CheckpointError, match="a step began while the save copied its values"):
+            sharded.save(tmp_path, "torn")
+        assert sorted(files.tags(tmp_path)) == ["before"]
+        sharded.save(tmp_path, "after")
+        assert sorted(files.tags(tmp_path)) == ["after", "before"]
+
+    on_ranks(body, 2)

@@ -127,11 +127,9 @@ def test_schedulers_hooks_and_closures_act_as_ever(stage: int) -> None:
         zeroshard.shard(model, optimizer, stage)
         after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         optimizer.register_step_post_hook(note("late after"))
-        optimizer.zero_grad()
         for number in range(2):
             if number == 1:
                 optimizer.register_step_pre_hook(note("late before"))
-                optimizer.zero_grad()
             with zeroshard.unsharded(model):
                 old = float(weight.sum())
             calls.clear()
@@ -151,6 +149,108 @@ def test_schedulers_hooks_and_closures_act_as_ever(stage: int) -> None:
             before.step()
             after.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**4)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_hook_of_the_first_step_sets_its_learning_rate(stage: int) -> None:
+    """Nothing but the step itself has come since `shard`, and a hook on all optimizers runs once, too."""
+
+    def body(rank: int) -> None:
+        model, optimizer, _ = sharded_of(stage, OPTIMIZERS["SGD"])
+        before = whole(model)
+        sizes = []
+
+        def halt(own: torch.optim.Optimizer, *_: Any) -> None:
+            own.param_groups[0]["lr"] = 0.0
+
+        optimizer.register_step_pre_hook(halt)
+        handle = register_optimizer_step_pre_hook(lambda own, *_: sizes.append(len(own.param_groups[0]["params"])))
+        model(*tokens(rank, 0)).backward()
+        optimizer.step()
+        handle.remove()
+        assert sizes == [len([*model.parameters()])]
+        assert optimizer.param_groups[0]["lr"] == 0.0
+        assert same(before, whole(model))
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_groups_that_were_changed_are_refused(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer, _ = sharded_of(stage)
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:2]
+        model(*tokens(rank, 0)).backward()
+        with pytest.raises(UsageError, match="param groups are not those"):
+            optimizer.step()
+
+    on_ranks(body, 2)
+
+
+class Scaled(torch.optim.SGD):
+    """Takes an argument of its own."""
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        return super().step(closure)
+
+
+def test_arguments_of_the_optimizers_own_are_refused() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = Scaled(model.parameters(), lr=0.1)
+        zeroshard.shard(model, optimizer, 2, elementwise=True)
+        model(*tokens(rank, 0)).backward()
+        with pytest.raises(UsageError, match="got scale"):
+            optimizer.step(scale=0.5)
+        optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_state_dict_from_before_is_refused(stage: int) -> None:
+    """Of a plain optimizer; the groups are still the model's parameters afterwards."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = Stack()
+        before = OPTIMIZERS["AdamW"](plain.parameters())
+        plain(*tokens(rank, 0)).backward()
+        before.step()
+        model, optimizer, _ = sharded_of(stage)
+        with pytest.raises(UsageError, match="did not shard"):
+            optimizer.load_state_dict(before.state_dict())
+        assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, model.parameters())]
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_its_states_are_a_dict_of_parameters(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer, _ = sharded_of(stage)
+        weight = model.head.weight
+        assert weight not in optimizer.state
+        assert optimizer.state.get(weight, 5) == 5
+        model(*tokens(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        has_part = weight in optimizer.state
+        assert sum(same_on_all(has_part)) >= 1
+        with pytest.raises(UsageError, match=r"would replace the states|lie in several parts"):
+            optimizer.state[weight] = {}
+        if not has_part:
+            with pytest.raises(UsageError, match="another rank updates"):
+                optimizer.state[weight]["mine"] = 1
+        optimizer.state_dict()
+
+    def same_on_all(value: bool) -> list[bool]:
+        answers: list[bool] = [False, False]
+        torch.distributed.all_gather_object(answers, value)
+        return answers
 
     on_ranks(body, 2)
 
@@ -486,7 +586,7 @@ def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
                 continue
             if not parts:
                 assert not state
-                with pytest.raises(TypeError):
+                with pytest.raises(UsageError, match="another rank updates"):
                     state["exp_avg"] = torch.zeros(1)
                 continue
             assert torch.equal(state["exp_avg"], parts[0].tensor.flatten())

@@ -93,11 +93,80 @@ def each_by_itself(model: nn.Module) -> list[Tensor]:
     return [gradient.norm() for gradient in gradients(model)]
 
 
+def many_at_once(model: nn.Module) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+    nn.utils.clip_grad_value_(model.parameters(), 0.005, foreach=True)
+    return norm
+
+
+def by_statement(model: nn.Module) -> list[Tensor]:
+    """An assignment of what was changed in place, and the function in the place of the method."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+            parameter.grad /= 4
+    return [torch.norm(gradient) for gradient in gradients(model)]
+
+
 CLIPS: dict[str, Clip] = {
     "norm": by_norm, "largest": partial(by_norm, norm_type=math.inf), "norm of order 3": partial(by_norm, norm_type=3.0),
     "value": by_value, "a part": a_part, "in two calls": in_two_calls, "by hand": by_hand, "by data": by_data,
     "each by itself": each_by_itself, "each by its own norm": each_by_its_own_norm,
+    "many at once": many_at_once, "by statement": by_statement,
 }  # fmt: skip
+
+
+def in_each_microbatch(rank: int, policy: Policy | None, dtype: torch.dtype | None, clip: str) -> list[float]:
+    """Norms of a loop that clips what it has summed so far, after each of three backwards, and then steps."""
+    torch.manual_seed(0)
+    model = Stack().to(dtype)
+    optimizer: Any = sgd(model.parameters())
+    norms = []
+    sharded = None
+    if policy is not None:
+        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=100)
+    summed: dict[nn.Parameter, Tensor] = {}
+    for number in range(2):
+        for microbatch in range(3):
+            model(*tokens(rank, 3 * number + microbatch)).backward()
+            if sharded is None:  # the mean over ranks of this microbatch, added to what was clipped before
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad.div_(dist.get_world_size())
+                        if parameter in summed:
+                            parameter.grad.add_(summed[parameter])
+            if sharded is not None and clip == "ours":
+                norms.append(float(sharded.clip_grad_norm_(0.1)))
+            else:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            if sharded is None:
+                summed = {one: one.grad.clone() for one in model.parameters() if one.grad is not None}
+                optimizer.zero_grad()
+        if sharded is None:
+            for parameter, gradient in summed.items():
+                parameter.grad = gradient
+            summed = {}
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@STAGES
+@pytest.mark.parametrize("clip", ["torch's", "ours"])
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU, Place.DISK])
+def test_what_is_clipped_in_each_microbatch(stage: int, clip: str, place: Place, tmp_path: Any) -> None:
+    """The factor of one clipping does not multiply gradients that come later."""
+
+    def body(rank: int) -> None:
+        policy = Policy.stage(stage)
+        if place is not Place.ACCELERATOR and stage > 0:
+            policy = policy.offloaded(optimizer=place, path=str(tmp_path))
+        expected = in_each_microbatch(rank, None, torch.float32, clip)
+        assert in_each_microbatch(rank, policy, torch.float32, clip) == pytest.approx(expected, rel=1e-5)
+
+    on_ranks(body, 2)
+
 
 Result = tuple[dict[str, Tensor], list[Any]]
 

@@ -417,6 +417,9 @@ def test_a_model_whose_modules_changed_is_refused_by_name(
         with pytest.raises(UsageError, match=name):
             sharded.export(tmp_path / "out")
         assert not [*tmp_path.iterdir()]
+        if change in (replaced, removed):
+            with pytest.raises(UsageError, match="is no longer part"), torch.no_grad():
+                model(*tokens(rank, 2))
 
     on_ranks(body, 2)
 

@@ -268,13 +268,17 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
     """Run an optimizer's step as its class has it, without hooks, also where it calls the step of the class that it extends.
 
-    torch wraps each class's method with the object's hooks, and has no public way around it.
+    torch wraps each class's method with the hooks of the object and those of all optimizers, and has no public way around it.
+    What it wrapped is under the wrapper, as `functools.wraps` leaves it.
     """
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
-        return type(optimizer).step(optimizer)
+        return step(optimizer)
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ class Checkpoints:
         """
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
-        if self.live.schedule.is_stepping:
+        steps = self.live.step.steps_begun
+        if self.live.step.is_stepping:
             raise UsageError(
                 "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
                 "the signal's handler, or the thread, set a flag, and save after the step. If a step broke off, load a checkpoint."
@@ -173,6 +175,7 @@ class Checkpoints:
                 outline, part = take_snapshot(self.live, values or {}, own, exclude_frozen=exclude_frozen)
                 if asynchronous:
                     part = part.staged(self._staging, self._device)
+                    self._refuse_later_steps(steps)
             to = Destination(path, tag, save_latest, keep_last, self._hosts_of(node_local))
             if asynchronous:
                 thread = ThreadPoolExecutor(1, "zeroshard checkpoint")
@@ -181,7 +184,15 @@ class Checkpoints:
             else:
                 part.arrived()
                 with self.display.task(f'saving "{tag}"', part.nbytes) as row:
-                    write_checkpoint(outline, part, to, self.control, row.advance)
+                    refuse = partial(self._refuse_later_steps, steps)
+                    write_checkpoint(outline, part, to, self.control, row.advance, refuse)
+
+    def _refuse_later_steps(self, steps: int) -> None:
+        if self.live.step.steps_begun != steps:
+            raise CheckpointError(
+                "a step began while the save copied its values, which would be of two steps: save on the thread that trains, "
+                "after the step, with asynchronous=True where the training shall go on."
+            )
 
     def _write_behind(self, outline: dict[str, Any], part: Part, to: Destination) -> None:
         make_current(self._device)

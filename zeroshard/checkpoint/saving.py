@@ -27,7 +27,7 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RangeRecord
 from zeroshard.checkpoint.node_local import Hosts, Move, broadcast, carry, refuse_shared
 from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, Source, write_file
 from zeroshard.checkpoint.values import Packer, storable
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Collectives, nothing
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
 from zeroshard.layout.placement import Placement, Runs
@@ -229,9 +229,13 @@ def _source(held: Held, state: str) -> Source:
 
 
 def write_checkpoint(
-    outline: dict[str, Any], part: Part, to: Destination, control: Collectives, advance: Advance = ignore
-) -> None:
+    outline: dict[str, Any], part: Part, to: Destination, control: Collectives, advance: Advance = ignore,
+    refuse: Callable[[], None] = nothing,
+) -> None:  # fmt: skip
     """Write this rank's part, agree with the others, and let the checkpoint exist. Every rank must call it.
+
+    Args:
+        refuse: called when the part is written: raises where its values changed meanwhile.
 
     If any rank cannot write, all raise a `CheckpointError` that says which and why, and earlier checkpoints are as they were.
     """
@@ -257,6 +261,7 @@ def write_checkpoint(
                     "ranks see, or save with node_local=True (use_node_local_storage)."
                 )
             report = write_part(part, written[0], to.tag, control.rank, buffers, advance)
+            refuse()
         reports = control.exchange_json(report, "what each rank saved")
         if to.hosts is not None:
             moves = []

@@ -47,7 +47,7 @@ class Alone(Collectives):
         return [data]
 
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
-        values = torch.zeros(1, dtype=torch.float64) if value is None else value.reshape(1)
+        values = torch.zeros(1, dtype=torch.float64, device="cpu") if value is None else value.reshape(1)
         return values, [data]
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:

@@ -224,7 +224,7 @@ class Collectives(ABC):
         own = struct.pack("<d", 0.0 if value is None else float(value))
         messages = self.agreed(value is not None, own + data, label)
         values = [struct.unpack_from("<d", message)[0] for message in messages]
-        return torch.tensor(values, dtype=torch.float64), [message[8:] for message in messages]
+        return torch.tensor(values, dtype=torch.float64, device="cpu"), [message[8:] for message in messages]
 
     @final
     def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:

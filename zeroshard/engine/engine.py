@@ -205,7 +205,10 @@ class Engine(Saving, Readers, nn.Module):
             self._was_applied = False
             count = self.gradient_accumulation_steps()
             return StepReport(False, f"microbatch {self._microbatches.count} of {count}: gradients are accumulated")
-        with self._progress.measure("step"):
+        with (
+            self._progress.measure("step"),
+            self._step_of_shards.driven(),
+        ):  # until the step is counted, no save is whole
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
         self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
@@ -228,8 +231,7 @@ class Engine(Saving, Readers, nn.Module):
             not_finite = self._step_of_shards.not_finite()
         applied = is_finite or not self.resolved.skips_steps_that_are_not_finite
         if applied:
-            with self._step_of_shards.driven():
-                self.optimizer.step()
+            self.optimizer.step()
         self._step_of_shards.overflow = not applied
         self.optimizer.zero_grad()
         if applied and self.lr_scheduler is not None:

@@ -49,31 +49,43 @@ class ModelTree:
         """
         if self._is_unchanged:
             return
+        self._refuse_replaced()
         now = _places(self._model)
-        present = {id(module) for module in self._model.modules()}
-        for place, (fqn, module, parameter) in self._places.items():
-            if id(module) not in present:
-                raise UsageError(
-                    f"{fqn} is no longer part of the model: its module was replaced or removed after zeroshard took "
-                    "the model. Change the model before shard(), or call remove() and shard anew, with a new optimizer."
-                )
+        for place, (fqn, _, parameter) in self._places.items():
             if place not in now or now[place][2] is not parameter:
                 raise UsageError(
                     f"{fqn} is no longer the tensor that zeroshard took (load_state_dict(assign=True), an assignment, "
-                    "weight_norm, prune?), and would not train. Write into it in place, or call remove() and shard anew."
+                    "weight_norm, prune?), and would not train. Write into it in place, or call remove() and shard again."
                 )
         for fqn, _, parameter in now.values():
             if id(parameter) not in self._taken:
                 raise UsageError(
                     f"{fqn} was put into the model after zeroshard took it: it would not train, and files would lack "
-                    "it. Change the model before shard(), or call remove() and shard anew, with a new optimizer."
+                    "it. Change the model before shard(), or call remove() and shard again, with a new optimizer."
                 )
             if self._by_name.get(fqn, parameter) is not parameter:
                 raise UsageError(
                     f"{fqn} is another parameter than when zeroshard took the model: modules changed places, and files "
-                    "would mix them up. Change the model before shard(), or call remove() and shard anew."
+                    "would mix them up. Change the model before shard(), or call remove() and shard again."
                 )
         self._record()
+
+    def refuse_replaced_modules(self) -> None:
+        """Raise where a module with parameters was replaced or removed: a forward would run without the parameters that train.
+
+        `torch.func.functional_call` puts other tensors in the places of parameters for a forward, which is no change.
+        """
+        if not self._is_unchanged:
+            self._refuse_replaced()
+
+    def _refuse_replaced(self) -> None:
+        present = {id(module) for module in self._model.modules()}
+        for fqn, module, _ in self._places.values():
+            if id(module) not in present:
+                raise UsageError(
+                    f"{fqn} is no longer part of the model: its module was replaced or removed after zeroshard took "
+                    "the model. Change the model before shard(), or call remove() and shard again, with a new optimizer."
+                )
 
 
 def _places(model: nn.Module) -> dict[tuple[int, str], tuple[str, nn.Module, nn.Parameter]]:

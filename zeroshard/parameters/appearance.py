@@ -141,6 +141,10 @@ def classes_of(
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
+            if value is not None and self._is_own(
+                value
+            ):  # `parameter.grad *= 0.5` assigns what it has changed in place
+                return
             with past_torch_function():
                 GRAD.__set__(self, value)
             owner.replace_gradient(self)
@@ -150,6 +154,14 @@ def classes_of(
             with past_torch_function():
                 GRAD.__set__(self, None)
             owner.replace_gradient(self)
+
+        def _is_own(self, value: Tensor) -> bool:
+            if value is shown.get(id(self)):
+                return owner.taken_gradient(self) is not None
+            if grad_of(self) is not None or owner.taken_gradient(self) is None:
+                return False
+            local = owner.local_gradient(self)
+            return local is not None and (not value.numel() or is_same_memory(value, local))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             return owner.deep_copy(self, memo)
@@ -254,6 +266,9 @@ class TakenGradient(Tensor):
             return own  # there is no graph to leave
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
+        if func.__name__ in _FOR_EACH and all(isinstance(gradient, Tensor) for gradient in args[0]):
+            operation = _FOR_EACH[func.__name__]
+            return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
         if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:
             answer = own.owner.gradient_operation(own.parameter, func.__name__, args, kwargs or {})
             if answer is not NotImplemented:
@@ -267,6 +282,16 @@ class TakenGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TakenGradient of {self.fqn}"
+
+
+_FOR_EACH: dict[str, Callable[..., Tensor]] = {
+    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_mul_": Tensor.mul_,
+    "_foreach_div_": Tensor.div_,
+    "_foreach_clamp_min_": Tensor.clamp_min_,
+    "_foreach_clamp_max_": Tensor.clamp_max_,
+}
+"""torch's operations on many gradients at once, which its clipping asks for with `foreach=True`: each is done one by one."""
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

@@ -28,6 +28,7 @@ class Live:
         numel: elements of sharded units that are unsharded now, and will be given back.
         parked: the model states that are away until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
+        before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
         drop_gradients: called when the user has set `grad` of every parameter that had one to None.
         data_was_read: of some parameter, by the user, who may write through it where no version counter shows it.
     """
@@ -35,6 +36,7 @@ class Live:
     numel: int = 0
     parked: frozenset[str] = frozenset()
     gradient_operation: Callable[..., Any] = lambda *_: NotImplemented
+    before_later_gradients: Callable[[], object] = lambda: None
     drop_gradients: Callable[[], object] = lambda: None
     data_was_read: bool = False
 

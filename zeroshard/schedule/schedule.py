@@ -205,6 +205,8 @@ class Schedule:
         return self._accelerator.device
 
     def _move(self, move: Move) -> None:
+        if move is Move.GRADIENT and self.state is StepState.GRADIENTS:
+            self._live.before_later_gradients()
         self.state = after(self.state, move)
 
     @property
@@ -222,6 +224,7 @@ class Schedule:
     def begin_forward(self) -> None:
         """The root's forward starts, outside of a backward."""
         self._backward_ended = False
+        self.tree.refuse_replaced_modules()
         for unit in self.units:
             if not unit.trainable:
                 unit.appearance.refuse_unfrozen(self.optimized)
@@ -441,6 +444,10 @@ class Schedule:
                 forget()
 
         self._live.drop_gradients = drop
+
+    def on_later_gradients(self, prepare: Callable[[], None]) -> None:
+        """Have this called when a further backward begins, before its gradients are added to those of the step."""
+        self._live.before_later_gradients = prepare
 
     def set_gradient_operation(self, operation: Callable[..., Any]) -> None:
         """Have this run torch's operations on gradients that were taken."""

@@ -84,6 +84,24 @@ class MeanGradients:
         self._narrow_coefficient = self._narrow_coefficient * coefficient
         self._coefficients.append(coefficient)
 
+    @property
+    def is_to_be_scaled(self) -> bool:
+        """Whether `scale` has left factors for later."""
+        return bool(self._coefficients)
+
+    def settle(self, shards: Iterable[Shard]) -> None:
+        """Multiply what `scale` has left for later: gradients of another backward are about to be added."""
+        for shard in shards:
+            is_narrow = _is_narrow(shard)
+            if not is_narrow and not _is_away(shard):
+                continue
+            coefficients = [self._narrow_coefficient] if is_narrow else self._coefficients
+            with self.opened(shard, write=True) as gradient:
+                for coefficient in coefficients:
+                    scale_([gradient], coefficient)
+            shard.squares = None
+        self.reset()
+
     def lent(self, shard: Shard, flat: Tensor) -> Tensor:
         """A shard's gradient, which is memory where the optimizer steps now, with what is still to be multiplied."""
         if _is_narrow(shard):

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from itertools import chain
 from operator import or_
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sub_groups import SubGroups
 from zeroshard.step.taken_gradients import TakenGradients
-from zeroshard.step.users_optimizer import DroppedGradients, ShardStates, UsersOptimizer
+from zeroshard.step.users_optimizer import DroppedGradients, ShardStates, StatesOfAnotherRank, UsersOptimizer
 from zeroshard.step.whose_shards import SHARDS, names_of_shards, refuse_other_shards
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import step_without_hooks
@@ -72,6 +71,8 @@ class ShardedStep:
         self.driver: Callable[[], Any] | None = None
         self.loss_scale = 1.0
         self._is_driven = False
+        self.steps_begun = 0
+        """Since the model was sharded: a save that sees another number at its end has values of two steps."""
         self._overflow = False
         self._norm: float | Tensor | None = None
         self._schedule = schedule
@@ -85,6 +86,7 @@ class ShardedStep:
         self._mean_gradients = MeanGradients()
         self._taken = TakenGradients(schedule, context, self._mean_gradients)
         schedule.set_gradient_operation(self._operate)
+        schedule.on_later_gradients(self._before_later_gradients)
         self._whole_parameters = context.whole_parameters
         self.views: list[ShardView] = []
         self._residents: list[Resident] = []
@@ -116,7 +118,7 @@ class ShardedStep:
         """`id`s of the user's parameters, group by group."""
         self._take_states()
         self.lay_out()
-        _watch_other_optimizers(schedule)
+        _watch_other_optimizers(self)
 
     @property
     def state(self) -> Any:
@@ -140,10 +142,16 @@ class ShardedStep:
     def driven(self) -> Iterator[None]:
         """Make `step` only the update inside: its caller is the driver."""
         self._is_driven = True
+        self.steps_begun += 1
         try:
             yield
         finally:
             self._is_driven = False
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way, with what its driver does for it, or broke off."""
+        return self._is_driven or self._schedule.is_stepping
 
     def lay_out(self) -> None:
         """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
@@ -265,10 +273,12 @@ class ShardedStep:
             return loss
         if self.driver is not None and not self._is_driven:
             return self.driver()
-        self._leave_shards()  # where an exception of the optimizer's own has left them
+        if self._is_on_shards:  # an exception of the optimizer's own has left them there
+            self._leave_shards()
         self._refuse_changed_groups()
         self._dropped.refuse_later_backward()
         self._agree_on_used()
+        self.steps_begun += 1
         self._schedule.begin_step()
         steps = self._flags_that_step(users)
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
@@ -308,6 +318,28 @@ class ShardedStep:
             for one in self._optimizers if users is None else [users]:
                 step_without_hooks(one.optimizer)
 
+    def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take our hooks' places on an optimizer of this model, which is about to step.
+
+        Raises:
+            UsageError: it is another, which steps parameters of this model that no optimizer lists: their gradients are each
+                rank's own.
+        """
+        for one in self._optimizers:
+            if one.optimizer is optimizer:
+                one.keep_places()
+                return
+        unlisted = self._schedule.unlisted()
+        if not unlisted:
+            return
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            fqn = unlisted.get(id(parameter))
+            if fqn is not None and parameter.grad is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not "
+                    "given this optimizer. Name all of the model's: shard(model, [one, other], policy)."
+                )
+
     def _flags_that_step(self, users: UsersOptimizer) -> Sequence[bool]:
         """Flags that say, by parameter, whether it is updated: some rank used it, and its optimizer steps."""
         if len(self._optimizers) == 1:
@@ -320,7 +352,7 @@ class ShardedStep:
 
     def release_inner(self) -> None:
         """Zeroshard is taken off: the inner optimizer holds shards of a model that is no more."""
-        _TAKEN.discard(self._schedule)
+        _TAKEN.discard(self)
         for one in self._optimizers:
             one.remove()
         self._leave_shards()
@@ -340,8 +372,6 @@ class ShardedStep:
         """Forget the gradients. Their buffers stay, to be overwritten."""
         self._used_at = -1
         self._dropped.reset()
-        for one in self._optimizers:
-            one.keep_places()
         self._mean_gradients.reset()
         self._taken.reset()
         self._schedule.forget_gradients()
@@ -395,6 +425,12 @@ class ShardedStep:
                 "until the step. To clip under fp16, set gradient_clipping in the config."
             )
         return self._taken.operate(flag, name, args, kwargs)
+
+    def _before_later_gradients(self) -> None:
+        """Gradients of another microbatch are about to be added to the mean: what multiplies it must not multiply these."""
+        if self._taken.has_factors or self._mean_gradients.is_to_be_scaled:
+            self._schedule.reductions.finish()
+            self.gradients.settle(resident.shard for resident in self._residents)
 
     def not_finite(self) -> tuple[str, ...]:
         """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
@@ -585,7 +621,7 @@ class ShardedStep:
             (resident, v) for resident in self._residents for v in resident.views if id(v.named.parameter) == parameter
         ]
         if not found:
-            return MappingProxyType({})  # another rank keeps them; what is written here would be lost
+            return StatesOfAnotherRank()
         resident, view = found[0]
         if len(found) > 1 or not resident.is_in_place:
             why = "lie in several parts" if len(found) > 1 else "rest elsewhere"
@@ -633,27 +669,21 @@ class ShardedStep:
         self._optimizers[0].parameters |= {id(parameter) for parameter in parameters}
 
 
-_TAKEN = weakref.WeakSet[Schedule]()
-"""Models whose other optimizers are refused. torch's hook on all optimizers stays: to remove one in the middle of a step, as the
-garbage collector might, would break that step off."""
+_TAKEN = weakref.WeakSet[ShardedStep]()
+"""Steps of models whose other optimizers are refused. torch's hook on all optimizers stays: to remove one in the middle of a
+step, as the garbage collector might, would break that step off."""
 
 
-def _watch_other_optimizers(schedule: Schedule) -> None:
+def _watch_other_optimizers(step: ShardedStep) -> None:
     if not _WATCHED:
-        _WATCHED.append(register_optimizer_step_pre_hook(_refuse_unlisted))
-    _TAKEN.add(schedule)
+        _WATCHED.append(register_optimizer_step_pre_hook(_before_any_step))
+    _TAKEN.add(step)
 
 
 _WATCHED: list[Any] = []
 
 
-def _refuse_unlisted(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise where an optimizer that `shard` was not given steps parameters of a model, whose gradients are each rank's own."""
-    for unlisted in [schedule.unlisted() for schedule in _TAKEN]:
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups if unlisted):
-            fqn = unlisted.get(id(parameter))
-            if fqn is not None and parameter.grad is not None:
-                raise UsageError(
-                    f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not "
-                    "given this optimizer. Name all of the model's: shard(model, [one, other], policy)."
-                )
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Tell every sharded model that an optimizer is about to step: torch calls this before the optimizer's own hooks."""
+    for step in [*_TAKEN]:
+        step.before_step_of(optimizer)

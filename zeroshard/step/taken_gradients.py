@@ -9,6 +9,7 @@ Norms have the same bits under every policy: each shard's part of a parameter is
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,10 @@ class TakenGradients:
         operation = _OPERATIONS.get(name)
         if operation is None:
             return NotImplemented
+        try:
+            _SIGNATURES[name].bind(self, 0, *args, **kwargs)
+        except TypeError:
+            return NotImplemented  # arguments that shards have no answer to
         return operation(self, self._number_of[flag], *args, **kwargs)
 
     # ------------------------------------------------------------------ operations, with torch's arguments
@@ -96,21 +101,24 @@ class TakenGradients:
         return torch.tensor(norm, dtype=dtype or torch.float32, device=gradient.device)
 
     def _p_norm(
-        self, number: int, gradient: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
-    ) -> Any:
+        self, number: int, gradient: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
+        dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        if out is not None:
+            return NotImplemented
         return self._norm(number, gradient, p, dim, keepdim, dtype=dtype)
 
-    def _multiply(self, number: int, gradient: Tensor, factor: Any) -> Any:
-        value = _number(factor)
+    def _multiply(self, number: int, gradient: Tensor, other: Any) -> Any:
+        value = _number(other)
         if value is None:
             return NotImplemented
         self._factors.setdefault(number, []).append(value)
         self.changed.add(number)
         return gradient
 
-    def _divide(self, number: int, gradient: Tensor, divisor: Any) -> Any:
-        value = _number(divisor)
-        if not value:
+    def _divide(self, number: int, gradient: Tensor, other: Any, *, rounding_mode: Any = None) -> Any:
+        value = _number(other)
+        if not value or rounding_mode is not None:
             return NotImplemented
         return self._multiply(number, gradient, 1 / value)
 
@@ -163,6 +171,11 @@ class TakenGradients:
             self._schedule.finish_gradients()
             self._finished_at = self._schedule.gradients_taken
         self.apply_factors()
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether gradients are still to be multiplied."""
+        return bool(self._factors)
 
     def apply_factors(self) -> None:
         """Multiply. Where each gradient has the same factors, the shards are scaled as a whole."""
@@ -290,3 +303,4 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "clamp_max_": TakenGradients._clamp_max,
 }
 """The operations, by torch's names for them."""
+_SIGNATURES = {name: inspect.signature(operation) for name, operation in _OPERATIONS.items()}

@@ -83,8 +83,9 @@ class UsersOptimizer:
         self._zero_grad(self)
 
     def keep_places(self) -> None:
-        """The user's hooks run around it, also those that are registered later."""
-        make_innermost(self.optimizer, self._before, self._after)
+        """Move our hooks inside of the user's, also of those that were registered later. A step is about to run them."""
+        if not self._is_inside and not self._depth:
+            make_innermost(self.optimizer, self._before, self._after)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self.is_removed:
@@ -95,6 +96,12 @@ class UsersOptimizer:
         if self._depth and self._stepped_at == self._gradients():
             self._depth += 1
             return None
+        unknown = [*map(repr, args[2:]), *sorted(kwargs.keys() - {"closure"})]
+        if unknown:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() got {', '.join(unknown)}: zeroshard runs the optimizer's step over shards, "
+                "and passes a closure only. Give such a value as an option of the param groups."
+            )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._is_inside = True
         try:
@@ -117,6 +124,16 @@ class UsersOptimizer:
         self._groups = []
 
 
+class StatesOfAnotherRank(dict[str, Any]):
+    """The states of a parameter of which this rank has no part: there are none here."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise UsageError(
+            f"{name!r} was set in the states of a parameter that another rank updates: it would be lost. Write where the states "
+            "are, or call sharded.states.set on every rank."
+        )
+
+
 class ShardStates(defaultdict[Any, dict[str, Any]]):
     """The states of this rank's shards, instead of an optimizer's `state`.
 
@@ -131,6 +148,28 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
     def __missing__(self, key: Any) -> Any:
         found = self._find(id(key))
         return super().__missing__(key) if found is None else found
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        try:
+            return bool(self._find(id(key)))
+        except UsageError:  # they are not to be had in this way, if there are any
+            return len(self) > 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the states of a parameter as `state[parameter]` does, or the default where it has none."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._find(id(key)) is not None:
+            raise UsageError(
+                "optimizer.state[parameter] = ... would replace the states of this rank's shards: write into the tensors of "
+                "optimizer.state[parameter], or call sharded.states.set on every rank."
+            )
+        super().__setitem__(key, value)
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())

@@ -26,8 +26,26 @@ def refuse_other_shards(
 ) -> None:
     """Raise where a state dict was made of other shards: torch counts parameters, and would take states for others'."""
     own = names_of_shards(groups, views)
+    if SHARDS not in state_dict and not _fits(state_dict, groups):
+        raise UsageError(
+            "this state dict is of an optimizer that zeroshard did not shard: load it into the optimizer before shard(), or "
+            "call sharded.states.set for each state."
+        )
     if state_dict.get(SHARDS, own) != own:
         raise UsageError(
             "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world "
             "size, policy and frozen parameters. For any other, use sharded.save and load."
         )
+
+
+def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the groups are as long as this rank's, and each state of a shard has the shard's shape."""
+    if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group) for group in groups]:
+        return False
+    shards = [shard for group in groups for shard in group]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for number, shard in zip(numbers, shards, strict=True):
+        for value in state_dict["state"].get(number, {}).values():
+            if isinstance(value, Tensor) and value.ndim and value.shape != shard.shape:
+                return False
+    return True

@@ -43,8 +43,10 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
 
 
 def _mark_classes(
-    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+    model: nn.Module, classes: Sequence[type | str] | str, flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
+    if isinstance(classes, str):  # not its letters
+        classes = [classes]
     wrong = [one for one in classes if not isinstance(one, type | str)]
     if wrong:
         raise AssertionError(f"leaf_module_classes must be a list of types or names, got {wrong[0]!r}.")

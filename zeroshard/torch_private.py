@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from pathlib import Path
 from threading import Thread
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -288,6 +289,23 @@ def compiled_call_of(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+_COMPILER_FILE = "_dynamo/eval_frame.py"
+_COMPILED_CALL = "compile_wrapper"
+
+
+def runs_compiled(code: CodeType) -> bool:
+    """Return whether code is that of torch.compile's wrapper around a compiled function, whose `self` has the options.
+
+    torch has no public way to ask whether what runs now was compiled.
+    """
+    return code.co_name == _COMPILED_CALL and is_of_compiler(code)
+
+
+def is_of_compiler(code: CodeType) -> bool:
+    """Return whether code is of the file of torch's wrappers around functions that it compiles, or leaves alone."""
+    return code.co_filename.endswith(_COMPILER_FILE)
+
+
 # ---------------------------------------------------------------- autograd
 
 _graph_task = _find("torch._C._current_graph_task_id")
@@ -549,6 +567,12 @@ def _orders_step_hooks() -> bool:
     return next(reversed(pre)) == before.id and next(iter(post)) == after.id and not calls
 
 
+def _has_compiler_frames() -> bool:
+    """Look into the source, since an import of the compiler takes a second; without sources there is nothing to look at."""
+    source = Path(torch.__file__).parent / _COMPILER_FILE
+    return not source.is_file() or f"def {_COMPILED_CALL}(" in source.read_text()
+
+
 def _answers(question: Callable[[], object]) -> Callable[[], bool]:
     """Make a test that asks, whatever the answer is: this module may be imported in a backward, or inside of hooks."""
 
@@ -584,6 +608,7 @@ _TESTS: dict[str, Callable[[], bool]] = {
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": _answers(refuses_saved_tensors_hooks),
     "torch._C._functorch.peek_interpreter_stack": _answers(in_transform),
     "torch._guards.TracingContext.try_get": _answers(is_traced),
+    f"{_COMPILED_CALL} of {_COMPILER_FILE}": _has_compiler_frames,
 }
 
 

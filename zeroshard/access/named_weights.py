@@ -89,7 +89,9 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
             with ExitStack() as stack:
                 with live.collectives.operation("named_weights()"):
                     _make_whole(part, unit_of, stack)
-                for weight in part.weights() if to in (None, live.rank) else ():
+                is_for_here = to in (None, live.rank)
+                weights = part.weights() if is_for_here else ()
+                for weight in weights:
                     yield weight
                     del weight
                     _refuse_step(live.schedule.steps_ended != steps)

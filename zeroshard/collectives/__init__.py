@@ -5,6 +5,6 @@ bucket's storage, under a tag of its own, so two ranks that diverge never mistak
 backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank. `TwoLevel` composes two of them, inside
 hosts and across.
 
-All of them sum over ranks in rank order (with hosts: inside each, then over hosts) and divide by the world size after, so a result
-does not depend on who asks.
+On CPUs all of them sum over ranks in rank order (with hosts: inside each, then over hosts) and divide by the world size after, so
+a result does not depend on the policy. `Native` leaves the order of a sum to its backend.
 """

@@ -210,7 +210,8 @@ class Native(Grouped):
             works = dist.batch_isend_irecv([move.operation for move in moves])
         one_each = len(works) == len(moves)  # or one for all
         for number, move in enumerate(moves):
-            move.transfer.begin([(work, move.peer) for work in (works[number : number + 1] if one_each else works)])
+            own = works[number : number + 1] if one_each else works
+            move.transfer.begin([(work, move.peer) for work in own])
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         if self._messages is None:

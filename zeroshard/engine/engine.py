@@ -379,7 +379,8 @@ class Engine(Saving, Readers, nn.Module):
         if place is Place.DISK and folder is None:
             raise UsageError("offload_states to nvme needs nvme_path: the config names no folder.")
         offload = Offload(None if folder is None else os.fspath(folder), pin_memory)
-        names = [_value(name) for name in (STATES if include is None else include)]
+        included = STATES if include is None else include
+        names = [_value(name) for name in included]
         states = list(dict.fromkeys(_PARKED.get(name, name) for name in names))
         return self._sharded.offload_states(states, place, offload)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.unit import Unit
-from zeroshard.torch_private import compiled_call_of
+from zeroshard.torch_private import compiled_call_of, runs_compiled
 
 BORDER = (
     "zeroshard brings a unit's parameters together here, which no graph may contain. For fullgraph=True compile the "
@@ -82,9 +82,9 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
 
 def _configs_of_callers(depth: int | None) -> Iterator[Any]:
-    """Yield the options of the compiled functions on the stack. torch has no public way to ask."""
+    """Yield the options of the compiled functions on the stack."""
     for frame in islice(_frames(), depth):
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
+        if runs_compiled(frame.f_code):
             yield getattr(frame.f_locals.get("self"), "compiler_config", None)
 
 

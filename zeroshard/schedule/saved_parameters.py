@@ -28,6 +28,7 @@ from zeroshard.torch_private import (
     distributed_by,
     distribution_of,
     is_distributed,
+    is_of_compiler,
     local_of,
     saved_tensors_hooks_in_force,
     storage_id,
@@ -265,7 +266,7 @@ class _Copy(Tensor):
 
 def _saves(caller: FrameType) -> bool:
     """Whether the caller of a hook is an autograd function of Python; what keeps torch.compile away may lie between."""
-    between = caller.f_back if caller.f_code.co_filename.endswith("_dynamo/eval_frame.py") else None
+    between = caller.f_back if is_of_compiler(caller.f_code) else None
     return (between or caller).f_code is FUNCTION_APPLY
 
 

@@ -191,9 +191,14 @@ class Unit:
         return whole
 
     def _move(self, move: UnitMove) -> None:
-        is_legal = move in UNIT_MOVES[self.state] and not (self.pins and move in MOVES_TO_REST)
-        assert is_legal, f"{self.label} is {self.state.value}, with {self.pins} pins: {move.name} is no move from there"
-        self.state = UNIT_MOVES[self.state][move]
+        there = UNIT_MOVES[self.state].get(move)
+        is_kept = bool(self.pins) or (self.is_held and move is UnitMove.RESHARD)
+        if there is None or (is_kept and move in MOVES_TO_REST):
+            raise RuntimeError(
+                f"zeroshard's own fault, please report it: {self.label} is {self.state.value}, with {self.pins} pins, and was to "
+                f"make the move {move.name}."
+            )
+        self.state = there
 
     @property
     def is_cut(self) -> bool:

@@ -315,7 +315,8 @@ class ShardedStep:
     def step_inner(self, users: UsersOptimizer | None = None) -> None:
         """Call the step of an optimizer's class once, or of all of them, with the gradients that their tensors have."""
         with self._on_shards():
-            for one in self._optimizers if users is None else [users]:
+            stepping = self._optimizers if users is None else [users]
+            for one in stepping:
                 step_without_hooks(one.optimizer)
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:

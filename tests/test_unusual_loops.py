@@ -18,6 +18,7 @@ from twin import same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
+from zeroshard.parameters import parameter_bucket
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 
@@ -647,3 +648,61 @@ def test_a_forward_that_broke_off_in_a_thread_that_ended_is_forgotten() -> None:
         assert model(*tokens(0, 0)).isfinite()
 
     on_ranks(body, 1)
+
+
+@STAGES
+def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(stage: int) -> None:
+    """The owner's value counts, in master weights too: their digits decide about the steps that follow."""
+
+    def body(rank: int) -> None:
+        for by_data in (False, True):
+            torch.manual_seed(0)
+            model = Stack().bfloat16()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+            zeroshard.shard(model, optimizer, stage)
+            weight = model.head.weight
+            for number in range(20):
+                if number == 3 and stage < 3 and rank == 0:
+                    if by_data:
+                        weight.data.fill_(0.5)
+                    else:
+                        with torch.no_grad():
+                            weight.fill_(0.5)
+                model(*tokens(rank, number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert same_on_all_ranks(whole(model))
+
+    on_ranks(body, 2)
+
+
+def test_hidden_writes_are_looked_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By comparing parameters with master weights, from the first read of `.data` on."""
+
+    def body(rank: int) -> None:
+        looks = 0
+        compare = parameter_bucket._shows
+
+        def counting(*args: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return compare(*args)
+
+        monkeypatch.setattr(parameter_bucket, "_shows", counting)
+        torch.manual_seed(0)
+        model = Stack().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        sharded = zeroshard.shard(model, optimizer, 2)
+        counts = []
+        for number in range(3):
+            model(*tokens(rank, number)).backward()
+            sharded.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(looks)
+            looks = 0
+            model.head.weight.data  # noqa: B018
+        buckets = sum(len(unit.buckets) for unit in sharded._schedule.units)
+        assert counts == [0, buckets, buckets]
+
+    on_ranks(body, 2)

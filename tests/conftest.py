@@ -28,8 +28,9 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="the quick set and the rest")
-    parser.addoption("--rest", action="store_true", help="only the rest: every two values of two parameters together")
+    parser.addoption("--all", action="store_true", help="the quick set and the rest: not every combination, see --rest")
+    rest = "only the rest: of each test every two values of two parameters together, of one marked `every` all combinations"
+    parser.addoption("--rest", action="store_true", help=rest)
 
 
 @pytest.fixture(params=["shared memory", "gloo"])

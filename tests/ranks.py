@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 import torch.distributed as dist
 
 from zeroshard.testing import RankError, run_ranks
 from zeroshard.testing.ranks import join_store
 
-__all__ = ["RankError", "on_ranks", "run_ranks"]
+__all__ = ["RankError", "on_ranks", "run_ranks", "run_until_all_end"]
 
 PATCHED = (
     types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod, int, float, str,
@@ -67,6 +68,16 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout:
     else:
         ranks.end()
     return results
+
+
+def run_until_all_end(function: Callable[..., Any], world_size: int, **options: Any) -> list[Any]:
+    """Call `run_ranks`; after a rank's death the others have until its timeout to end, however busy the machine is.
+
+    The timeout of collectives is longer, so a rank that waits for that is reported as hung.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("zeroshard.testing.ranks._GRACE_SECONDS", float("inf"))
+        return run_ranks(function, world_size, **{"timeout": 180.0, "collective_timeout": 600.0, **options})
 
 
 class Ranks:

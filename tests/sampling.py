@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from itertools import combinations
 
@@ -26,14 +26,21 @@ def pairs(axes: Iterable[Hashable]) -> set[Need]:
 def cover(cases: list[set[Need]], chosen: Iterable[int] = ()) -> set[int]:
     """Return indices of a few cases, those in `chosen` among them, that together hold all that any case holds.
 
-    Greedy: the case that holds the most of what is still missing comes next.
+    Greedy: the case that holds the most of what is still missing comes next; of several, that whose values were picked the least,
+    then the last, which is that of the higher stages, more ranks and fewer bits.
     """
     picked = set(chosen)
     missing = set().union(*cases) - set().union(*(cases[index] for index in picked))
+    uses = Counter(value for index in picked for value in cases[index])
+
+    def worth(index: int) -> tuple[int, int, int]:
+        return len(cases[index] & missing), -sum(uses[value] for value in cases[index]), index
+
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
+        best = max(range(len(cases)), key=worth)
         picked.add(best)
         missing -= cases[best]
+        uses.update(cases[best])
     return picked
 
 
@@ -49,7 +56,8 @@ def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     """Return the quick set, and the rest. A combination in neither is not run.
 
     A case that is marked `full` belongs to the rest. A test that is marked `quick(n)` has its last n cases in the quick set,
-    which are those of the highest stages. A machine with an accelerator runs every combination that needs one.
+    which are those of the highest stages. Of a test that is marked `every`, the rest has all other combinations. A machine with
+    an accelerator runs every combination that needs one.
     """
     quick, rest = [], []
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -64,6 +72,8 @@ def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
         if torch.accelerator.is_available() and cases[0].get_closest_marker("accelerator"):
             first = set(range(len(cases)))
         second = cover([pairs(axes(case)) for case in cases], first) - first
+        if cases[0].get_closest_marker("every"):
+            second = set(range(len(cases))) - first
         quick += [cases[index] for index in sorted(first)]
         rest += [cases[index] for index in sorted(second)]
     return quick, rest

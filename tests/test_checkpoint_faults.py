@@ -63,26 +63,30 @@ def test_a_kill_at_any_moment_loses_nothing(moments: int, tmp_path: Path, monkey
     for moment in range(moments):
         victims = chance.choice([(0,), (1,), (0, 1)])
         # The first dies before it saves, the last after, however fast the machine is now.
-        delay = 0.0 if moment == 0 else chance.uniform(0, 1.3 * duration)
-        is_last = moment == moments - 1
+        delay = chance.uniform(0, 1.3 * duration)
+        is_first, is_last = moment == 0, moment == moments - 1
 
         def doomed(
             rank: int,
             victims: tuple[int, ...] = victims,
             delay: float = delay,
             moment: int = moment,
+            early: bool = is_first,
             late: bool = is_last,
         ) -> None:
             model, sharded = build(2)
             steps = sharded.load(tmp_path, fall_back=False).values["steps"]
             for number in range(steps, 3):
                 step(model, sharded, rank, number)
+            if rank in victims and early:
+                os.kill(os.getpid(), signal.SIGKILL)
             if rank in victims and not late:
                 threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
             sharded.save(tmp_path, "again" if moment % 2 else f"new{moment}", {"steps": 3})
             if rank in victims and late:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1.5 * duration)  # the kill comes, if late
+            if rank in victims:
+                signal.pause()  # until the kill comes
 
         with pytest.raises(RankError):
             run_ranks(doomed, 2, timeout=30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -340,11 +341,12 @@ def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where:
 
 
 def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
-    """Three ranks wait, one does not: one line in all, on the lowest; and everyone's error names it."""
+    """Three ranks wait, one does not: one line in all, and everyone's error names it."""
 
     def body(rank: int) -> list[str]:
         said = Lines()
         sharded = made(2)
+        dist.barrier()  # they begin to wait together
         if rank == 1:
             for other in (0, 2, 3):
                 until(tmp_path / f"done{other}")
@@ -359,10 +361,11 @@ def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
         assert all_missing(str(caught.value), [1])
         return said.lines
 
-    said = run_ranks(body, 4, collective_timeout=4)
-    assert [len(lines) for lines in said] == [1, 0, 0, 0]
-    assert said[0][0].startswith('ranks 0, 2-3 have waited 1 s for save "x"')
-    assert said[0][0].endswith("rank 1 is not waiting for any rank (still in other code?)")
+    lines = [line for lines in run_ranks(body, 4, collective_timeout=4) for line in lines]
+    assert len(lines) == 1
+    # The lowest speaks, of three, unless a busy machine held it or another up for most of a second.
+    waiting, silent = r"ranks? [02-3, -]+ ha(s|ve) waited \d+ s", r"ranks? [1-3, -]+ (is|are) not waiting for any rank"
+    assert re.fullmatch(rf'{waiting} for save "x".*; {silent} \(still in other code\?\)', lines[0])
 
 
 def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,11 +390,17 @@ def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, mon
 def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The line goes to stderr where nothing else is arranged; the save goes on, and nothing of it is left behind."""
 
+    def note(record: logging.LogRecord) -> bool:  # a handler would arrange something else
+        if "waited" in record.getMessage():
+            (tmp_path / "said").touch()
+        return True
+
     def body(rank: int) -> None:
         logging.getLogger().handlers.clear()  # pytest's
+        logging.getLogger("zeroshard").addFilter(note)
         sharded = made(2)
         if rank == 1:
-            time.sleep(2.5)
+            until(tmp_path / "said")
         sharded.save(tmp_path, "x")
         watch = sharded._context.collectives.watch  # type: ignore[attr-defined]
         while watch._is_posted:
@@ -404,7 +413,7 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
     run_ranks(body, 2)
     error = capfd.readouterr().err
     assert error.count("rank 1 is not waiting for any rank") == 1
-    assert 'rank 0 has waited 1 s for save "x"' in error
+    assert re.search(r'rank 0 has waited \d+ s for save "x"', error)
 
 
 def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,7 @@ def test_batch_norm_in_bf16() -> None:
 # ---------------------------------------------------------------------- plain PyTorch and DDP
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @MICROBATCHES
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -210,6 +211,7 @@ def test_places(optimizer: Place, stage: int, ranks: int, microbatches: int, pre
     assert not list(tmp_path.iterdir()), "files with names"
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", few_are_quick(list(MODELS), 3))
 @pytest.mark.parametrize(("stage", "place", "parameters"), [(2, DISK, CPU), (3, DISK, DISK), (3, CPU, CPU)])

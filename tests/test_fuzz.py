@@ -267,6 +267,7 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
 """The same, of two optimizers."""
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("found", FOUND)
@@ -274,6 +275,7 @@ def test_what_was_found_once(found: str, stage: int, bf16: bool) -> None:
     run(Setting(stage, bf16), FOUND[found])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("found", FOUND_OF_TWO)

@@ -219,6 +219,7 @@ def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: fl
     assert round(sum(states.values()) * 7.5e9 / plan.figures.numel / 1e9, 1) == gigabytes
 
 
+@pytest.mark.every
 @pytest.mark.full
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3)])

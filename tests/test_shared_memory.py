@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, Untied, tokens, workload
-from ranks import on_ranks
+from ranks import on_ranks, run_until_all_end
 from torch import Tensor
 from twin import build, step
 
@@ -105,16 +105,15 @@ def held_anywhere() -> set[str]:
 
 def falls(look: Callable[[], int], highest: int) -> bool:
     """Tell whether a count is so low, soon: threads end, and the store's process closes its ends, a little later."""
-    deadline = time.monotonic() + 5
-    while look() > highest and time.monotonic() < deadline:
+    for _ in range(1000):
+        if look() <= highest:
+            return True
         time.sleep(0.02)
-    return look() <= highest
+    return False
 
 
 def until(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, path.name
+    while not path.exists():  # for ever: then this rank is reported as hung, with its stack
         time.sleep(0.005)
 
 
@@ -128,10 +127,7 @@ def write(path: Path, text: str) -> None:
 
 
 def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, with_child: bool = False) -> None:
-    """Run a training in which a rank is killed after so many seconds, and the others hear of it at once.
-
-    After a death `run_ranks` gives them ten seconds: a rank that waited for the timeout would have failed too.
-    """
+    """Run a training in which a rank is killed after so many seconds, and the others hear of it without a timeout."""
     folder.mkdir()
 
     def body(rank: int) -> None:
@@ -160,7 +156,7 @@ def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, wit
         with pytest.raises(
             RankError, match=f"1 of {count} ranks failed\n--- rank {victim} failed:\nended with exit status -9"
         ):
-            run_ranks(body, count, collective_timeout=NEVER)
+            run_until_all_end(body, count, collective_timeout=NEVER)
         if with_child:
             assert Path(f"/proc/{(folder / 'child').read_text()}").exists()
     finally:
@@ -220,7 +216,7 @@ def test_a_sender_to_a_dead_rank_whose_children_hold_its_sockets_does_not_wait(t
 
     try:
         with pytest.raises(RankError, match="1 of"):
-            run_ranks(body, 2, collective_timeout=NEVER)
+            run_until_all_end(body, 2, collective_timeout=NEVER)
         assert (tmp_path / "heard").exists()
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)

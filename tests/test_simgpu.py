@@ -24,6 +24,7 @@ QUICK = {
 """A feature of the core each."""
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("body", "mode", "ranks"),
     [

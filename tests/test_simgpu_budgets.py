@@ -40,6 +40,7 @@ def test_a_step_of_stage_2_launches_fewer_kernels_than_fsdp2s(layers: int) -> No
     assert ours < theirs
 
 
+@pytest.mark.every
 @LAYERS
 @STAGES
 @pytest.mark.parametrize("clips", [False, True])
@@ -47,6 +48,7 @@ def test_the_host_never_waits(clips: bool, stage: int, layers: int) -> None:
     assert total(measured("zeroshard", stage, clips, layers), "synchronisations") == 0
 
 
+@pytest.mark.every
 @LAYERS
 @STAGES
 @pytest.mark.parametrize("clips", [False, True])

@@ -337,7 +337,7 @@ class Schedule:
         """Take the gradients of the unit that wait; start to reduce what is complete and has its turn."""
         if not unit.waiting.gradients:
             return
-        self.reductions.finish_up_to(unit.gradients)
+        self.reductions.finish_up_to(unit.buckets_of_waiting())
         unit.take_gradients()
         self.gradients_taken += 1
         self.reductions.start_ready(unit.gradients)

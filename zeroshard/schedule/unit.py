@@ -614,6 +614,10 @@ class Unit:
             )
         return self.waiting.add(index, gradient)
 
+    def buckets_of_waiting(self) -> list[GradientBucket]:
+        """Return the buckets in which the gradients that wait lie; others may have reductions in flight."""
+        return [bucket for index in self.waiting.gradients for bucket, _ in self._homes[index]]
+
     def take_gradients(self) -> None:
         """Hand the gradients that wait to the buckets in which they lie."""
         by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}

@@ -125,6 +125,7 @@ PYBIND11_MODULE(_simgpu, module) {
     };
     simgpu::streams().at(stream)->launch(std::move(run));
   });
+  module.def("set_patience", [](int64_t milliseconds) { simgpu::patience_ms() = milliseconds; });
   module.def("on_cpu", [](const at::Tensor& tensor) { return simgpu::on_cpu(tensor); });
   module.def("counts", [] {
     std::lock_guard<std::mutex> lock(counters().mutex);

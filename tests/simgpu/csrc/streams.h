@@ -36,15 +36,19 @@ inline Counters& counters() {
 inline void launched(const std::string& what) { counters().add(counters().launches, what); }
 
 // How a stream runs its kernels. A lazy one waits until the host waits for it, or has launched and waited for nothing during
-// PATIENCE: on a real device everything is done at some time, and a host that waits for another rank may wait for just that.
+// its patience: on a real device everything is done at some time, and a host that waits for another rank may wait for just that.
 struct Pace {
   bool is_lazy = false;
   int delay_us = 0;
 };
 constexpr int64_t COPY_TICKS = 3;  // of a copy to or from the host: a kernel takes one
-constexpr auto PATIENCE = std::chrono::milliseconds(150);
 
 using Clock = std::chrono::steady_clock;
+
+inline std::atomic<int64_t>& patience_ms() {
+  static std::atomic<int64_t> milliseconds{150};
+  return milliseconds;
+}
 
 inline std::atomic<Clock::rep>& last_activity() {
   static std::atomic<Clock::rep> ticks{0};
@@ -53,7 +57,9 @@ inline std::atomic<Clock::rep>& last_activity() {
 
 inline void host_is_active() { last_activity() = Clock::now().time_since_epoch().count(); }
 
-inline Clock::time_point idle_at() { return Clock::time_point(Clock::duration(last_activity().load())) + PATIENCE; }
+inline Clock::time_point idle_at() {
+  return Clock::time_point(Clock::duration(last_activity().load())) + std::chrono::milliseconds(patience_ms().load());
+}
 
 class Stream {
  public:

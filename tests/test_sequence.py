@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import resource
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 from families import SIZES, bert, llama, mixtral, t5
 from ranks import RankError, on_ranks, run_ranks
-from sequences import Case, Outcome, alone, batch, counted, expect_close, make, same_bits, train
+from sequences import Case, Outcome, alone, batch, counted, expect_close, llama4, make, same_bits, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -24,6 +25,7 @@ from zeroshard import ConfigError, Place, Policy, Residency, UsageError
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.config.load import load_config
 from zeroshard.sequence import Sequences, tile
+from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.sequence.batches import cut_batch
 
 
@@ -55,8 +57,20 @@ def over_stages(case: Case, world: int, size: int, stages: tuple[int, ...] = (0,
 # ---------------------------------------------------------------------- equal
 
 
-SMALLER = [Case("lora"), Case(checkpointing=True, packed=True), Case("two kinds of layers", packed=True)]
-OTHERS = [Case(packed=True), Case("window"), Case("learned positions"), Case("experts"), Case("eager", packed=True)]
+SMALLER = [
+    Case("lora"),
+    Case(checkpointing=True, packed=True),
+    Case("two kinds of layers", packed=True),
+    Case("chunks", packed=True),
+]
+OTHERS = [
+    Case(packed=True),
+    Case("chunks"),
+    Case("window"),
+    Case("learned positions"),
+    Case("experts"),
+    Case("eager", packed=True),
+]
 
 
 @pytest.mark.parametrize("case", [Case(accumulation=2), pytest.param(Case(), marks=pytest.mark.full)], ids=str)
@@ -215,6 +229,47 @@ def test_generation_and_copies_run_whole() -> None:
     on_ranks(body, 2)
 
 
+PACKED = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((9, 15), (3, 12, 9))])
+ONE_PACKED = torch.stack([torch.arange(24), torch.cat([torch.arange(10), torch.arange(14)])])
+SHORTENED = torch.cat([torch.arange(5, 14), torch.arange(15)]).expand(2, 24)
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("positions", [PACKED, ONE_PACKED, SHORTENED], ids=["packed", "one packed", "shortened"])
+@pytest.mark.parametrize("pattern", ["causal", "window", "chunks"])
+def test_masks_see_what_each_pattern_says(pattern: str, positions: Tensor, core: str) -> None:
+    """Query by query and key by key, within each document."""
+    from transformers import masking_utils
+
+    length = positions.shape[1]
+    model: Any = llama()
+    model.set_attn_implementation(core)
+    config = model.model.config
+    config.sliding_window, config.attention_chunk_size = 5, 4
+    makers = {
+        "causal": masking_utils.create_causal_mask,
+        "window": masking_utils.create_sliding_window_causal_mask,
+        "chunks": masking_utils.create_chunked_causal_mask,
+    }
+    attention = CutAttention(SequenceRanks(), model)
+    attention._slice = Slice(positions)
+    made = makers[pattern](
+        config=config, inputs_embeds=torch.zeros(2, length // 2, 32), past_key_values=None,
+        attention_mask=torch.ones(2, length // 2, dtype=torch.bool), position_ids=positions[:, : length // 2],
+    )  # fmt: skip
+    found = made[:, 0] if core == "sdpa" else made[:, 0] == 0
+    document = Slice(positions).documents
+    for row, query, key in itertools.product(range(2), range(length), range(length)):
+        sees = key <= query and bool(document[row, query] == document[row, key])
+        here, there = int(positions[row, query]), int(positions[row, key])
+        if pattern == "window":
+            sees = sees and here - there < 5
+        if pattern == "chunks":
+            sees = sees and here // 4 == there // 4
+        assert bool(found[row, query, key]) == sees, (row, query, key)
+    attention.remove()
+
+
 # ---------------------------------------------------------------------- batches
 
 
@@ -311,6 +366,12 @@ def router_loss() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def flash() -> nn.Module:
+    model: Any = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    return model  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -321,6 +382,8 @@ def router_loss() -> nn.Module:
         (linear_attention, "linear_attention"),
         (dynamic_rope, "changes its frequencies"),
         (router_loss, "output_router_logits=False"),
+        (llama4, "layers.1.self_attn of Llama4TextModel scales queries by positions"),
+        (flash, "flash_attention_2, whose kernels transformers loads by that name"),
         (lambda: nn.Linear(2, 2), "no model of transformers"),
     ],
 )
@@ -373,6 +436,18 @@ def test_forwards_that_are_refused() -> None:
         model.model.layers[1].self_attn.forward = without_keywords
         with pytest.raises(UsageError, match="none of the keywords"):
             model(**inputs)
+
+    on_ranks(body, 2)
+
+
+def test_router_losses_of_one_forward_are_refused() -> None:
+    def body(rank: int) -> None:
+        sequences = Sequences(torch.distributed.group.WORLD)
+        model: Any = make(Case("experts"))
+        sequences.attach(model)
+        one = sequences.cut(batch(Case(), 0, 0))
+        with pytest.raises(UsageError, match="adds a loss of its routers"):
+            model(input_ids=one["input_ids"], position_ids=one["position_ids"], output_router_logits=True)
 
     on_ranks(body, 2)
 

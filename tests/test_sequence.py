@@ -172,6 +172,117 @@ def test_a_model_of_ones_own() -> None:
         assert abs(whole - cut) <= 1e-5 * whole
 
 
+def preferences(pair: Tensor, reference: Tensor) -> Tensor:
+    """DPO's loss of log-probabilities [chosen and rejected rows]."""
+    chosen, rejected = (0.5 * (pair - reference)).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def test_preferences_are_one_process() -> None:
+    """DPO in a loop of one's own: `log_probabilities` of a slice, and `sum` over the ranks of a sequence."""
+    pairs = [batch(Case(), step, 0) for step in range(2)]  # one row is chosen, and the other rejected
+
+    def whole(model: nn.Module, pair: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=pair["input_ids"], use_cache=False).logits[:, :-1]
+        labels = pair["labels"][:, 1:]
+        found = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return found.masked_fill(labels == -100, 0).sum(1)
+
+    model: Any = make(Case())
+    with torch.no_grad():
+        references = [whole(model, pair) for pair in pairs]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms = [], []
+    for pair, reference in zip(pairs, references, strict=True):
+        loss = preferences(whole(model, pair), reference)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> tuple[list[float], list[float]]:
+        sequences = Sequences(torch.distributed.group.WORLD)
+        model: Any = make(Case())
+        sequences.attach(model)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
+        cut = [sequences.cut(pair) for pair in pairs]
+
+        def found(pair: dict[str, Any]) -> Tensor:
+            return sequences.sum(sequences.log_probabilities(model, pair, tiles=2).sum(1))
+
+        with torch.no_grad():
+            references = [found(pair) for pair in cut]
+        losses, norms = [], []
+        for pair, reference in zip(cut, references, strict=True):
+            loss = preferences(found(pair), reference)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            norms.append(float(sharded.clip_grad_norm_(0.5)))
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        return losses, norms
+
+    for found_losses, found_norms in on_ranks(body, 2):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+
+
+def test_checkpoints_resume_at_another_number_of_ranks_of_a_sequence(tmp_path: Path) -> None:
+    """And without sequences that are cut: losses go on as if nothing had changed."""
+
+    def body(rank: int) -> list[list[float]]:
+        def run(cut: bool, steps: range, *, load: bool = False, save: bool = False) -> list[float]:
+            sequences = Sequences(torch.distributed.group.WORLD)
+            model: Any = make(Case())
+            if cut:
+                sequences.attach(model)
+            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
+            if load:
+                sharded.load(tmp_path)
+            losses = []
+            for step in steps:
+                one = batch(Case(), step, 0)
+                loss = sequences.loss(model, sequences.cut(one), tiles=2) if cut else model(**one).loss
+                loss.backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            if save:
+                sharded.save(tmp_path, "tag")
+            sharded.remove()
+            return losses
+
+        return [
+            run(True, range(4)),
+            run(True, range(2), save=True),
+            run(True, range(2, 4), load=True),
+            run(False, range(2, 4), load=True),
+        ]
+
+    for through, before, again, without in on_ranks(body, 2):
+        assert before + again == through
+        assert without == pytest.approx(again, rel=1e-5)
+    at_four = on_ranks(resumed_on_four, 4, tmp_path)
+    assert at_four[0] == pytest.approx(through[2:], rel=1e-5)
+
+
+def resumed_on_four(rank: int, folder: Path) -> list[float]:
+    sequences = Sequences(torch.distributed.group.WORLD)
+    model: Any = make(Case())
+    sequences.attach(model)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 2)
+    sharded.load(folder)
+    losses = []
+    for step in range(2, 4):
+        loss = sequences.loss(model, sequences.cut(batch(Case(), step, 0)))
+        loss.backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def test_an_engine_takes_cut_batches() -> None:
     """In a loop as DeepSpeed's users have it."""
 

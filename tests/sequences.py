@@ -35,6 +35,18 @@ def gemma() -> nn.Module:
     return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6, layer_types=kinds))
 
 
+def llama4(**options: Any) -> nn.Module:
+    """Layers whose attention is in chunks, with rotary positions; and one of whole attention, without."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 5}
+    return Llama4ForCausalLM(Llama4TextConfig(**SIZES, **sizes, no_rope_layers=[1, 0, 1], **options))
+
+
+def untuned() -> nn.Module:
+    return llama4(attn_temperature_tuning=False)
+
+
 def eager() -> nn.Module:
     model: Any = llama()
     model.set_attn_implementation("eager")
@@ -54,7 +66,7 @@ def lora() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama, "eager": eager, "window": mistral, "two kinds of layers": gemma, "learned positions": gpt2, "experts": mixtral,
-    "lora": lora,
+    "lora": lora, "chunks": untuned,
 }  # fmt: skip
 
 

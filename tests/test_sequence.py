@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import resource
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 from families import SIZES, bert, llama, mixtral, t5
 from ranks import RankError, on_ranks, run_ranks
-from sequences import Case, Outcome, alone, batch, counted, expect_close, make, same_bits, train
+from sequences import Case, Outcome, alone, batch, counted, expect_close, llama4, make, same_bits, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -24,6 +25,7 @@ from zeroshard import ConfigError, Place, Policy, Residency, UsageError
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.config.load import load_config
 from zeroshard.sequence import Sequences, tile
+from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.sequence.batches import cut_batch
 
 
@@ -55,8 +57,20 @@ def over_stages(case: Case, world: int, size: int, stages: tuple[int, ...] = (0,
 # ---------------------------------------------------------------------- equal
 
 
-SMALLER = [Case("lora"), Case(checkpointing=True, packed=True), Case("two kinds of layers", packed=True)]
-OTHERS = [Case(packed=True), Case("window"), Case("learned positions"), Case("experts"), Case("eager", packed=True)]
+SMALLER = [
+    Case("lora"),
+    Case(checkpointing=True, packed=True),
+    Case("two kinds of layers", packed=True),
+    Case("chunks", packed=True),
+]
+OTHERS = [
+    Case(packed=True),
+    Case("chunks"),
+    Case("window"),
+    Case("learned positions"),
+    Case("experts"),
+    Case("eager", packed=True),
+]
 
 
 @pytest.mark.parametrize("case", [Case(accumulation=2), pytest.param(Case(), marks=pytest.mark.full)], ids=str)
@@ -158,6 +172,117 @@ def test_a_model_of_ones_own() -> None:
         assert abs(whole - cut) <= 1e-5 * whole
 
 
+def preferences(pair: Tensor, reference: Tensor) -> Tensor:
+    """DPO's loss of log-probabilities [chosen and rejected rows]."""
+    chosen, rejected = (0.5 * (pair - reference)).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def test_preferences_are_one_process() -> None:
+    """DPO in a loop of one's own: `log_probabilities` of a slice, and `sum` over the ranks of a sequence."""
+    pairs = [batch(Case(), step, 0) for step in range(2)]  # one row is chosen, and the other rejected
+
+    def whole(model: nn.Module, pair: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=pair["input_ids"], use_cache=False).logits[:, :-1]
+        labels = pair["labels"][:, 1:]
+        found = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return found.masked_fill(labels == -100, 0).sum(1)
+
+    model: Any = make(Case())
+    with torch.no_grad():
+        references = [whole(model, pair) for pair in pairs]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms = [], []
+    for pair, reference in zip(pairs, references, strict=True):
+        loss = preferences(whole(model, pair), reference)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> tuple[list[float], list[float]]:
+        sequences = Sequences(torch.distributed.group.WORLD)
+        model: Any = make(Case())
+        sequences.attach(model)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
+        cut = [sequences.cut(pair) for pair in pairs]
+
+        def found(pair: dict[str, Any]) -> Tensor:
+            return sequences.sum(sequences.log_probabilities(model, pair, tiles=2).sum(1))
+
+        with torch.no_grad():
+            references = [found(pair) for pair in cut]
+        losses, norms = [], []
+        for pair, reference in zip(cut, references, strict=True):
+            loss = preferences(found(pair), reference)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            norms.append(float(sharded.clip_grad_norm_(0.5)))
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        return losses, norms
+
+    for found_losses, found_norms in on_ranks(body, 2):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+
+
+def test_checkpoints_resume_at_another_number_of_ranks_of_a_sequence(tmp_path: Path) -> None:
+    """And without sequences that are cut: losses go on as if nothing had changed."""
+
+    def body(rank: int) -> list[list[float]]:
+        def run(cut: bool, steps: range, *, load: bool = False, save: bool = False) -> list[float]:
+            sequences = Sequences(torch.distributed.group.WORLD)
+            model: Any = make(Case())
+            if cut:
+                sequences.attach(model)
+            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
+            if load:
+                sharded.load(tmp_path)
+            losses = []
+            for step in steps:
+                one = batch(Case(), step, 0)
+                loss = sequences.loss(model, sequences.cut(one), tiles=2) if cut else model(**one).loss
+                loss.backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            if save:
+                sharded.save(tmp_path, "tag")
+            sharded.remove()
+            return losses
+
+        return [
+            run(True, range(4)),
+            run(True, range(2), save=True),
+            run(True, range(2, 4), load=True),
+            run(False, range(2, 4), load=True),
+        ]
+
+    for through, before, again, without in on_ranks(body, 2):
+        assert before + again == through
+        assert without == pytest.approx(again, rel=1e-5)
+    at_four = on_ranks(resumed_on_four, 4, tmp_path)
+    assert at_four[0] == pytest.approx(through[2:], rel=1e-5)
+
+
+def resumed_on_four(rank: int, folder: Path) -> list[float]:
+    sequences = Sequences(torch.distributed.group.WORLD)
+    model: Any = make(Case())
+    sequences.attach(model)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 2)
+    sharded.load(folder)
+    losses = []
+    for step in range(2, 4):
+        loss = sequences.loss(model, sequences.cut(batch(Case(), step, 0)))
+        loss.backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def test_an_engine_takes_cut_batches() -> None:
     """In a loop as DeepSpeed's users have it."""
 
@@ -213,6 +338,47 @@ def test_generation_and_copies_run_whole() -> None:
         assert kept() is None, "transformers' registry keeps the model"
 
     on_ranks(body, 2)
+
+
+PACKED = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((9, 15), (3, 12, 9))])
+ONE_PACKED = torch.stack([torch.arange(24), torch.cat([torch.arange(10), torch.arange(14)])])
+SHORTENED = torch.cat([torch.arange(5, 14), torch.arange(15)]).expand(2, 24)
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("positions", [PACKED, ONE_PACKED, SHORTENED], ids=["packed", "one packed", "shortened"])
+@pytest.mark.parametrize("pattern", ["causal", "window", "chunks"])
+def test_masks_see_what_each_pattern_says(pattern: str, positions: Tensor, core: str) -> None:
+    """Query by query and key by key, within each document."""
+    from transformers import masking_utils
+
+    length = positions.shape[1]
+    model: Any = llama()
+    model.set_attn_implementation(core)
+    config = model.model.config
+    config.sliding_window, config.attention_chunk_size = 5, 4
+    makers = {
+        "causal": masking_utils.create_causal_mask,
+        "window": masking_utils.create_sliding_window_causal_mask,
+        "chunks": masking_utils.create_chunked_causal_mask,
+    }
+    attention = CutAttention(SequenceRanks(), model)
+    attention._slice = Slice(positions)
+    made = makers[pattern](
+        config=config, inputs_embeds=torch.zeros(2, length // 2, 32), past_key_values=None,
+        attention_mask=torch.ones(2, length // 2, dtype=torch.bool), position_ids=positions[:, : length // 2],
+    )  # fmt: skip
+    found = made[:, 0] if core == "sdpa" else made[:, 0] == 0
+    document = Slice(positions).documents
+    for row, query, key in itertools.product(range(2), range(length), range(length)):
+        sees = key <= query and bool(document[row, query] == document[row, key])
+        here, there = int(positions[row, query]), int(positions[row, key])
+        if pattern == "window":
+            sees = sees and here - there < 5
+        if pattern == "chunks":
+            sees = sees and here // 4 == there // 4
+        assert bool(found[row, query, key]) == sees, (row, query, key)
+    attention.remove()
 
 
 # ---------------------------------------------------------------------- batches
@@ -311,6 +477,12 @@ def router_loss() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def flash() -> nn.Module:
+    model: Any = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    return model  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -321,6 +493,8 @@ def router_loss() -> nn.Module:
         (linear_attention, "linear_attention"),
         (dynamic_rope, "changes its frequencies"),
         (router_loss, "output_router_logits=False"),
+        (llama4, "layers.1.self_attn of Llama4TextModel scales queries by positions"),
+        (flash, "flash_attention_2, whose kernels transformers loads by that name"),
         (lambda: nn.Linear(2, 2), "no model of transformers"),
     ],
 )
@@ -373,6 +547,18 @@ def test_forwards_that_are_refused() -> None:
         model.model.layers[1].self_attn.forward = without_keywords
         with pytest.raises(UsageError, match="none of the keywords"):
             model(**inputs)
+
+    on_ranks(body, 2)
+
+
+def test_router_losses_of_one_forward_are_refused() -> None:
+    def body(rank: int) -> None:
+        sequences = Sequences(torch.distributed.group.WORLD)
+        model: Any = make(Case("experts"))
+        sequences.attach(model)
+        one = sequences.cut(batch(Case(), 0, 0))
+        with pytest.raises(UsageError, match="adds a loss of its routers"):
+            model(input_ids=one["input_ids"], position_ids=one["position_ids"], output_router_logits=True)
 
     on_ranks(body, 2)
 

@@ -328,6 +328,19 @@ def a_feature_that_is_missing_says_what_to_use() -> None:
     tiled = "from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP"
     assert "zeroshard.sequence.tile" in raised(lambda: exec(tiled), ImportError)
     assert "stage 3" in raised(lambda: deepspeed.PipelineModule([]), NotImplementedError)
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    preferences = {"input_ids": torch.ones(2, 4, dtype=torch.long), "completion_mask": torch.ones(2, 4)}
+    cut = UlyssesSPDataLoaderAdapter([preferences], 0, None, 1, torch.device("cpu"))
+    assert "Sequences.log_probabilities" in raised(lambda: next(iter(cut)), zeroshard.UsageError)
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._shared_state["parallelism_config"] = ParallelismConfig(tp_size=2)
+    assert "tp_size=2) is not offered" in raised(
+        lambda: deepspeed.initialize(model=nn.Linear(1, 1)), zeroshard.UsageError
+    )
+    del AcceleratorState._shared_state["parallelism_config"]
     assert "stage 3" in raised(lambda: deepspeed.tp_model_init(None, 2), NotImplementedError)
     assert "engine.export" in raised(lambda: deepspeed.init_inference(None), NotImplementedError)
     assert "AdamW" in raised(lambda: deepspeed.ops.lamb.FusedLamb([]), NotImplementedError)

@@ -560,6 +560,9 @@ def test_values_at_rest_are_read_inside_of_unsharded() -> None:
         assert not sharded.states.get("blocks.0.down.weight").any()
         sharded.states.set("head.weight", "parameters", before["head.weight"] + 1)
         assert torch.equal(sharded.states.get("head.weight"), before["head.weight"] + 1)
+        for name in ("norm.weight", "head.weight"):
+            found = refusal(partial(sharded.states.set, name, "parameters", before[name] + rank))
+            assert f"different values of parameters of {name} on the 2 ranks" in found
         sharded.model.load_state_dict(state)
         for name, value in before.items():
             assert torch.equal(sharded.states.get(name), value)
@@ -835,6 +838,11 @@ def test_other_doors_refuse_dtensors_by_name() -> None:
         sharded = zeroshard.shard(copy.deepcopy(linear), None, 0, group=mesh["dp"])
         assert found.format("named_weights()") in refusal(sharded.named_weights)
         sharded.remove()
+        for device in ("cpu", "meta"):
+            given = copy.deepcopy(linear).to(device)
+            assert found.format("load_pretrained()") in refusal(
+                partial(zeroshard.load_pretrained, given, "model.safetensors")
+            )
         assert found.format("Sequences.attach()") in refusal(lambda: Sequences(mesh["dp"]).attach(linear))
         assert found.format("ZeroRedundancyOptimizer").replace("weight", "number 0") in refusal(
             lambda: zeroshard.ZeroRedundancyOptimizer(linear.parameters(), torch.optim.SGD, lr=0.1)

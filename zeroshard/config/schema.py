@@ -37,6 +37,11 @@ def _one_rank(value: Any) -> Any:
     return value
 
 
+def _divided(value: Any) -> Any:
+    """Return a block of tensor parallelism; None where it is over one rank."""
+    return None if isinstance(value, dict) and value.get("autotp_size") == 1 else value
+
+
 def _in_small_letters(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
@@ -290,7 +295,7 @@ class Schema(BaseModel):
     flops_profiler: Annotated[dict[str, Any] | None, refused("use torch.utils.flop_counter.FlopCounterMode.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None
     compile: Annotated[CompileBlock, works("what DeepSpeed compiles with, where a script has it compile.")] = CompileBlock()
-    tensor_parallel: Annotated[dict[str, Any] | None, refused(
+    tensor_parallel: Annotated[dict[str, Any] | None, BeforeValidator(_divided), refused(
         "divide the model with torch's `parallelize_module`, then call `zeroshard.shard`.")] = None
     expert_parallel: Annotated[dict[str, Any] | None, refused("there is no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], BeforeValidator(_one_rank), works(

@@ -27,6 +27,7 @@ from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.construction.born import Births, BornSharded, Shard, born, cut_parameter, shard_of
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.hugging_face import INDEX, SINGLE
+from zeroshard.layout.distributed import refuse_distributed
 from zeroshard.layout.names import name_of
 from zeroshard.observe.display import Display
 from zeroshard.torch_private import own_buffers, own_parameters
@@ -60,6 +61,7 @@ def load_pretrained(
     Raises:
         CheckpointError: names the file, the parameter, and what is wrong.
     """
+    refuse_distributed(model.named_parameters(), "load_pretrained()")
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
     with ExitStack() as stack:
         readers = [stack.enter_context(SafetensorsReader(file)) for file in _files(Path(path))]

@@ -46,8 +46,12 @@ _RECURRENT = (
 """Parts of names of modules that carry a state from position to position."""
 _HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch")
 """Keywords of a model's forward that reach each attention, and are not for it."""
-_WINDOWS_IN_KERNEL = ("flash",)
-"""Parts of names of attention functions that know windows and documents without a mask."""
+
+
+_ROUTER_LOSS = (
+    "{} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to "
+    "cut sequences over ranks."
+)
 
 
 class Slice:
@@ -124,6 +128,8 @@ class CutAttention:
         for name in ("attention_mask", "past_key_values"):
             if kwargs.get(name) is not None:
                 raise UsageError(f"a forward of a cut batch got {name}, which holds for whole sequences: leave it out.")
+        if kwargs.get("output_router_logits"):
+            raise UsageError(_ROUTER_LOSS.format(type(decoder).__name__))
         self._slice = Slice(positions)
         # A mask of ones: the model then hands its pattern on without a look at this slice's positions, which are only a part.
         ones = torch.ones(positions.shape[0], own, dtype=torch.bool, device=positions.device)
@@ -227,7 +233,7 @@ class CutAttention:
         if mask is None:
             window = options.get("sliding_window")
             needs_one = cut.documents is not None or (window is not None and window < length)
-            if needs_one and not any(part in self._core for part in _WINDOWS_IN_KERNEL):
+            if needs_one:
                 raise UsageError(
                     f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks in a "
                     "way of its own, so its sequences cannot be cut over ranks."
@@ -331,6 +337,12 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     kind = type(decoder).__name__
     if config._attn_implementation.startswith(_PREFIX):
         raise UsageError(f"{kind} is attached to Sequences already: call detach(model) on them first.")
+    if "flash" in config._attn_implementation:
+        # Its kernels see chunks not at all, and documents in a batch of one row only: to attach it would take more than a name.
+        raise UsageError(
+            f"{kind} runs {config._attn_implementation}, whose kernels transformers loads by that name, and attach() gives "
+            "the attention a name of its own: load the model with attn_implementation='sdpa'."
+        )
     if getattr(config, "add_cross_attention", False):
         raise UsageError(
             f"{kind} has cross attention, to sequences of another length: only causal decoders can be cut over ranks."
@@ -356,6 +368,12 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
             f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so it cannot be "
             "cut over ranks: take a model that does."
         )
+    scaled = [name for name, module in decoder.named_modules() if _scales_by_position(module)]
+    if scaled:
+        raise UsageError(
+            f"{scaled[0]} of {kind} scales queries by positions that it counts itself, from 0 in each slice "
+            "(attn_temperature_tuning): load the model with attn_temperature_tuning=False to cut sequences over ranks."
+        )
     ropes = [
         name
         for name, module in decoder.named_modules()
@@ -367,12 +385,17 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
             "longrope), which is each slice's own: set another rope_type to cut sequences over ranks."
         )
     if getattr(config, "output_router_logits", False):
-        raise UsageError(
-            f"{kind} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to "
-            "cut sequences over ranks."
-        )
+        raise UsageError(_ROUTER_LOSS.format(kind))
     refuse_heads(
         config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
+    )
+
+
+def _scales_by_position(module: nn.Module) -> bool:
+    """Whether an attention is Llama 4's, in a layer without rotary positions: it multiplies queries by a function of arange."""
+    has_scale = hasattr(module, "attn_scale") and hasattr(module, "floor_scale")
+    return (
+        has_scale and bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", False)
     )
 
 

@@ -12,6 +12,7 @@ and as the optimizer calls its own.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from zeroshard.step.resident import Resident
 from zeroshard.step.shard_view import ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.storage.base import Slot
+from zeroshard.storage.buffers import memory_of
 from zeroshard.storage.storages import Storages
 
 PARAMETERS = "parameters"
@@ -255,6 +257,7 @@ class ModelStates:
             raise UsageError(
                 f"{fqn} has no gradient to set: set it between the last backward of a step and zero_grad()."
             )
+        _refuse_different(fqn, state, value, unit.others)
         flat = placement.part(value.detach()).reshape(-1)
         self._note_change(state)
         for held in self._parts(fqn):
@@ -366,6 +369,18 @@ def _of_all(local: Tensor, placement: Placement, others: Collectives) -> Tensor:
         others.broadcast(part.view(-1), rank)
         there.part(whole).copy_(part)
     return whole
+
+
+def _refuse_different(fqn: str, state: str, value: Tensor, others: Collectives) -> None:
+    """Raise where ranks of another dimension are given different wholes. Every rank must call it."""
+    if others.world_size == 1:
+        return
+    own = zlib.crc32(memory_of(value.detach().cpu().contiguous().view(-1)))
+    if len(set(others.exchange_json(own, f"values of {fqn}"))) > 1:
+        raise UsageError(
+            f"states.set got different values of {state} of {fqn} on the {others.world_size} ranks that divide the model: "
+            "give each of them the same whole tensor."
+        )
 
 
 def _holdings(units: Sequence[Unit], step: ShardedStep | None, collectives: Collectives) -> Iterator[Held]:

@@ -24,6 +24,7 @@ from zeroshard import UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
 from zeroshard.config.load import read
+from zeroshard.integrations.accelerate import refuse_tensor_parallel
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
 __implementation__ = f"zeroshard {_zeroshard_version}"
@@ -46,6 +47,7 @@ def initialize(
         raise UsageError(
             "initialize(mesh_param=...) is not offered. Set ParallelismConfig(sp_size=...), or use zeroshard.sequence."
         )
+    refuse_tensor_parallel()
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     log_dist(
         f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch}, "

@@ -87,6 +87,12 @@ class UlyssesSPDataLoaderAdapter:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self._sequences.cut(self.dl, in_turn=True):
+            if "shift_labels" not in batch:
+                raise UsageError(
+                    f"a batch without labels ({', '.join(sorted(batch))}) cannot be cut over ranks here: the loss that its "
+                    "trainer computes (DPO, KTO) takes whole sequences for granted. Train without sp_size; or in a loop of "
+                    "your own, with Sequences.log_probabilities and Sequences.sum."
+                )
             yield {name: value.to(self._device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
     def __getattr__(self, name: str) -> Any:

@@ -241,13 +241,19 @@ def _planned(shape: Shape, number: int, batch: int, length: int) -> float | None
     """Live bytes at the peak, by a dry run; None where the libraries that read configs are missing."""
     if _version("pydantic") is None or _version("json5") is None:
         return None
-    config = {
-        "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "zero_optimization": {"stage": number},
-        "activation_checkpointing": {"checkpoint_units": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-    }  # fmt: skip
     tokens = torch.zeros(batch, length, dtype=torch.long)
+    config = planned_config(number, batch)
     made = zeroshard.plan(lambda: Llama(shape), config, world_size=1, batch=(tokens, tokens), micro_batch=batch)
     return float(made.peak_nbytes)
+
+
+def planned_config(number: int, batch: int) -> dict[str, Any]:
+    """The config of what `sharded` trains: its gradients are summed in fp32, while a config alone would keep bf16 ones."""
+    return {
+        "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": number}, "activation_checkpointing": {"checkpoint_units": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+    }  # fmt: skip
 
 
 def forget() -> None:

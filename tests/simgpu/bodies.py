@@ -527,6 +527,12 @@ def slots(rank: int) -> None:
                 slot.write(torch.full((3000,), -1.0))
                 reading.wait(accelerator)
                 assert bool((early == number + 10).all()), f"{type(storage).__name__}: a later write overtook a read"
+            wide = storage.slot("read into 16 bits", 3000, torch.float32)
+            for number in (1.0, 2.0):
+                wide.write(torch.full((3000,), number, device=accelerator))
+                early = torch.zeros(3000, dtype=torch.bfloat16, device=accelerator)
+                wide.read(early).wait(accelerator)
+                assert bool((early == number).all()), f"{type(storage).__name__}: a read, cast, overtook a write"
             narrow = storage.slot("in 16 bits", 3000, torch.bfloat16)  # what is written is cast on its way
             narrow.write(torch.full((3000,), 1.0, device=accelerator))
             early = torch.zeros(3000, dtype=torch.bfloat16, pin_memory=True)

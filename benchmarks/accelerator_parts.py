@@ -23,6 +23,7 @@ from accelerator_models import Llama, Shape
 from accelerator_setting import GIB, Setting, host_memory_available
 from accelerator_systems import (
     BF16,
+    BUCKET_NUMEL,
     LEARNING_RATE,
     Step,
     adamw,
@@ -251,7 +252,10 @@ def planned_config(number: int, batch: int) -> dict[str, Any]:
     """The config of what `sharded` trains: its gradients are summed in fp32, while a config alone would keep bf16 ones."""
     return {
         "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": number}, "activation_checkpointing": {"checkpoint_units": "auto"},
+        "zero_optimization": {
+            "stage": number, "reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL,
+        },
+        "activation_checkpointing": {"checkpoint_units": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
     }  # fmt: skip
 

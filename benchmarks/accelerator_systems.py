@@ -22,6 +22,7 @@ from zeroshard.sharding import BACKEND, Backend, shard_on
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LEARNING_RATE = 1e-4
+BUCKET_NUMEL = 1 << 24
 BF16 = torch.bfloat16
 Step = Callable[[Tensor], Tensor]
 
@@ -142,7 +143,12 @@ def deepspeed(setting: Setting, shape: Shape) -> Step:
 
 
 def sharded(
-    model: nn.Module, policy: Policy, dtype: torch.dtype, *, bucket_numel: int = 1 << 24, forced: Setting | None = None
+    model: nn.Module,
+    policy: Policy,
+    dtype: torch.dtype,
+    *,
+    bucket_numel: int = BUCKET_NUMEL,
+    forced: Setting | None = None,
 ) -> Sharded:
     """A model in the hands of zeroshard, with fp32 master weights.
 

@@ -7,11 +7,16 @@ import json
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from zeroshard import Policy, Precision
+from zeroshard.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("facts", "right", "memory", "speed", "offload")
@@ -71,6 +76,18 @@ def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.Monkey
     parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
     assert len(rows) > 10
     assert all(row["left_out"] == "no time" for row in rows)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plan_is_of_what_is_trained(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    config = load_config(parts.planned_config(stage, 4), world_size=1)
+    assert config.precision.resolve(torch.float32) == Precision(torch.bfloat16).resolve(torch.float32)
+    assert config.bucket_numel == parts.BUCKET_NUMEL
+    assert replace(config.policy, max_live_numel=None) == Policy.stage(
+        stage
+    )  # fewer parameters than the config's limit
 
 
 def test_the_page_takes_the_figures(tmp_path: Path) -> None:

@@ -39,11 +39,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder for results")
     parser.add_argument("--rehearse", action="store_true", help="on the simulated accelerator, with tiny sizes")
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     seconds = 60 * arguments.minutes
     if arguments.inside:
-        run_inside(arguments.inside, arguments.out, seconds, rehearse=arguments.rehearse)
+        run_inside(arguments.inside, arguments.out, arguments.end, rehearse=arguments.rehearse)
         return
     failed = []
     for part in arguments.part:
@@ -59,16 +60,19 @@ def main() -> None:
 def run_part(part: str, out: Path, seconds: float, *, rehearse: bool) -> str:
     """Run a part in a process group of its own, and note how it ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # such a machine may have no name that gloo can look up
     paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, str(HERE / "accelerator.py"), "--inside", part, "--out", str(out)]
-    command += ["--minutes", str(seconds / 60), *(["--rehearse"] if rehearse else [])]
     begin = time.monotonic()
+    end_at = begin + max(seconds - GRACE_SECONDS, 1.0)
+    # The same clock in each process: the part's time does not begin again after its imports.
+    command += ["--end", str(end_at), *(["--rehearse"] if rehearse else [])]
     Findings(out, part).begin()
     with (out / f"{part}.log").open("w") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = child.wait(max(seconds - GRACE_SECONDS, 1.0))
+            code = child.wait(end_at - time.monotonic())
             end = "done" if code == 0 else f"exit status {code}: see {part}.log"
         except subprocess.TimeoutExpired:
             end = f"ended after its {seconds:.0f} s: see {part}.log"
@@ -138,15 +142,15 @@ def _pack(out: Path) -> None:
     unfinished.replace(out / ARCHIVE)
 
 
-def run_inside(part: str, out: Path, seconds: float, *, rehearse: bool) -> None:
-    """Run a part in this process."""
+def run_inside(part: str, out: Path, end: float, *, rehearse: bool) -> None:
+    """Run a part in this process, which is ended at `end`, by `time.monotonic`."""
     from stand_ins import stand_in
 
     missing = stand_in()
     import accelerator_parts
     from accelerator_setting import Setting
 
-    setting = Setting.make(out, seconds - RESERVE_SECONDS, rehearse=rehearse)
+    setting = Setting.make(out, end - RESERVE_SECONDS, rehearse=rehearse)
     findings = Findings(out, part)
     findings.about(device=setting.name, torch=setting.version, rehearsal=rehearse, missing=missing)
     accelerator_parts.PARTS[part](setting, findings.add)

@@ -43,13 +43,15 @@ class Setting:
     rehearse: bool
 
     @classmethod
-    def make(cls, out: Path, seconds: float, *, rehearse: bool) -> Setting:
+    def make(cls, out: Path, end: float, *, rehearse: bool) -> Setting:
         """Look for the accelerator.
+
+        Args:
+            end: of the part's time, by `time.monotonic`, which counts alike in each process of a host.
 
         Raises:
             SystemExit: there is none.
         """
-        end = time.monotonic() + seconds
         if rehearse:
             simulate()
             small = GPTConfig(layers=2, width=32, heads=2, context=16)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,22 @@ def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch:
     found = results(tmp_path)["parts"]
     assert found["facts"] == known["parts"]["facts"]
     assert found["speed"]["end"].startswith("ended after its 2 s")
+
+
+def test_a_part_counts_its_time_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    runner = importlib.import_module("accelerator")
+    lines = ["import json, os, sys, time", "end = float(sys.argv[sys.argv.index('--end') + 1])"]
+    lines.append("print(json.dumps([end - time.monotonic(), os.environ['GLOO_SOCKET_IFNAME']]))")
+    (tmp_path / "accelerator.py").write_text("\n".join(lines))
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    begin = time.monotonic()
+    assert runner.run_part("facts", tmp_path, 60.0, rehearse=True) == "done"
+    took = time.monotonic() - begin
+    left, interface = json.loads((tmp_path / "facts.log").read_text())
+    assert 55.0 - took <= left < 55.0
+    assert interface == "lo"
 
 
 def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

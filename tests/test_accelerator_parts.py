@@ -95,6 +95,42 @@ def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.Monkey
     assert all(row["left_out"] == "no time" for row in rows)
 
 
+def test_rows_of_offload_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runner = importlib.import_module("accelerator")
+    part = importlib.import_module("accelerator_offload")
+    monkeypatch.setattr(part, "_in_a_process", lambda _, row: {"tflops": 100.0 if row.where == "device" else 80.0})
+    for rows in ((1,), (6, 2), (2,)):
+        findings = runner.Findings(tmp_path, "offload")
+        findings.begin(rows)
+        part.offload(SimpleNamespace(rows=rows, left=500.0, rehearse=False, out=tmp_path), findings.add)
+    found = results(tmp_path)["parts"]["offload"]["rows"]
+    assert [(row["row"], row["share"]) for row in found] == [(1, 1.0), (2, 0.8), (6, 0.8)]
+    with pytest.raises(SystemExit, match="no row 9: its rows are 1 to 8"):
+        part.offload(SimpleNamespace(rows=(9,)), findings.add)
+    assert sum(row.seconds for row in part.ROWS[:6]) <= 9 * 60 - runner.GRACE_SECONDS - runner.RESERVE_SECONDS
+    done = rehearse(tmp_path, "--part", "speed", "--rows", "1")
+    assert done.returncode == 2
+    assert "--rows needs --part offload" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "base", "largest"), [(79, "3.2 B", "9.6 B"), (139, "5.4 B", "12.6 B"), (47, "1.3 B", "5.4 B")]
+)
+def test_models_are_those_that_the_device_holds(
+    device: int, base: str, largest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    part = importlib.import_module("accelerator_offload")
+    gib = 1 << 30
+    fitted = [part.fitted(row, device * gib, 118 * gib) for row in part.ROWS]
+    assert {row.model for row in fitted[:5]} == {base}
+    assert fitted[6].model == largest
+    host = part.host_bytes(fitted[6], part.SHAPES[largest].parameters)
+    assert host < 110 * gib
+    assert part.fitted(part.ROWS[1], device * gib, 10 * gib) is None
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_the_plan_is_of_what_is_trained(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

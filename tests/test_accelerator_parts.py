@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from simgpu import bodies, device
 
 from zeroshard import Policy, Precision
 from zeroshard.config.load import load_config
@@ -23,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("facts", "right", "memory", "speed", "offload")
 EXPECTED = {
     "facts": "pinning, GB/s",
-    "right": "body: activation_checkpointing",
+    "right": '"body: lossy_wires", "result": "right"',
     "memory": "peak_reserved_gib",
     "speed": "zeroshard, stage 3, collectives forced",
-    "offload": "tokens_per_s",
+    "offload": '"row": 8, "model": "1.3 B", "where": "disk", "microbatches": 8, "ratio": 1.0, "parameters_b"',
 }
 """A word of the last rows of each part."""
 
@@ -93,6 +94,32 @@ def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.Monkey
     parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
     assert len(rows) > 10
     assert all(row["left_out"] == "no time" for row in rows)
+
+
+def test_bodies_that_need_pydantic_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    ran: list[str] = []
+    monkeypatch.setattr(bodies, "BODIES", {name: lambda _, name=name: ran.append(name) for name in bodies.BODIES})
+    monkeypatch.setattr(parts, "_version", lambda _: None)
+    monkeypatch.setattr(device, "use", lambda _: None)
+    setting = SimpleNamespace(rehearse=False, left=500.0, alone=lambda: None, device=None)
+    assert parts._bodies(setting, lambda **row: rows.append(row))
+    left_out = [row["what"] for row in rows if row["result"] == "left out: no pydantic"]
+    assert left_out == ["body: checkpoints", "body: asynchronous_checkpoints"]
+    assert len(ran) == len(bodies.BODIES) - 2
+
+
+def test_a_real_device_may_round_otherwise_than_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.ones(3)
+    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="cuda"))
+    bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
+    with pytest.raises(AssertionError, match="not close"):
+        bodies.expect_the_cpus((one + 1.0,), (one,), "other bits")
+    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="simgpu"))
+    with pytest.raises(AssertionError, match="other bits"):
+        bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
 
 
 def test_rows_of_offload_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,11 +153,25 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def _pack(out: Path) -> None:
+    """Write the archive anew. Traces move into it: such a machine gives few files back."""
+    traces = sorted(out.glob("*.json.gz"))
     unfinished = out / f"{ARCHIVE}.part"
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
-        for path in [out / RESULTS, *sorted(out.glob("*.log")), *sorted(out.glob("*.json.gz"))]:
+        for path in [out / RESULTS, *sorted(out.glob("*.log")), *traces]:
             archive.add(path, path.name)
+        _keep_traces(out / ARCHIVE, archive, {path.name for path in traces})
     unfinished.replace(out / ARCHIVE)
+    for path in traces:
+        path.unlink()
+
+
+def _keep_traces(earlier: Path, archive: tarfile.TarFile, newer: set[str]) -> None:
+    if not earlier.exists():
+        return
+    with tarfile.open(earlier) as old:
+        for member in old:
+            if member.name.endswith(".json.gz") and member.name not in newer:
+                archive.addfile(member, old.extractfile(member))
 
 
 def run_inside(part: str, out: Path, end: float, rows: Sequence[int] = (), *, rehearse: bool) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 import torch
 from simgpu import bodies, device
 
-from zeroshard import Policy, Precision
+from zeroshard import Precision
 from zeroshard.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,9 +53,14 @@ def test_each_part_ends_in_its_time(part: str, tmp_path: Path) -> None:
     assert found["end"] == "done"
     assert found["about"]["rehearsal"]
     assert EXPECTED[part] in json.dumps(found["rows"])
-    assert "failed" not in json.dumps(found["rows"]), found["rows"]
+    assert not [row for row in found["rows"] if "failed" in row]
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
-        assert set(archive.getnames()) == {"results.json", f"{part}.log"}
+        names = set(archive.getnames())
+        logs = {path.name for path in tmp_path.iterdir()} - {"results.tar.gz"}
+    assert logs == {"results.json", f"{part}.log"}
+    traces = names - logs
+    assert len(traces) == (3 if part == "speed" else 0)
+    assert all(name.endswith(".json.gz") for name in traces)
 
 
 def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +164,57 @@ def test_models_are_those_that_the_device_holds(
     assert part.fitted(part.ROWS[1], device * gib, 10 * gib) is None
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_the_plan_is_of_what_is_trained(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_raises_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     parts = importlib.import_module("accelerator_parts")
-    config = load_config(parts.planned_config(stage, 4), world_size=1)
+    held: list[weakref.ref[Any]] = []
+    gone: list[bool] = []
+
+    def fails(*_: object) -> None:
+        model = torch.nn.Linear(2, 2)
+        held.append(weakref.ref(model))
+        raise AssertionError("a rival's own assertion\nof two lines")
+
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "systems", lambda: {"a rival": fails})
+    monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: make())
+    monkeypatch.setattr(parts, "forget", lambda: gone.append(held[-1]() is None))
+    parts.speed(SimpleNamespace(left=500.0, rehearse=False), lambda **row: rows.append(row))
+    assert [row["failed"] for row in rows] == ["AssertionError a rival's own assertion"] * 3
+    assert gone == [True] * 3
+
+
+def test_traces_move_into_the_archive_and_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    findings = importlib.import_module("accelerator").Findings(tmp_path, "speed")
+    findings.begin()
+    for content in (b"one", b"two"):
+        (tmp_path / "a.json.gz").write_bytes(content)
+        findings.add(system="a")
+        findings.add(system="b")
+        assert not list(tmp_path.glob("*.json.gz"))
+        with tarfile.open(tmp_path / "results.tar.gz") as archive:
+            assert archive.getnames() == ["results.json", "a.json.gz"]
+            found = archive.extractfile("a.json.gz")
+            assert found is not None
+            assert found.read() == content
+
+
+def test_idle_time_counts_overlapping_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    assert parts.idle_share([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 8.0)]) == 3 / 8
+
+
+@pytest.mark.parametrize(("stage", "masters_only"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
+def test_the_plan_is_of_what_is_trained(stage: int, masters_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    config = load_config(parts.planned_config(stage, 4, masters_only=masters_only), world_size=1)
     assert config.precision.resolve(torch.float32) == Precision(torch.bfloat16).resolve(torch.float32)
     assert config.bucket_numel == parts.BUCKET_NUMEL
-    assert replace(config.policy, max_live_numel=None) == Policy.stage(
-        stage
-    )  # fewer parameters than the config's limit
+    policy = parts.policy_of(stage, masters_only=masters_only)
+    assert replace(config.policy, max_live_numel=None) == policy  # fewer parameters than the config's limit
 
 
 def test_the_page_takes_the_figures(tmp_path: Path) -> None:

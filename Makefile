@@ -16,6 +16,7 @@ PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 ACCELERATOR_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 MINUTES ?= 9
 PART ?=
+ROWS ?=
 # For `make wheels`: the other machine's Python, and the libraries that it lacks.
 FOR_PYTHON ?= 3.12
 CARRIED ?= pydantic json5
@@ -57,9 +58,9 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/offload.py
 
 # Measures on one accelerator, into $(OUT): PART=facts, right, memory, speed or offload, each $(MINUTES) minutes at most; default: all.
-# docs/accelerators.md says what each measures.
+# ROWS="7 8" runs these rows of the part offload, and keeps the others. docs/accelerators.md says what each part measures.
 accelerator:
-	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) --minutes $(MINUTES) --out $(OUT)
+	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) $(if $(ROWS),--rows $(ROWS)) --minutes $(MINUTES) --out $(OUT)
 
 # Fills docs/accelerators.md with the figures in $(OUT).
 accelerator-page:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,25 @@ RESULTS, ARCHIVE = "results.json", "results.tar.gz"
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=PARTS, nargs="*", default=list(PARTS), help="default: all, one after another")
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=[], help="of the part offload; the others stay as they are"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="for each part")
     parser.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder for results")
     parser.add_argument("--rehearse", action="store_true", help="on the simulated accelerator, with tiny sizes")
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.rows and arguments.inside is None and arguments.part != ["offload"]:
+        parser.error("--rows needs --part offload: other parts run whole.")
     arguments.out.mkdir(parents=True, exist_ok=True)
     seconds = 60 * arguments.minutes
     if arguments.inside:
-        run_inside(arguments.inside, arguments.out, seconds, rehearse=arguments.rehearse)
+        run_inside(arguments.inside, arguments.out, arguments.end, arguments.rows, rehearse=arguments.rehearse)
         return
     failed = []
     for part in arguments.part:
-        end = run_part(part, arguments.out, seconds, rehearse=arguments.rehearse)
+        end = run_part(part, arguments.out, seconds, arguments.rows, rehearse=arguments.rehearse)
         print(f"{part}: {end}", flush=True)
         if end != "done":
             failed.append(part)
@@ -56,19 +63,23 @@ def main() -> None:
         raise SystemExit(f"not all is well: {', '.join(failed)}")
 
 
-def run_part(part: str, out: Path, seconds: float, *, rehearse: bool) -> str:
+def run_part(part: str, out: Path, seconds: float, rows: Sequence[int] = (), *, rehearse: bool) -> str:
     """Run a part in a process group of its own, and note how it ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # such a machine may have no name that gloo can look up
     paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, str(HERE / "accelerator.py"), "--inside", part, "--out", str(out)]
-    command += ["--minutes", str(seconds / 60), *(["--rehearse"] if rehearse else [])]
     begin = time.monotonic()
-    Findings(out, part).begin()
-    with (out / f"{part}.log").open("w") as log:
+    end_at = begin + max(seconds - GRACE_SECONDS, 1.0)
+    # The same clock in each process: the part's time does not begin again after its imports.
+    command += ["--end", str(end_at), *(["--rehearse"] if rehearse else [])]
+    command += ["--rows", *map(str, rows)]
+    Findings(out, part).begin(rows)
+    with (out / f"{part}.log").open("a" if rows else "w") as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = child.wait(max(seconds - GRACE_SECONDS, 1.0))
+            code = child.wait(end_at - time.monotonic())
             end = "done" if code == 0 else f"exit status {code}: see {part}.log"
         except subprocess.TimeoutExpired:
             end = f"ended after its {seconds:.0f} s: see {part}.log"
@@ -95,9 +106,19 @@ class Findings:
         self._out = out
         self._part = part
 
-    def begin(self) -> None:
-        """Forget what an earlier run of this part found."""
-        self._change({"rows": [], "end": "under way", "seconds": 0.0})
+    def begin(self, rows: Sequence[int] = ()) -> None:
+        """Forget what an earlier run of this part found: all, or these of its rows."""
+        kept = []
+        if rows:
+            known = read(self._out)["parts"].get(self._part, {}).get("rows", [])
+            kept = [row for row in known if row["row"] not in rows]
+        self._change({"rows": kept, "end": "under way", "seconds": 0.0})
+
+    @property
+    def device(self) -> str | None:
+        """The device of an earlier run."""
+        found: str | None = read(self._out)["parts"].get(self._part, {}).get("about", {}).get("device")
+        return found
 
     def about(self, **facts: Any) -> None:
         """Note where the part runs."""
@@ -106,7 +127,8 @@ class Findings:
     def add(self, **row: Any) -> None:
         """Add a row."""
         print(row, flush=True)
-        self._change({"rows": [*read(self._out)["parts"][self._part]["rows"], row]})
+        rows = [*read(self._out)["parts"][self._part]["rows"], row]
+        self._change({"rows": sorted(rows, key=lambda one: one.get("row", 0))})
 
     def end(self, how: str, seconds: float) -> None:
         """Note how the part ended, and after how many seconds."""
@@ -131,23 +153,39 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def _pack(out: Path) -> None:
+    """Write the archive anew. Traces move into it: such a machine gives few files back."""
+    traces = sorted(out.glob("*.json.gz"))
     unfinished = out / f"{ARCHIVE}.part"
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
-        for path in [out / RESULTS, *sorted(out.glob("*.log")), *sorted(out.glob("*.json.gz"))]:
+        for path in [out / RESULTS, *sorted(out.glob("*.log")), *traces]:
             archive.add(path, path.name)
+        _keep_traces(out / ARCHIVE, archive, {path.name for path in traces})
     unfinished.replace(out / ARCHIVE)
+    for path in traces:
+        path.unlink()
 
 
-def run_inside(part: str, out: Path, seconds: float, *, rehearse: bool) -> None:
-    """Run a part in this process."""
+def _keep_traces(earlier: Path, archive: tarfile.TarFile, newer: set[str]) -> None:
+    if not earlier.exists():
+        return
+    with tarfile.open(earlier) as old:
+        for member in old:
+            if member.name.endswith(".json.gz") and member.name not in newer:
+                archive.addfile(member, old.extractfile(member))
+
+
+def run_inside(part: str, out: Path, end: float, rows: Sequence[int] = (), *, rehearse: bool) -> None:
+    """Run a part in this process, which is ended at `end`, by `time.monotonic`."""
     from stand_ins import stand_in
 
     missing = stand_in()
     import accelerator_parts
     from accelerator_setting import Setting
 
-    setting = Setting.make(out, seconds - RESERVE_SECONDS, rehearse=rehearse)
+    setting = Setting.make(out, end - RESERVE_SECONDS, rehearse=rehearse, rows=rows)
     findings = Findings(out, part)
+    if rows and findings.device not in (None, setting.name):
+        raise SystemExit(f"the other rows in {out} are from {findings.device}: choose another folder, or run all rows.")
     findings.about(device=setting.name, torch=setting.version, rehearsal=rehearse, missing=missing)
     accelerator_parts.PARTS[part](setting, findings.add)
 

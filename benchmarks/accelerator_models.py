@@ -43,6 +43,7 @@ SHAPES = {
     "3.2 B": Shape(layers=28, width=3072, heads=24, key_heads=8, inner=8192, vocabulary=65_536),
     "5.4 B": Shape(layers=34, width=4096, heads=32, key_heads=8, inner=8960, vocabulary=32_000),
     "8.0 B": Shape(layers=32, width=4096, heads=32, key_heads=8, inner=14_336, vocabulary=128_256),
+    "9.6 B": Shape(layers=38, width=4608, heads=36, key_heads=9, inner=13_824, vocabulary=32_000),
     "12.6 B": Shape(layers=40, width=5120, heads=40, key_heads=8, inner=15_360, vocabulary=65_536),
     "tiny": Shape(layers=2, width=32, heads=2, key_heads=1, inner=64, vocabulary=64),
 }

@@ -11,17 +11,20 @@ from stand_ins import stand_in
 stand_in()
 
 import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
-from dataclasses import asdict, dataclass  # noqa: E402
+from dataclasses import asdict, dataclass, replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from accelerator_models import Llama  # noqa: E402
+from accelerator import read  # noqa: E402
+from accelerator_models import SHAPES, Llama, Shape  # noqa: E402
 from accelerator_setting import GIB, Setting, host_memory_available  # noqa: E402
 from accelerator_systems import BF16, adamw, batch_of  # noqa: E402
 
@@ -35,58 +38,89 @@ SLAB_SHARE = 1.07
 """What pinned memory takes beside the states: slabs are powers of two, of which a sixteenth may be left over."""
 
 
+USABLE = 0.96
+"""The share of the device's memory that a row takes at most: the driver and what the allocator cannot use need the rest."""
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""For CUDA's allocator of pinned memory: several threads touch its pages, of which a row takes up to a hundred GiB."""
+
+BASES = ("5.4 B", "3.2 B", "1.3 B")
+"""Models whose states lie on the device in the rows "base": the first that it holds."""
+LARGEST = ("12.6 B", "9.6 B", "8.0 B", "5.4 B")
+"""Models of the row "largest": the first that device and host hold together."""
+RATIOS = tuple(tenth / 10 for tenth in range(3, 11))
+
+
 @dataclass(frozen=True)
 class Row:
     """One training.
 
     Attributes:
+        model: its parameters; or "base" or "largest", see `BASES` and `LARGEST`.
         where: of the states: "device", "optimizer", "all" (in CPU memory), "disk", "FSDP2" (its own CPU offload).
-        ratio: the share of the optimizer that leaves the device.
+        ratio: the share of the optimizer that leaves the device; None: the least that must.
         seconds: that the row takes, as far as is known: none begins with less time left.
     """
 
     model: str
     where: str
     microbatches: int
-    ratio: float = 1.0
+    ratio: float | None = 1.0
     seconds: float = 60.0
 
 
 ROWS = (
-    Row("5.4 B", "device", 8),
-    Row("5.4 B", "optimizer", 8, seconds=90),
-    Row("5.4 B", "optimizer", 1, seconds=90),
-    Row("5.4 B", "FSDP2", 8, seconds=90),
-    Row("5.4 B", "all", 8, seconds=90),
-    Row("8.0 B", "optimizer", 8, ratio=0.8, seconds=120),
-    Row("12.6 B", "optimizer", 4, ratio=0.5, seconds=120),
+    Row("base", "device", 8),
+    Row("base", "optimizer", 8, seconds=80),
+    Row("base", "optimizer", 1),
+    Row("base", "FSDP2", 8, seconds=80),
+    Row("base", "all", 8, seconds=80),
+    Row("8.0 B", "optimizer", 8, ratio=None, seconds=120),
+    Row("largest", "optimizer", 4, ratio=None, seconds=140),
     Row("1.3 B", "disk", 8, seconds=90),
 )
-"""In order of value."""
-REHEARSED = (Row("5.4 B", "device", 2, seconds=5), Row("5.4 B", "optimizer", 2, seconds=5))
+"""In order of value; `--rows` counts them from 1. One part has time for the first six."""
 
 
 def offload(setting: Setting, tell: Callable[..., None]) -> None:
     """Speed with states elsewhere beside the speed without, and larger models."""
-    base: float | None = None
-    for row in REHEARSED if setting.rehearse else ROWS:
-        said = {key: value for key, value in asdict(row).items() if key != "seconds"}
-        if setting.left < row.seconds:
-            tell(**said, left_out="no time")
+    unknown = [number for number in setting.rows if not 1 <= number <= len(ROWS)]
+    if unknown:
+        raise SystemExit(f"the part offload has no row {unknown[0]}: its rows are 1 to {len(ROWS)}.")
+    for number, row in enumerate(ROWS, 1):
+        if setting.rows and number not in setting.rows:
             continue
-        found = _in_a_process(setting, row)
-        speed = found.get("tokens_per_s")
-        if row.where == "device" and speed is not None:
-            base = speed * setting.shape(row.model).parameters
-        if speed is not None and base is not None:
-            found["share"] = speed * setting.shape(row.model).parameters / base
-        tell(**said, **found)
+        said = {"row": number, **{key: value for key, value in asdict(row).items() if key != "seconds"}}
+        if setting.left < (5 if setting.rehearse else row.seconds):
+            tell(**said, left_out=f"no time: give it a call of its own (ROWS={number})")
+            continue
+        if setting.rehearse and number > 1:  # one process shows that rows have one
+            found = measure(setting, row)
+        else:
+            found = _in_a_process(setting, row)
+        base = base_tflops(setting.out)
+        if row.where == "device":
+            base = found.get("tflops")
+        if base is not None and "tflops" in found:
+            found["share"] = found["tflops"] / base
+        tell(**said | found)
+
+
+def base_tflops(out: Path) -> float | None:
+    """Return the speed of the row without offload, of this call or an earlier one; None where there is none."""
+    rows = read(out)["parts"].get("offload", {}).get("rows", [])
+    found = [row["tflops"] for row in rows if row["where"] == "device" and "tflops" in row]
+    return found[-1] if found else None
 
 
 def _in_a_process(setting: Setting, row: Row) -> dict[str, Any]:
     command = [sys.executable, __file__, json.dumps(asdict(row)), str(int(setting.rehearse))]
+    environment = dict(os.environ)
+    if setting.device.type == "cuda":
+        environment.setdefault("PYTORCH_ALLOC_CONF", PINNING)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(setting.left, 1))
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=max(setting.left, 1)
+        )
     except subprocess.TimeoutExpired:
         return {"left_out": "its time was up"}
     print(done.stdout, done.stderr[-4000:], flush=True)
@@ -101,19 +135,65 @@ def _in_a_process(setting: Setting, row: Row) -> dict[str, Any]:
 # ---------------------------------------------------------------------- in a process of its own
 
 
+BATCH, LENGTH = 8, 2048
+
+
 def host_bytes(row: Row, parameters: int) -> float:
     """CPU memory that a row takes: fp32 masters and two states, and bf16 gradients; bf16 parameters where all leaves."""
+    assert row.ratio is not None
     each = {"device": 0, "optimizer": 14, "all": 16, "disk": 0, "FSDP2": 16}[row.where]
     return SLAB_SHARE * row.ratio * each * parameters
 
 
+def device_bytes(row: Row, shape: Shape) -> float:
+    """Device memory that a row takes, roughly: states, and what a forward and a backward keep."""
+    assert row.ratio is not None
+    # FSDP2's model is made there in fp32; sums of gradients stay there only while there is room.
+    each = {"device": 16, "optimizer": 2 + 14 * (1 - row.ratio), "all": 0, "disk": 4, "FSDP2": 4}[row.where]
+    logits = 16 * shape.vocabulary  # in bf16 and fp32, with their softmax and gradients
+    kept = 2 * shape.width * (shape.layers + 16) + 10 * shape.inner  # inputs of all blocks, and what one block computes
+    return each * shape.parameters + BATCH * LENGTH * (logits + kept)
+
+
+def fitted(row: Row, device: float, host: float) -> Row | None:
+    """Return the row with the model and the ratio for so many bytes of both memories; None where these hold none."""
+    models = {"base": (_base(device),), "largest": LARGEST}.get(row.model, (row.model,))
+    ratios = RATIOS if row.ratio is None else (row.ratio,)
+    for model in models:
+        for ratio in ratios:
+            one = replace(row, model=model, ratio=ratio)
+            on_host = host_bytes(one, SHAPES[model].parameters) + HOST_RESERVE
+            if device_bytes(one, SHAPES[model]) <= USABLE * device and on_host <= host:
+                return one
+    return None
+
+
+def _base(device: float) -> str:
+    """The same for each row: what the host has free does not count."""
+    for model in BASES:
+        if device_bytes(Row(model, "device", 1), SHAPES[model]) <= USABLE * device:
+            return model
+    return BASES[-1]
+
+
 def measure(setting: Setting, row: Row) -> dict[str, Any]:
     """Train, and return what a step took."""
+    device, host = (80 * GIB, 120 * GIB)
+    if not setting.rehearse:
+        device, host = torch.accelerator.get_memory_info(setting.device)[1], host_memory_available()
+    one = fitted(row, device, host)
+    if one is None:
+        return {
+            "left_out": f"the device's {device / GIB:.0f} GiB and the host's free {host / GIB:.0f} GiB do not hold it"
+        }
+    if setting.rehearse:
+        one = replace(one, microbatches=min(one.microbatches, 2))
+    return {"model": one.model, "ratio": one.ratio, **_measured(setting, one)}
+
+
+def _measured(setting: Setting, row: Row) -> dict[str, Any]:
     shape = setting.shape(row.model)
-    needed = host_bytes(row, shape.parameters) + HOST_RESERVE
-    if needed > host_memory_available() and not setting.rehearse:
-        return {"left_out": f"needs {needed / GIB:.0f} GiB of the host, which has {host_memory_available() / GIB:.0f}"}
-    batch, length = setting.tokens(8, 2048)
+    batch, length = setting.tokens(BATCH, LENGTH)
     with tempfile.TemporaryDirectory() as folder:
         step = _fsdp2(setting, row) if row.where == "FSDP2" else _zeroshard(setting, row, folder)
         data = batch_of(setting, shape, batch, length)
@@ -125,6 +205,7 @@ def measure(setting: Setting, row: Row) -> dict[str, Any]:
             "parameters_b": shape.parameters / 1e9,
             "step_s": seconds,
             "tokens_per_s": row.microbatches * batch * length / seconds,
+            "tflops": shape.flops(row.microbatches * batch * length, length) / seconds / 1e12,
             "peak_gib": torch.accelerator.max_memory_allocated() / GIB,
             "reserved_gib": torch.accelerator.max_memory_reserved() / GIB,
             "retries": stats.get("num_alloc_retries", 0),
@@ -133,6 +214,7 @@ def measure(setting: Setting, row: Row) -> dict[str, Any]:
 
 
 def _zeroshard(setting: Setting, row: Row, folder: str) -> Callable[[torch.Tensor], None]:
+    assert row.ratio is not None
     where = {
         "device": Policy.stage(2),
         "optimizer": Policy.stage(2).offloaded(optimizer=Place.CPU, offload=Offload(ratio=row.ratio)),
@@ -184,4 +266,4 @@ def _fsdp2(setting: Setting, row: Row) -> Callable[[torch.Tensor], None]:
 
 if __name__ == "__main__":
     rehearse = bool(int(sys.argv[2]))
-    print(json.dumps(measure(Setting.make(Path(), 600, rehearse=rehearse), Row(**json.loads(sys.argv[1])))))
+    print(json.dumps(measure(Setting.make(Path(), math.inf, rehearse=rehearse), Row(**json.loads(sys.argv[1])))))

@@ -23,11 +23,13 @@ from accelerator_models import Llama, Shape
 from accelerator_setting import GIB, Setting, host_memory_available
 from accelerator_systems import (
     BF16,
+    BUCKET_NUMEL,
     LEARNING_RATE,
     Step,
     adamw,
     batch_of,
     llama,
+    policy_of,
     sharded,
     small_batch,
     small_model,
@@ -129,15 +131,20 @@ def right(setting: Setting, tell: Tell) -> None:
                     what="stage 0 beside plain AdamW", result=f"{'' if is_close else 'WRONG: '}within {difference:.1e}"
                 )
                 is_right &= is_close
-            first = None
+            expected = reference
             for name, policy in policies.items():
                 if setting.left < 30:
                     tell(what=f"forced: {name}, {_short(dtype)}", result="left out: no time")
                     continue
-                trained = train(policy, dtype, 0, forced=setting)
-                if first is None:
-                    first = trained
-                result = accelerator_ranks.compare(trained, first, exact="optimizer on" not in name)
+                try:
+                    trained = train(policy, dtype, 0, forced=setting)
+                    result = accelerator_ranks.compare(trained, expected, exact="optimizer on" not in name)
+                except Exception as error:
+                    traceback.print_exc()
+                    result = f"WRONG: {first_line(error)}"
+                else:
+                    if expected is reference:  # the forced stage 0 itself was compared with the one that sends nothing
+                        expected = trained
                 tell(what=f"{setting.backend} forced: {name}, {_short(dtype)}", result=result)
                 is_right &= not result.startswith("WRONG")
     is_right &= _bodies(setting, tell)
@@ -159,6 +166,12 @@ def _plain(setting: Setting) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
 
 
+NEED_PYDANTIC = {"checkpoints", "asynchronous_checkpoints"}
+"""The bodies that write files which pydantic describes: a stand-in for it writes none."""
+SLOW_BODIES = {"parking", "checkpoints", "whole_parameters", "freezing"}
+"""A rehearsal leaves them out: each takes ten times as long as most others."""
+
+
 def _bodies(setting: Setting, tell: Tell) -> bool:
     """The features that tests on the simulated device train, on this one; its kernels round otherwise than the CPU's."""
     from simgpu import bodies, device  # type: ignore[import-not-found, unused-ignore]
@@ -166,21 +179,30 @@ def _bodies(setting: Setting, tell: Tell) -> bool:
     setting.alone()
     device.use(setting.device)
     is_right = True
-    names = list(bodies.BODIES) if not setting.rehearse else ["sharded_init", "activation_checkpointing"]
-    for name in names:
+    for name, body in bodies.BODIES.items():
+        if setting.rehearse and name in SLOW_BODIES:
+            continue
+        if name in NEED_PYDANTIC and _version("pydantic") is None:
+            tell(what=f"body: {name}", result="left out: no pydantic")
+            continue
         if setting.left < 30:
             tell(what=f"body: {name}", result="left out: no time")
             continue
         try:
-            bodies.BODIES[name](0)
+            body(0)
             result = "right"
         except Exception as error:
             traceback.print_exc()
-            line = str(error).splitlines() or [""]
-            result = f"WRONG: {type(error).__name__} {line[0][:150]}"
+            result = f"WRONG: {first_line(error)}"
             is_right = False
         tell(what=f"body: {name}", result=result)
     return is_right
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__} {lines[0][:200]}"
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -194,22 +216,20 @@ def memory(setting: Setting, tell: Tell) -> None:
     """The memory of a Llama after a step: by the plan, our report, the allocator, and the driver."""
     shape = setting.shape("1.3 B")
     batch, length = setting.tokens(4, 2048)
-    for number in range(4):
+    for number, masters_only in ((0, False), (1, False), (2, False), (3, False), (3, True)):
+        name = f"{number}, rests as masters" if masters_only else str(number)
+        row: dict[str, Any] = {"stage": name, "parameters_b": shape.parameters / 1e9}
         if setting.left < 30:
-            tell(stage=number, left_out="no time")
+            tell(**row, left_out="no time")
             continue
-        row: dict[str, Any] = {"stage": number}
-        one = _trained(setting, number, batch, length)
-        row |= {key: value / GIB for key, value in one.items()}
-        forget()
-        tell(parameters_b=shape.parameters / 1e9, **row)
+        tell(**row, **attempted(partial(_trained, setting, number, batch, length, masters_only=masters_only)))
 
 
-def _trained(setting: Setting, number: int, batch: int, length: int) -> dict[str, float]:
+def _trained(setting: Setting, number: int, batch: int, length: int, *, masters_only: bool = False) -> dict[str, float]:
     shape = setting.shape("1.3 B")
     torch.accelerator.reset_peak_memory_stats()
     model = llama(setting, shape)
-    one = sharded(model, Policy.stage(number), BF16)
+    one = sharded(model, policy_of(number, masters_only=masters_only), BF16)
     data = batch_of(setting, shape, batch, length)
     for step in range(3):
         if step == 2:
@@ -231,23 +251,32 @@ def _trained(setting: Setting, number: int, batch: int, length: int) -> dict[str
         "driver_used_gib": total - free,
     }
     one.remove()
-    planned = _planned(shape, number, batch, length)
+    planned = _planned(shape, planned_config(number, batch, masters_only=masters_only), batch, length)
     if planned is not None:
         found = {"plan_gib": planned, **found}
-    return found
+    return {key: value / GIB for key, value in found.items()}
 
 
-def _planned(shape: Shape, number: int, batch: int, length: int) -> float | None:
+def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> float | None:
     """Live bytes at the peak, by a dry run; None where the libraries that read configs are missing."""
     if _version("pydantic") is None or _version("json5") is None:
         return None
-    config = {
-        "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "zero_optimization": {"stage": number},
-        "activation_checkpointing": {"checkpoint_units": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-    }  # fmt: skip
     tokens = torch.zeros(batch, length, dtype=torch.long)
     made = zeroshard.plan(lambda: Llama(shape), config, world_size=1, batch=(tokens, tokens), micro_batch=batch)
     return float(made.peak_nbytes)
+
+
+def planned_config(number: int, batch: int, *, masters_only: bool = False) -> dict[str, Any]:
+    """The config of what `sharded` trains: its gradients are summed in fp32, while a config alone would keep bf16 ones."""
+    return {
+        "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": number, "stage3_rests_as_masters": masters_only,
+            "reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL,
+        },
+        "activation_checkpointing": {"checkpoint_units": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+    }  # fmt: skip
 
 
 def forget() -> None:
@@ -273,22 +302,33 @@ def speed(setting: Setting, tell: Tell) -> None:
             if setting.left < 45 and not (setting.rehearse and setting.left > 0):
                 tell(**row, left_out="no time")
                 continue
-            try:
-                seconds, more = _timed(setting, make, name, batch, length, system)
-            except (RuntimeError, torch.OutOfMemoryError, ImportError) as error:
-                traceback.print_exc()
-                tell(**row, failed=(str(error).splitlines() or [repr(error)])[0][:200])
-                forget()
-                continue
-            if first is None:
-                first = seconds
-            tell(**row, ms=1e3 * seconds, x_first=seconds / first, **more)
-            forget()
+            found = attempted(partial(_timed, setting, make, name, batch, length, system))
+            if "ms" in found:
+                first = first or found["ms"]
+                found["x_first"] = found["ms"] / first
+            tell(**row, **found)
+
+
+def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `work` found, or why it failed, whatever a rival raises; the device's memory is free again."""
+    try:
+        found = work()
+    except Exception as error:
+        traceback.print_exc()
+        found = {"failed": first_line(error)}
+    forget()  # not in the block above, where the traceback holds the model
+    return found
+
+
+TRACED = ("FSDP2, reduces bf16", "zeroshard, stage 2", "zeroshard, stage 3")
+"""The systems that leave a trace, at two sizes: the archive comes back from such a machine only while it is small."""
+TRACED_MODEL = "1.2 B"
+TRACE_NBYTES = 5 << 19
 
 
 def _timed(
     setting: Setting, make: Callable[..., Step], name: str, batch: int, length: int, system: str
-) -> tuple[float, dict[str, Any]]:
+) -> dict[str, Any]:
     shape = setting.shape(name)
     batch, length = setting.tokens(batch, length)
     torch.accelerator.reset_peak_memory_stats()
@@ -299,16 +339,20 @@ def _timed(
     rounds = 1 if setting.rehearse else ROUNDS
     seconds = statistics.median(setting.seconds(partial(_repeat, one, data)) / STEPS for _ in range(rounds))
     tokens = batch * length
-    found: dict[str, Any] = {"tokens_per_s": tokens / seconds}
+    found: dict[str, Any] = {"ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
     top = peak_flops_of(setting.name, "bfloat16")
     if top is not None:
         found["mfu"] = shape.flops(tokens, length) / seconds / top
     found["peak_gib"] = torch.accelerator.max_memory_allocated() / GIB
     found["reserved_gib"] = torch.accelerator.max_memory_reserved() / GIB
+    trace = None
+    if system in TRACED and name == TRACED_MODEL:
+        file = f"{name} {batch}x{length} {system}.json.gz".replace(" ", "-").replace(",", "")
+        trace = setting.out / file
+    found |= _profiled(one, data, trace)
     if setting.rehearse:
-        return seconds, found | _counted(one, data)
-    file = f"{name} {batch}x{length} {system}.json.gz".replace(" ", "-").replace(",", "")
-    return seconds, found | _profiled(one, data, setting.out / file)
+        found |= _counted(one, data)
+    return found
 
 
 def _repeat(one: Step, data: torch.Tensor) -> None:
@@ -329,13 +373,18 @@ def _counted(one: Step, data: torch.Tensor) -> dict[str, Any]:
     return {"launches": counts.launches.total(), "host_waits": counts.synchronisations.total()}
 
 
-def _profiled(one: Step, data: torch.Tensor, trace: Path) -> dict[str, Any]:
-    from torch.profiler import ProfilerActivity, profile
+def _profiled(one: Step, data: torch.Tensor, trace: Path | None) -> dict[str, Any]:
+    from torch.profiler import profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profile() as found:  # of the CPU, and of the device where torch can
         one(data)
         torch.accelerator.synchronize()
-    found.export_chrome_trace(str(trace))
+    more = {}
+    if trace is not None:
+        found.export_chrome_trace(str(trace))
+        if trace.stat().st_size > TRACE_NBYTES:
+            more = {"trace": f"left out: {trace.stat().st_size / (1 << 20):.1f} MiB"}
+            trace.unlink()
     events = found.events() or []
     ranges = sorted(
         (event.time_range.start, event.time_range.end)
@@ -344,18 +393,24 @@ def _profiled(one: Step, data: torch.Tensor, trace: Path) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation  # type: ignore[attr-defined, unused-ignore]
     )
     if not ranges:
-        return {}
-    busy = 0.0
-    end = ranges[0][0]
-    for start, stop in ranges:
-        busy += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
+        return more
     calls = [event.name for event in events]
     return {
         "launches": sum(name.startswith(LAUNCHES) for name in calls),
         "host_waits": sum(name in WAITS for name in calls) - 1,  # the one above
-        "idle_share": 1 - busy / (end - ranges[0][0]),
+        "idle_share": idle_share(ranges),
+        **more,
     }
+
+
+def idle_share(ranges: list[tuple[float, float]]) -> float:
+    """Return the share of time, from the first start to the last end, in which none of these ranges ran. Sorted by start."""
+    begin, end = ranges[0][0], ranges[0][0]
+    busy = 0.0
+    for start, stop in ranges:
+        busy += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return 1 - busy / (end - begin)
 
 
 PARTS: dict[str, Callable[[Setting, Tell], None]] = {

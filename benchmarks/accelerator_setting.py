@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Setting:
         end: of the part's time, by `time.monotonic`.
         small: the model for what must be right.
         rehearse: on the simulated accelerator, tiny.
+        rows: those of the part `offload` that run, counted from 1; none: all.
     """
 
     device: torch.device
@@ -41,20 +42,23 @@ class Setting:
     end: float
     small: GPTConfig
     rehearse: bool
+    rows: Sequence[int] = ()
 
     @classmethod
-    def make(cls, out: Path, seconds: float, *, rehearse: bool) -> Setting:
+    def make(cls, out: Path, end: float, *, rehearse: bool, rows: Sequence[int] = ()) -> Setting:
         """Look for the accelerator.
+
+        Args:
+            end: of the part's time, by `time.monotonic`, which counts alike in each process of a host.
 
         Raises:
             SystemExit: there is none.
         """
-        end = time.monotonic() + seconds
         if rehearse:
             simulate()
             small = GPTConfig(layers=2, width=32, heads=2, context=16)
             device = torch.device("simgpu", 0)
-            return cls(device, "a simulated accelerator", torch.__version__, "simccl", out, end, small, True)
+            return cls(device, "a simulated accelerator", torch.__version__, "simccl", out, end, small, True, rows)
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             raise SystemExit("there is no accelerator here. --rehearse runs everything, tiny, on a simulated one.")
@@ -62,7 +66,7 @@ class Setting:
         backend = dist.get_default_backend_for_device(accelerator)
         small = GPTConfig(layers=4, width=256, heads=4, context=128)
         device = torch.device(accelerator.type, 0)
-        return cls(device, name, torch.__version__, backend, out, end, small, False)
+        return cls(device, name, torch.__version__, backend, out, end, small, False, rows)
 
     @property
     def left(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from zeroshard.sharding import BACKEND, Backend, shard_on
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LEARNING_RATE = 1e-4
+BUCKET_NUMEL = 1 << 24
 BF16 = torch.bfloat16
 Step = Callable[[Tensor], Tensor]
 
@@ -142,7 +144,12 @@ def deepspeed(setting: Setting, shape: Shape) -> Step:
 
 
 def sharded(
-    model: nn.Module, policy: Policy, dtype: torch.dtype, *, bucket_numel: int = 1 << 24, forced: Setting | None = None
+    model: nn.Module,
+    policy: Policy,
+    dtype: torch.dtype,
+    *,
+    bucket_numel: int = BUCKET_NUMEL,
+    forced: Setting | None = None,
 ) -> Sharded:
     """A model in the hands of zeroshard, with fp32 master weights.
 
@@ -168,12 +175,18 @@ def _native_at_one_rank(_group: Any, device: torch.device, predivide_factor: flo
     return Native(members, device, predivide_factor, watch)
 
 
-def stage(number: int, *, forced: bool = False) -> Callable[[Setting, Shape], Step]:
+def policy_of(number: int, *, masters_only: bool) -> Policy:
+    """A stage's policy, in which only master weights may rest."""
+    return replace(Policy.stage(number), rests_as_masters=masters_only)
+
+
+def stage(number: int, *, forced: bool = False, masters_only: bool = False) -> Callable[[Setting, Shape], Step]:
     """zeroshard at one rank; `forced` as above."""
 
     def make(setting: Setting, shape: Shape) -> Step:
         model = llama(setting, shape)
-        return loop(model, sharded(model, Policy.stage(number), BF16, forced=setting if forced else None).optimizer)
+        policy = policy_of(number, masters_only=masters_only)
+        return loop(model, sharded(model, policy, BF16, forced=setting if forced else None).optimizer)
 
     return make
 
@@ -188,5 +201,6 @@ def systems() -> dict[str, Callable[[Setting, Shape], Step]]:
     if importlib.util.find_spec("deepspeed") is not None and importlib.util.find_spec("deepspeed.runtime.engine"):
         found["DeepSpeed, stage 2"] = deepspeed
     found |= {f"zeroshard, stage {number}": stage(number) for number in (0, 2, 3)}
+    found["zeroshard, stage 3, rests as masters"] = stage(3, masters_only=True)
     found["zeroshard, stage 3, collectives forced"] = stage(3, forced=True)
     return found

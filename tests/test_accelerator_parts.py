@@ -7,20 +7,28 @@ import json
 import subprocess
 import sys
 import tarfile
+import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from simgpu import bodies, device
+
+from zeroshard import Precision
+from zeroshard.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("facts", "right", "memory", "speed", "offload")
 EXPECTED = {
     "facts": "pinning, GB/s",
-    "right": "body: activation_checkpointing",
+    "right": '"body: lossy_wires", "result": "right"',
     "memory": "peak_reserved_gib",
     "speed": "zeroshard, stage 3, collectives forced",
-    "offload": "tokens_per_s",
+    "offload": '"row": 8, "model": "1.3 B", "where": "disk", "microbatches": 8, "ratio": 1.0, "parameters_b"',
 }
 """A word of the last rows of each part."""
 
@@ -45,9 +53,14 @@ def test_each_part_ends_in_its_time(part: str, tmp_path: Path) -> None:
     assert found["end"] == "done"
     assert found["about"]["rehearsal"]
     assert EXPECTED[part] in json.dumps(found["rows"])
-    assert "failed" not in json.dumps(found["rows"]), found["rows"]
+    assert not [row for row in found["rows"] if "failed" in row]
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
-        assert set(archive.getnames()) == {"results.json", f"{part}.log"}
+        names = set(archive.getnames())
+        logs = {path.name for path in tmp_path.iterdir()} - {"results.tar.gz"}
+    assert logs == {"results.json", f"{part}.log"}
+    traces = names - logs
+    assert len(traces) == (3 if part == "speed" else 0)
+    assert all(name.endswith(".json.gz") for name in traces)
 
 
 def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +77,22 @@ def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch:
     assert found["speed"]["end"].startswith("ended after its 2 s")
 
 
+def test_a_part_counts_its_time_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    runner = importlib.import_module("accelerator")
+    lines = ["import json, os, sys, time", "end = float(sys.argv[sys.argv.index('--end') + 1])"]
+    lines.append("print(json.dumps([end - time.monotonic(), os.environ['GLOO_SOCKET_IFNAME']]))")
+    (tmp_path / "accelerator.py").write_text("\n".join(lines))
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    begin = time.monotonic()
+    assert runner.run_part("facts", tmp_path, 60.0, rehearse=True) == "done"
+    took = time.monotonic() - begin
+    left, interface = json.loads((tmp_path / "facts.log").read_text())
+    assert 55.0 - took <= left < 55.0
+    assert interface == "lo"
+
+
 def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     parts = importlib.import_module("accelerator_parts")
@@ -71,6 +100,121 @@ def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.Monkey
     parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
     assert len(rows) > 10
     assert all(row["left_out"] == "no time" for row in rows)
+
+
+def test_bodies_that_need_pydantic_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    ran: list[str] = []
+    monkeypatch.setattr(bodies, "BODIES", {name: lambda _, name=name: ran.append(name) for name in bodies.BODIES})
+    monkeypatch.setattr(parts, "_version", lambda _: None)
+    monkeypatch.setattr(device, "use", lambda _: None)
+    setting = SimpleNamespace(rehearse=False, left=500.0, alone=lambda: None, device=None)
+    assert parts._bodies(setting, lambda **row: rows.append(row))
+    left_out = [row["what"] for row in rows if row["result"] == "left out: no pydantic"]
+    assert left_out == ["body: checkpoints", "body: asynchronous_checkpoints"]
+    assert len(ran) == len(bodies.BODIES) - 2
+
+
+def test_a_real_device_may_round_otherwise_than_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.ones(3)
+    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="cuda"))
+    bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
+    with pytest.raises(AssertionError, match="not close"):
+        bodies.expect_the_cpus((one + 1.0,), (one,), "other bits")
+    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="simgpu"))
+    with pytest.raises(AssertionError, match="other bits"):
+        bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
+
+
+def test_rows_of_offload_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runner = importlib.import_module("accelerator")
+    part = importlib.import_module("accelerator_offload")
+    monkeypatch.setattr(part, "_in_a_process", lambda _, row: {"tflops": 100.0 if row.where == "device" else 80.0})
+    for rows in ((1,), (6, 2), (2,)):
+        findings = runner.Findings(tmp_path, "offload")
+        findings.begin(rows)
+        part.offload(SimpleNamespace(rows=rows, left=500.0, rehearse=False, out=tmp_path), findings.add)
+    found = results(tmp_path)["parts"]["offload"]["rows"]
+    assert [(row["row"], row["share"]) for row in found] == [(1, 1.0), (2, 0.8), (6, 0.8)]
+    with pytest.raises(SystemExit, match="no row 9: its rows are 1 to 8"):
+        part.offload(SimpleNamespace(rows=(9,)), findings.add)
+    assert sum(row.seconds for row in part.ROWS[:6]) <= 9 * 60 - runner.GRACE_SECONDS - runner.RESERVE_SECONDS
+    done = rehearse(tmp_path, "--part", "speed", "--rows", "1")
+    assert done.returncode == 2
+    assert "--rows needs --part offload" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "base", "largest"), [(79, "3.2 B", "9.6 B"), (139, "5.4 B", "12.6 B"), (47, "1.3 B", "5.4 B")]
+)
+def test_models_are_those_that_the_device_holds(
+    device: int, base: str, largest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    part = importlib.import_module("accelerator_offload")
+    gib = 1 << 30
+    fitted = [part.fitted(row, device * gib, 118 * gib) for row in part.ROWS]
+    assert {row.model for row in fitted[:5]} == {base}
+    assert fitted[6].model == largest
+    host = part.host_bytes(fitted[6], part.SHAPES[largest].parameters)
+    assert host < 110 * gib
+    assert part.fitted(part.ROWS[1], device * gib, 10 * gib) is None
+
+
+def test_a_system_that_raises_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    held: list[weakref.ref[Any]] = []
+    gone: list[bool] = []
+
+    def fails(*_: object) -> None:
+        model = torch.nn.Linear(2, 2)
+        held.append(weakref.ref(model))
+        raise AssertionError("a rival's own assertion\nof two lines")
+
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "systems", lambda: {"a rival": fails})
+    monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: make())
+    monkeypatch.setattr(parts, "forget", lambda: gone.append(held[-1]() is None))
+    parts.speed(SimpleNamespace(left=500.0, rehearse=False), lambda **row: rows.append(row))
+    assert [row["failed"] for row in rows] == ["AssertionError a rival's own assertion"] * 3
+    assert gone == [True] * 3
+
+
+def test_traces_move_into_the_archive_and_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    findings = importlib.import_module("accelerator").Findings(tmp_path, "speed")
+    findings.begin()
+    for content in (b"one", b"two"):
+        (tmp_path / "a.json.gz").write_bytes(content)
+        findings.add(system="a")
+        findings.add(system="b")
+        assert not list(tmp_path.glob("*.json.gz"))
+        with tarfile.open(tmp_path / "results.tar.gz") as archive:
+            assert archive.getnames() == ["results.json", "a.json.gz"]
+            found = archive.extractfile("a.json.gz")
+            assert found is not None
+            assert found.read() == content
+
+
+def test_idle_time_counts_overlapping_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    assert parts.idle_share([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 8.0)]) == 3 / 8
+
+
+@pytest.mark.parametrize(("stage", "masters_only"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
+def test_the_plan_is_of_what_is_trained(stage: int, masters_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    config = load_config(parts.planned_config(stage, 4, masters_only=masters_only), world_size=1)
+    assert config.precision.resolve(torch.float32) == Precision(torch.bfloat16).resolve(torch.float32)
+    assert config.bucket_numel == parts.BUCKET_NUMEL
+    policy = parts.policy_of(stage, masters_only=masters_only)
+    assert replace(config.policy, max_live_numel=None) == policy  # fewer parameters than the config's limit
 
 
 def test_the_page_takes_the_figures(tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ class MemorySlot(Slot):
         self._buffer = buffer
         self._before_write: Callable[[], None] = before_write if whole is None else whole._before_write
         self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
+        self._writes: InFlight = InFlight() if whole is None else whole._writes
         self._is_empty = buffer is not None and not buffer.nbytes
 
     def memory_in(self, storage: Storage) -> Tensor | None:
@@ -256,6 +257,8 @@ class MemorySlot(Slot):
 
     def read(self, out: Tensor) -> Transfer:
         self.refuse_empty()
+        if out.dtype != self.dtype and self._memory.device.type == "cpu":
+            self._writes.wait(CPU)  # the host casts, and would not wait for a copy of the device's
         return self._in_flight.add(self._copies.copy(out, self._memory, self._in_flight))
 
     def write(self, source: Tensor) -> Transfer:
@@ -263,6 +266,7 @@ class MemorySlot(Slot):
         self.before_write()
         self.fill()
         written = self._in_flight.add(self._copies.copy(self._memory, source, self._in_flight))
+        self._writes.add(written)
         if self._memory.device.type != "cpu":
             written.wait(self._memory.device)  # whatever the accelerator does next may look at it
         return written

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,36 @@ def test_an_engine_says_so_too(tmp_path: Path) -> None:
         training.load_checkpoint(tmp_path)
     training.load_checkpoint(tmp_path, load_optimizer_states=False)
     training.load_checkpoint(tmp_path, load_module_only=True)
+
+
+def advised(error: CheckpointError, load: Callable[..., Any]) -> dict[str, bool]:
+    """The argument of `load` that the message names."""
+    found = [name for name in re.findall(r"(\w+)=False", str(error)) if name in signature(load).parameters]
+    assert len(found) == 1, error
+    return {found[0]: False}
+
+
+def test_the_advice_of_an_error_can_be_followed_in_a_loop_and_in_an_engine(tmp_path: Path) -> None:
+    _, made = sharded(one)
+    made.save(tmp_path, "adamw")
+    model = Stack()
+    other = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    with pytest.raises(CheckpointError, match="saved with AdamW, and this run has SGD") as refused:
+        other.load(tmp_path)
+    other.load(tmp_path, **advised(refused.value, other.load))
+    _, grouped = sharded(two(0.5), seed=1)
+    with pytest.raises(CheckpointError, match="as one group") as refused:
+        grouped.load(tmp_path)
+    grouped.load(tmp_path, **advised(refused.value, grouped.load))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zeroshard.initialize(model=Stack(), config=config)[0]
+    with pytest.raises(CheckpointError, match="saved with AdamW, and this run has SGD") as refused:
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, **advised(refused.value, engine.load_checkpoint))
+    larger = zeroshard.initialize(model=nn.Sequential(Stack(), nn.Linear(2, 2)), config=config)[0]
+    with pytest.raises(CheckpointError, match="is of another model") as refused:
+        larger.load_checkpoint(tmp_path, load_optimizer_states=False)
+    larger.load_checkpoint(tmp_path, load_optimizer_states=False, **advised(refused.value, larger.load_checkpoint))
 
 
 class Mine(nn.Parameter):

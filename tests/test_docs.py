@@ -154,6 +154,15 @@ def test_the_messages_are_those_of_the_code() -> None:
     assert seen > 40
 
 
+def test_the_messages_in_questions_are_explained_on_the_page_of_errors() -> None:
+    explained = [text for level, text in headings(ROOT / "docs" / PAGE) if level == 3]
+    rows = [line for line in prose(ROOT / "docs" / "faq.md") if re.match(r"\| `", line)]
+    messages = [re.findall("`([^`]+)`", row)[0] for row in rows]
+    assert len(messages) > 5
+    for message in messages:
+        assert any(one.startswith(message) for one in explained), message
+
+
 # ---------------------------------------------------------------------- languages
 
 

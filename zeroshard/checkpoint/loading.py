@@ -27,6 +27,13 @@ from zeroshard.step.model_states import PARAMETERS, Held, Trained
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Options that only say how a run computes; a checkpoint's do not count."""
 
+# `Sharded.load` and `Engine.load_checkpoint` call these arguments by different names.
+_ONLY_PARAMETERS = "Pass optimizer_states=False (an engine: load_optimizer_states=False) to load only the parameters."
+_STRICT = "Pass strict=False (an engine: load_module_strict=False) to load what both have."
+_SAVED_GROUPS = (
+    "Use the groups that were saved, or pass optimizer_states=False (an engine: load_optimizer_states=False)."
+)
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -243,12 +250,13 @@ class Loader:
                 missing.pop(first, None)
                 if stored.shape != shape:
                     raise CheckpointError(
-                        f"{self.reader.folder}: {first} was saved with shape {stored.shape}, and the model's has {tuple(shape)}."
+                        f"{self.reader.folder}: {first} was saved with shape {stored.shape}, and the model's has "
+                        f"{tuple(shape)}. Build the model with the saved shapes."
                     )
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"{self.reader.folder} is of another model: it lacks {some_of(list(missing))}, and the model lacks "
-                f"{some_of(unexpected)}. load_module_strict=False loads what both have."
+                f"{some_of(unexpected)}. {_STRICT}"
             )
 
     def _refuse_another_optimizer(self) -> None:
@@ -257,12 +265,11 @@ class Loader:
         if manifest.optimizer is None and not manifest.param_groups:
             raise CheckpointError(
                 f"{self.reader.folder} was saved without an optimizer, for evaluation: it holds no states for this "
-                f"run's {name}. load_optimizer_states=False takes the parameters alone."
+                f"run's {name}. {_ONLY_PARAMETERS}"
             )
         if manifest.optimizer not in (None, name):
             raise CheckpointError(
-                f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has {name}: "
-                "load_optimizer_states=False takes the parameters alone."
+                f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has {name}. {_ONLY_PARAMETERS}"
             )
 
     def _find_options(self) -> dict[int, dict[str, Any]]:
@@ -280,7 +287,7 @@ class Loader:
             if _first_that_differs(sources) is not None:
                 raise CheckpointError(
                     f"the parameters of param group {number} ({some_of(own)}) were saved in groups with different "
-                    "hyperparameters: use the groups that were saved, or load_optimizer_states=False."
+                    f"hyperparameters. {_SAVED_GROUPS}"
                 )
             if sources:
                 found[number] = sources[0]
@@ -291,7 +298,7 @@ class Loader:
                 raise CheckpointError(
                     f"{self.reader.folder}: what are param groups {mine[0]} ({some_of(names[mine[0]])}) and "
                     f"{mine[other]} ({some_of(names[mine[other]])}) here, with hyperparameters of their own, was saved "
-                    "as one group: use the groups that were saved, or load_optimizer_states=False."
+                    f"as one group. {_SAVED_GROUPS}"
                 )
         return found
 

@@ -22,7 +22,8 @@ def doctor(
     io: Annotated[Path | None, typer.Option(
         help="The folder where states would rest on disk; left out, no disk is measured.")] = None,
     size: Annotated[int, typer.Option(
-        parser=nbytes_of, metavar="BYTES", help="The size of a write and a read: 512MiB, 1GB.")] = 512 << 20,
+        parser=nbytes_of, metavar="BYTES", show_default=False,
+        help="The size of a write and a read, such as 1GB; default: 512MiB.")] = 512 << 20,
     net: Annotated[bool, typer.Option(
         "--net", help="Measure the links between ranks instead, on every host: torchrun ... -m zeroshard doctor --net")] = False,
     profile: Annotated[Path | None, typer.Option(
@@ -69,14 +70,15 @@ def _print_machine(console: Console) -> None:
     from zeroshard.collectives.meeting import refusal_here
     from zeroshard.emulation import is_emulated
 
+    threads = torch.get_num_threads()
     console.print(
         f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; {os.cpu_count()} CPUs, "
-        f"torch uses {torch.get_num_threads()} threads"
+        f"torch uses {threads} thread{'s' * (threads != 1)}"
     )
     if torch.accelerator.is_available():
         console.print(f"accelerators: {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
     else:
-        console.print("accelerators: none that this torch sees; the CPU computes")
+        console.print("accelerators: none visible to torch; training runs on the CPU")
         for dtype in (torch.bfloat16, torch.float16):
             if is_emulated(dtype, torch.device("cpu")):
                 name = str(dtype).removeprefix("torch.")

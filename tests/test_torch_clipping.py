@@ -262,6 +262,7 @@ def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(stage: int) -> N
     on_ranks(body, 2)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_in_16_bits_every_policy_gives_the_same_bits(clip: str, microbatches: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 from twin import (
     ACCELERATOR,
     CPU,
@@ -273,6 +273,22 @@ def test_places_over_hosts(apart: bool, place: Place, precision: str, tmp_path: 
     away = policy.offloaded(parameters=CPU, optimizer=place, offload=how.offload_optimizer)
     settings = {"here": Setting(policy), "elsewhere": Setting(away, apart=apart)}
     on_ranks(expect_equal, 4, workload("frozen", steps=2, max_norm=0.5), settings, precision)
+
+
+def test_the_table_names_the_transport_that_ranks_use() -> None:
+    """Where memory cannot be shared, "shared memory" is no row that passes."""
+
+    def body(rank: int) -> None:
+        def refuse(*_: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(meeting, "_connect", refuse)
+            with pytest.raises(AssertionError, match="the setting says shared memory"):
+                run(rank, workload(steps=1), STAGES["stage 2"])
+            run(rank, workload(steps=1), TRANSPORTS["stage 2 over gloo"])
+
+    run_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -21,6 +21,11 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire
+from zeroshard.collectives.alone import Alone
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.two_level import TwoLevel
 from zeroshard.storage import storages
 from zeroshard.testing import Run, Workload, ranks_agree, train, whole_parameters
 from zeroshard.testing.parity import same
@@ -146,9 +151,10 @@ def as_set(setting: Setting) -> Iterator[None]:
 def run(
     rank: int, work: Workload, setting: Setting, *, precision: str = "fp32", bucket_numel: int = SMALL_BUCKETS
 ) -> Run:
-    """Train the workload under a setting; every rank ends with finite losses and the same parameters."""
+    """Train the workload under a setting, over its transport; every rank ends with finite losses and the same parameters."""
 
-    def park(sharded: Sharded) -> None:
+    def inspect(sharded: Sharded) -> None:
+        _expect_transport(sharded._context.collectives, setting.transport)
         if setting.parks is not None:
             sharded.offload_states(place=setting.parks)
             sharded.reload_states()
@@ -156,11 +162,19 @@ def run(
     with as_set(setting):
         done = train(
             rank, work, setting.policy, precision=PRECISIONS[precision], bucket_numel=bucket_numel,
-            overlap=setting.overlap, inspect=park,
+            overlap=setting.overlap, inspect=inspect,
         )  # fmt: skip
     assert torch.isfinite(done.losses).all(), setting
     assert ranks_agree(done), f"ranks ended with different parameters under {setting}"
     return done
+
+
+def _expect_transport(collectives: Collectives, transport: str) -> None:
+    """Assert that ranks of a host use it: where memory cannot be shared, gloo would be compared with gloo."""
+    wanted = PointToPoint if transport == "gloo" else SharedMemory
+    parts = [collectives.inside, collectives.across] if isinstance(collectives, TwoLevel) else [collectives]
+    found = {type(part) for part in parts} - {Alone}
+    assert found <= {wanted}, f"ranks use {found}, and the setting says {transport}"
 
 
 def expect_equal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
 from ranks import on_ranks, run_ranks
 from twin import (
     ACCELERATOR,
+    AT_REST,
     CPU,
     DISK,
     LARGE_BUCKETS,
     LOSS_SCALES,
+    PROMISES,
     SMALL_BUCKETS,
     STAGES,
     TRANSPORTS,
@@ -47,6 +50,16 @@ def few_are_quick(models: list[str], count: int = 1) -> list[Any]:
     return [*models[:count], *(pytest.param(model, marks=pytest.mark.full) for model in models[count:])]
 
 
+def test_each_promise_has_a_test() -> None:
+    here = Path(__file__).parent
+    section = (here.parent / "docs" / "design.md").read_text().split("## What is promised")[1].split("\n## ")[0]
+    assert [*PROMISES] == re.findall(r"^\*\*([^.,*]+)[.,*]", section, re.MULTILINE)
+    for tests in PROMISES.values():
+        for test in tests.values():
+            file, name = test.split("::")
+            assert f"\ndef {name}(" in (here / f"{file}.py").read_text(), test
+
+
 # ---------------------------------------------------------------------- stages and transports
 
 
@@ -64,7 +77,7 @@ def test_stages_and_transports(
     )  # fmt: skip
 
     def body(rank: int) -> None:
-        first = expect_equal(rank, work, STAGES | TRANSPORTS, precision, LARGE_BUCKETS)
+        first = expect_equal(rank, work, STAGES | TRANSPORTS | AT_REST, precision, LARGE_BUCKETS)
         if microbatches > 1 and precision == "fp32":  # sums in another order
             close(first[True].parameters, first[False].parameters)
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 from twin import (
     ACCELERATOR,
+    AT_REST,
     CPU,
     DISK,
     LARGE_BUCKETS,
     LOSS_SCALES,
+    PROMISES,
     SMALL_BUCKETS,
     STAGES,
     TRANSPORTS,
@@ -47,6 +50,16 @@ def few_are_quick(models: list[str], count: int = 1) -> list[Any]:
     return [*models[:count], *(pytest.param(model, marks=pytest.mark.full) for model in models[count:])]
 
 
+def test_each_promise_has_a_test() -> None:
+    here = Path(__file__).parent
+    section = (here.parent / "docs" / "design.md").read_text().split("## What is promised")[1].split("\n## ")[0]
+    assert [*PROMISES] == re.findall(r"^\*\*([^.,*]+)[.,*]", section, re.MULTILINE)
+    for tests in PROMISES.values():
+        for test in tests.values():
+            file, name = test.split("::")
+            assert f"\ndef {name}(" in (here / f"{file}.py").read_text(), test
+
+
 # ---------------------------------------------------------------------- stages and transports
 
 
@@ -64,7 +77,7 @@ def test_stages_and_transports(
     )  # fmt: skip
 
     def body(rank: int) -> None:
-        first = expect_equal(rank, work, STAGES | TRANSPORTS, precision, LARGE_BUCKETS)
+        first = expect_equal(rank, work, STAGES | TRANSPORTS | AT_REST, precision, LARGE_BUCKETS)
         if microbatches > 1 and precision == "fp32":  # sums in another order
             close(first[True].parameters, first[False].parameters)
 
@@ -273,6 +286,22 @@ def test_places_over_hosts(apart: bool, place: Place, precision: str, tmp_path: 
     away = policy.offloaded(parameters=CPU, optimizer=place, offload=how.offload_optimizer)
     settings = {"here": Setting(policy), "elsewhere": Setting(away, apart=apart)}
     on_ranks(expect_equal, 4, workload("frozen", steps=2, max_norm=0.5), settings, precision)
+
+
+def test_the_table_names_the_transport_that_ranks_use() -> None:
+    """Where memory cannot be shared, "shared memory" is no row that passes."""
+
+    def body(rank: int) -> None:
+        def refuse(*_: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(meeting, "_connect", refuse)
+            with pytest.raises(AssertionError, match="the setting says shared memory"):
+                run(rank, workload(steps=1), STAGES["stage 2"])
+            run(rank, workload(steps=1), TRANSPORTS["stage 2 over gloo"])
+
+    run_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -15,7 +15,7 @@ from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from twin import same_on_all_ranks, whole
+from twin import same, same_on_all_ranks, whole
 
 import zeroshard
 from zeroshard import Place, Policy, UsageError
@@ -49,10 +49,6 @@ def sharded_of(stage: int, make: Callable[..., torch.optim.Optimizer] = OPTIMIZE
     if policy and stage:
         how = how.offloaded(**policy)
     return model, optimizer, zeroshard.shard(model, optimizer, how, bucket_numel=100)
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(other[fqn], value) for fqn, value in one.items())
 
 
 @STAGES

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from twin import build, same, step, whole
+from twin import build, gpt_batch, same, step, whole
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
@@ -162,17 +162,13 @@ def test_bytes_and_memory_are_what_the_formulas_say(precision: str, transport: s
     config = GPTConfig(layers=4, width=96, heads=4, context=16)
     how = None if precision == "fp32" else Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
 
-    def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
-        return drawn[:, :-1], drawn[:, 1:]
-
     def body(rank: int) -> None:
         sizes: list[int] = []
 
         def inspect(sharded: zeroshard.Sharded) -> None:
             sizes.append(sum(unit.layout.numel for unit in sharded._schedule.units))
 
-        work = zeroshard.testing.Workload(lambda: GPT(config), batch, steps=3)
+        work = zeroshard.testing.Workload(lambda: GPT(config), gpt_batch, steps=3)
         run = train(rank, work, Policy.stage(3, within=2), precision=how, inspect=inspect)
         for kind, expected in run.formula.items():
             assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind

@@ -21,12 +21,57 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire
+from zeroshard.collectives.alone import Alone
+from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.two_level import TwoLevel
 from zeroshard.storage import storages
 from zeroshard.testing import Run, Workload, ranks_agree, train, whole_parameters
 from zeroshard.testing.parity import same
 
 __all__ = ["ranks_agree", "same"]
 
+PROMISES = {
+    "Numbers": {
+        "stages, overlap, transports": "test_equality::test_stages_and_transports",
+        "offload": "test_equality::test_places",
+        "near plain PyTorch and DDP, or equal": "test_equality::test_plain_pytorch",
+        "`within` sums host by host": "test_equality::test_hosts",
+        "a lossy `wire` is the same for all policies": "test_equality::test_lossy_gradients",
+        "whatever users do": "test_fuzz::test_whatever_users_do_is_as_plain_pytorch_does_it_or_refused_by_name",
+        "backends that round after each addition": "test_simgpu::test_no_wait_is_missing",
+    },
+    "Bytes": {
+        "of each stage": "test_memory_and_bytes::test_bytes_on_the_wire",
+        "across hosts": "test_two_level::test_bytes_and_memory_are_what_the_formulas_say",
+        "rounded": "test_quantized::test_bytes_are_what_the_formula_says",
+    },
+    "Memory at rest": {
+        "of each stage": "test_memory_and_bytes::test_memory_at_rest_is_what_the_formulas_say",
+        "`rests_as_masters`": "test_masters_at_rest::test_fourteen_bytes_a_parameter",
+        "scratch is bounded": "test_memory_and_bytes::test_transient_buffers_are_bounded_and_do_not_grow",
+    },
+    "Refusal": {
+        "ranks that diverge are named": "test_errors::test_a_rank_that_skips_a_block_is_named",
+        "before the timeout": "test_shared_memory::test_ranks_that_wait_for_each_other_in_vain_say_so_before_the_timeout",
+        "a long wait is logged": "test_collectives::test_of_many_that_wait_one_speaks",
+    },
+    "Reads": {
+        "are current": "test_reading::test_a_reader_right_after_the_step_sees_the_new_value",
+        "or refused": "test_reading::test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name",
+    },
+    "Writes": {
+        "take effect or are refused": "test_unusual_loops::test_a_write_takes_effect_or_is_refused_by_name",
+        "with a modifier rank": "test_reading::test_a_modifier_ranks_changes_are_taken_back",
+        "through `.data`": "test_unusual_loops::test_a_write_through_data_that_was_read_long_ago_takes_effect",
+    },
+    "After an exception": {
+        "the step is refused": "test_unusual_loops::test_after_a_backward_that_broke_off_the_step_says_so",
+        "states are as they were": "test_offload_changes::test_after_an_error_the_last_checkpoint_goes_on",
+    },
+}
+"""What docs/design.md promises, by its headings, and the test that holds it: file::test."""
 SMALL_BUCKETS = 256
 """Elements: the larger parameters of the test models span several buckets."""
 LARGE_BUCKETS = 10**6
@@ -79,6 +124,10 @@ TRANSPORTS = {
     "stage 3 without overlap": Setting(Policy.stage(3), overlap=False),
     "stage 3, kept, over gloo, without overlap": Setting(kept(Policy.stage(3)), "gloo", overlap=False),
     "stage 3, nothing prefetched": Setting(replace(Policy.stage(3), prefetch_numel=0)),
+}
+AT_REST = {
+    "stage 3, rests as masters": Setting(replace(Policy.stage(3), rests_as_masters=True)),
+    "stage 3, rests as masters, over gloo": Setting(replace(Policy.stage(3), rests_as_masters=True), "gloo"),
 }
 
 
@@ -146,9 +195,10 @@ def as_set(setting: Setting) -> Iterator[None]:
 def run(
     rank: int, work: Workload, setting: Setting, *, precision: str = "fp32", bucket_numel: int = SMALL_BUCKETS
 ) -> Run:
-    """Train the workload under a setting; every rank ends with finite losses and the same parameters."""
+    """Train the workload under a setting, over its transport; every rank ends with finite losses and the same parameters."""
 
-    def park(sharded: Sharded) -> None:
+    def inspect(sharded: Sharded) -> None:
+        _expect_transport(sharded._context.collectives, setting.transport)
         if setting.parks is not None:
             sharded.offload_states(place=setting.parks)
             sharded.reload_states()
@@ -156,11 +206,19 @@ def run(
     with as_set(setting):
         done = train(
             rank, work, setting.policy, precision=PRECISIONS[precision], bucket_numel=bucket_numel,
-            overlap=setting.overlap, inspect=park,
+            overlap=setting.overlap, inspect=inspect,
         )  # fmt: skip
     assert torch.isfinite(done.losses).all(), setting
     assert ranks_agree(done), f"ranks ended with different parameters under {setting}"
     return done
+
+
+def _expect_transport(collectives: Collectives, transport: str) -> None:
+    """Assert that ranks of a host use it: where memory cannot be shared, gloo would be compared with gloo."""
+    wanted = PointToPoint if transport == "gloo" else SharedMemory
+    parts = [collectives.inside, collectives.across] if isinstance(collectives, TwoLevel) else [collectives]
+    found = {type(part) for part in parts} - {Alone}
+    assert found <= {wanted}, f"ranks use {found}, and the setting says {transport}"
 
 
 def expect_equal(

@@ -1,6 +1,7 @@
 """Owns the planted faults: each place of zeroshard's accelerator road that waits, or hands a wait on, is taken out in turn.
 
-The table is read from the source, so a new wait is in it by itself. What is removed is the call alone: what it is called on is
+The table is read from the source of the modules in ROAD, so a new wait there is in it by itself; a new module with waits belongs
+in ROAD. What is removed is the call alone: what it is called on is
 still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A comment right above a wait excuses it:
 `# no test can miss this wait: why`.
 """

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from zeroshard.layout.placement import Placement
+from zeroshard.checkpoint.loading import requests_for_held
+from zeroshard.checkpoint.manifest import RangeRecord, StateRecord
+from zeroshard.layout.layout import Span
+from zeroshard.layout.placement import Placement, Runs
 
 SHAPES = [(6,), (5, 3), (3, 5), (2, 4, 3), (1, 7), (4, 1, 2)]
 
@@ -46,3 +51,63 @@ def test_runs_between_two_elements() -> None:
 def test_a_scalar_is_whole() -> None:
     placement = Placement.whole(())
     assert placement.is_whole and placement.local_shape == () and list(placement.pieces(0, 1)) == [(0, 1, 0)]
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 3), (2, 4, 3), (4, 6)], ids=str)
+def test_what_two_placements_share(shape: tuple[int, ...]) -> None:
+    """Of every two parts of a whole, cut over one number of ranks or another, along one dimension or another."""
+    numel = prod(shape)
+    cuts = [(dim, size) for dim in range(len(shape)) for size in (1, 2, 3)]
+    for (dim, size), (other_dim, other_size) in product(cuts, repeat=2):
+        mine = Placement.chunk(shape, dim, 0, size)
+        stop = prod(mine.local_shape)
+        for start, rank in product((0, 1, stop // 2), range(other_size)):
+            other = Placement.chunk(shape, other_dim, rank, other_size)
+            count = 0
+            for own, their in product(mine.runs(start, stop), other.runs(0, prod(other.local_shape))):
+                places, others = elements(own, numel), elements(their, numel)
+                shared: list[int] = []
+                for common in own.common(their):
+                    count += 1
+                    for row, column in product(range(common.count), range(common.numel)):
+                        place = places[common.here + row * common.every + column]
+                        assert place == others[common.there + row * common.other_every + column]
+                        shared.append(place)
+                assert sorted(shared) == sorted({*places} & {*others})
+            assert count <= 9 or dim != other_dim
+
+
+def elements(runs: Runs, numel: int) -> list[int]:
+    return [place for low, high, _ in runs.between(0, numel) for place in range(low, high)]
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 2), (2, 1), (1, 2), (2, 4), (4, 2)])
+def test_matrices_that_are_cut_by_rows_take_few_requests(saved_on: int, loaded_on: int) -> None:
+    """From files that are read chunk by chunk, whose edges lie in the middle of rows."""
+    shape = (64, 12)
+    whole = torch.arange(prod(shape), dtype=torch.int32)
+    ranges, files = [], []
+    for rank in range(saved_on):
+        placement = Placement.chunk(shape, 1, rank, saved_on)
+        (runs,) = placement.runs(0, prod(placement.local_shape))
+        pattern = {"numel": runs.numel, "stride": runs.stride} if saved_on > 1 else {}
+        ranges.append(RangeRecord(start=runs.start, stop=runs.stop, file=rank, offset=8, **pattern))
+        files.append(torch.cat([torch.zeros(2, dtype=torch.int32), placement.part(whole.view(shape)).flatten()]))
+    state = StateRecord(dtype="int32", ranges=ranges)
+    for rank in range(loaded_on):
+        placement = Placement.chunk(shape, 1, rank, loaded_on)
+        part = placement.part(whole.view(shape)).flatten()
+        for start in (0, 5):
+            out = torch.full((len(part) - start,), -1, dtype=torch.int64)
+            held: Any = SimpleNamespace(
+                named=SimpleNamespace(placement=placement, fqn="weight"), span=Span("weight", start, len(part))
+            )
+            requests = requests_for_held(state, held, out)
+            assert len(requests) <= 3 * saved_on
+            taken = 0
+            for request in requests:
+                file = files[request.file].view(torch.uint8)
+                for chunk in range(0, len(file), 20):
+                    if chunk < request.stop and request.offset < chunk + 20:
+                        taken += request.take(file[chunk : chunk + 20].clone(), chunk)
+            assert torch.equal(out, part[start:].long()) and taken == 4 * len(out)

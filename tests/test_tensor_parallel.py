@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -338,6 +339,15 @@ def test_places_overlap_and_recomputation_leave_the_bits(tmp_path: Path) -> None
         expect_same(run, like[0])
 
 
+@pytest.mark.full
+def test_places_and_overlap_leave_the_bits_where_ranks_shard_too() -> None:
+    everyone = on_ranks(trained, 4, 2, 2, vocabulary_too, [0, Policy.stage(3).offloaded(optimizer=Place.CPU)])
+    everyone += on_ranks(partial(trained, overlap=False), 4, 2, 2, vocabulary_too, [3])
+    for runs in everyone:
+        for run in runs:
+            expect_same(run, everyone[0][0])
+
+
 # ---------------------------------------------------------------------- transformers
 
 
@@ -418,6 +428,37 @@ def test_a_llama(build: Callable[[Path, DeviceMesh], nn.Module], tmp_path: Path)
         assert torch.equal(parameter, everyone[0][0]["values"][name]), name
 
 
+def test_sequences_that_are_cut_beside_matrices_that_are() -> None:
+    """Attached first, since a model of DTensors is refused there."""
+    batch = tokens(0, 0)
+    model = llama()
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    expected = float(loss), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+
+    def body(rank: int) -> tuple[float, float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+        model = llama()
+        sequences = Sequences(mesh["sp"], group=mesh["sp"]).attach(model)
+        plan = {
+            "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel(),
+            "self_attn.o_proj": RowwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.gate_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }  # fmt: skip
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], plan)
+        sharded = zeroshard.shard(model, adamw(model), 3, group=mesh["sp"])
+        loss = sequences.loss(model, sequences.cut({"input_ids": batch, "labels": batch}), tiles=2)
+        loss.backward()
+        found = float(loss), float(sharded.clip_grad_norm_(0.5))
+        sharded.optimizer.step()
+        sharded.remove()
+        return found
+
+    for found in on_ranks(body, 4):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 # ---------------------------------------------------------------------- gradients
 
 
@@ -476,25 +517,27 @@ def test_a_gradient_that_is_not_finite_is_seen_on_every_rank() -> None:
 
 
 @pytest.mark.full
-def test_a_parameter_that_one_rank_uses_is_updated_on_all() -> None:
+def test_a_parameter_that_one_row_of_the_mesh_uses_is_updated_on_all() -> None:
     class Sided(Gpt):
         def forward(self, tokens: Tensor, with_side: bool = False) -> Tensor:
             logits = super().forward(tokens)
             return logits + self.side(logits) if with_side else logits
 
     def body(rank: int) -> list[bool]:
-        mesh = meshed(1, 2)
+        mesh = meshed(2, 2)
         torch.manual_seed(0)
         model = Sided()
         model.side = nn.Linear(VOCABULARY, VOCABULARY)
+        model.unused = nn.Linear(2, 2)
         blocks_only(model, mesh["tp"])
         sharded = zeroshard.shard(model, adamw(model), 3, group=mesh["dp"])
-        model(tokens(0, rank), with_side=rank == 1).sum().backward()
+        row = mesh.get_local_rank("dp")
+        model(tokens(0, row), with_side=row == 1).sum().backward()
         used = sharded.sharded_step.used()
         sharded.remove()
-        return [used["side.weight"], used["norm.weight"]]
+        return [used["side.weight"], used["norm.weight"], used["unused.weight"]]
 
-    assert on_ranks(body, 2) == [[True, True], [True, True]]
+    assert on_ranks(body, 4) == [[True, True, False]] * 4
 
 
 @pytest.mark.full
@@ -708,6 +751,29 @@ def test_torchs_distributed_checkpoints_hold_whole_tensors(tmp_path: Path) -> No
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_distributed_checkpoints_take_state_dicts(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        mesh = meshed(2, 2)
+        sharded = sharded_on(mesh, stage, vocabulary_too)
+        take_steps(sharded, mesh, [0])
+        expected = {name: sharded.states.get(name) for name, _ in sharded.model.named_parameters()}
+        dcp.save({"model": sharded.model.state_dict()}, checkpoint_id=tmp_path)
+        take_steps(sharded, mesh, [1])
+        state = sharded.model.state_dict()
+        dcp.load({"model": state}, checkpoint_id=tmp_path)
+        sharded.model.load_state_dict(state)
+        ordinary = made().state_dict()
+        dcp.load({"model": ordinary}, checkpoint_id=tmp_path)
+        for name, value in expected.items():
+            assert torch.equal(sharded.states.get(name), value), name
+            assert torch.equal(ordinary[name], value), name
+        sharded.remove()
+
+    on_ranks(body, 4)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -767,7 +833,9 @@ def test_meshes_and_placements_that_are_not_taken() -> None:
         assert "over ranks [0, 1]" in refusal(partial(take, group=mesh["tp"]))
         assert "a mesh of 2 dimensions, ('dp', 'tp')" in refusal(partial(take, group=mesh))
         muon = torch.optim.Muon([one for one in model.parameters() if one.ndim == 2])
-        assert "looks at whole parameters" in refusal(lambda: zeroshard.shard(model, muon, 1, group=mesh["dp"]))
+        for whole_matrices in (muon, torch.optim.Adafactor(model.parameters())):
+            take_whole = partial(zeroshard.shard, model, whole_matrices, 1, group=mesh["dp"])
+            assert "looks at whole parameters" in refusal(take_whole)
         bf16 = zeroshard.Precision(torch.bfloat16)
         assert "convert the model first, model.to(torch.bfloat16)" in refusal(
             partial(take, group=mesh["dp"], precision=bf16)
@@ -786,6 +854,13 @@ def test_meshes_and_placements_that_are_not_taken() -> None:
         part = DTensor.from_local(linear.weight.detach(), mesh["tp"], [Partial()], run_check=False)
         linear.weight = nn.Parameter(part)
         assert "is a DTensor placed as P" in refusal(
+            lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
+        )
+        linear = nn.Linear(4, 4)
+        strided = _StridedShard(0, split_factor=2)
+        part = DTensor.from_local(linear.weight.detach()[:2], mesh["tp"], [strided], run_check=False)
+        linear.weight = nn.Parameter(part)
+        assert "is a DTensor placed as _S(0, 2)" in refusal(
             lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
         )
         linear = nn.Linear(4, 4)

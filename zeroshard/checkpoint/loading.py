@@ -17,10 +17,11 @@ from torch import Tensor
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RangeRecord, StateRecord, dtype_of
-from zeroshard.checkpoint.safetensors_file import ReadRequest, read_verified
+from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, ReadRequest, read_verified
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
+from zeroshard.layout.placement import Common, Runs
 from zeroshard.observe.display import Advance, ignore
 from zeroshard.step.model_states import PARAMETERS, Held, Trained
 
@@ -171,21 +172,54 @@ def covering(state: StateRecord, span: Span) -> list[tuple[RangeRecord, Span]]:
 
 def requests_for(state: StateRecord, span: Span, out: Tensor) -> list[ReadRequest]:
     """Request a span of one model state. `out` is 1-D and has its size."""
-    dtype = dtype_of(state.dtype)
-    requests = []
-    for part, common in covering(state, span):
-        _, _, before = next(part.runs.between(common.start, common.stop))
-        offset = part.offset + before * dtype.itemsize
-        requests.append(ReadRequest(part.file, offset, dtype, out[common.within(span.start)]))
-    return requests
+    return _requests(state, span.name, Runs(span.start, span.numel, max(span.numel, 1)), out)
 
 
 def requests_for_held(state: StateRecord, held: Held, out: Tensor) -> list[ReadRequest]:
     """Request what this rank holds, as `requests_for`: of a DTensor, its part of the whole that was saved."""
     requests = []
-    for start, stop, before in held.named.placement.pieces(held.span.start, held.span.stop):
-        requests += requests_for(state, Span(held.named.fqn, start, stop), out[before : before + stop - start])
+    start = 0
+    for runs in held.named.placement.runs(held.span.start, held.span.stop):
+        stop = start + runs.numel * runs.count
+        requests += _requests(state, held.named.fqn, runs, out[start:stop])
+        start = stop
     return requests
+
+
+def _requests(state: StateRecord, fqn: str, runs: Runs, out: Tensor) -> list[ReadRequest]:
+    """Request elements of a flattened parameter: one request for all rows that a saved range shares with them."""
+    dtype = dtype_of(state.dtype)
+    requests = []
+    for part, common in _shared(state, fqn, runs):
+        begin = part.offset + common.there * dtype.itemsize
+        if common.every == common.numel == common.other_every or common.count == 1:
+            rows = out[common.here : common.here + common.count * common.numel]
+            requests.append(ReadRequest(part.file, begin, dtype, rows))
+            continue
+        place = out.storage_offset() + common.here * out.stride(0)
+        strides = (common.every * out.stride(0), out.stride(0))
+        rows = out.as_strided((common.count, common.numel), strides, place)
+        if (common.other_every - common.numel) * dtype.itemsize < CHUNK_NBYTES:
+            requests.append(ReadRequest(part.file, begin, dtype, rows, common.other_every))
+            continue
+        # Whole chunks between two rows need not be read.
+        for number, row in enumerate(rows):
+            between = number * common.other_every * dtype.itemsize
+            requests.append(ReadRequest(part.file, begin + between, dtype, row))
+    return requests
+
+
+def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord, Common]]:
+    """Find what each saved range has of some elements of a flattened parameter. All of them must be there."""
+    found = []
+    for part in state.ranges:
+        if part.start < runs.stop and runs.start < part.stop:
+            found += [(part, common) for common in runs.common(part.runs)]
+    if sum(common.count * common.numel for _, common in found) != runs.count * runs.numel:
+        for start, stop, _ in runs.between(runs.start, runs.stop):
+            covering(state, Span(fqn, start, stop))
+        raise CheckpointError(f"the checkpoint holds elements of {fqn} twice.")
+    return found
 
 
 class Loader:
@@ -220,8 +254,8 @@ class Loader:
                 continue
             self._parts.append((held, record))
             for _, saved in self._wanted(held, record):
-                for start, stop, _ in held.named.placement.pieces(held.span.start, held.span.stop):
-                    covering(saved, Span(held.named.fqn, start, stop))
+                for runs in held.named.placement.runs(held.span.start, held.span.stop):
+                    _shared(saved, held.named.fqn, runs)
                 self.nbytes += held.span.numel * dtype_of(saved.dtype).itemsize
 
     def _wanted(self, held: Held, record: ParameterRecord) -> Iterator[tuple[str, StateRecord]]:

@@ -19,6 +19,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,7 +86,7 @@ class RangeRecord(_Sparse):
     numel: Annotated[int, Field(ge=1)] | None = None
     stride: Annotated[int, Field(ge=1)] | None = None
 
-    @property
+    @cached_property
     def runs(self) -> Runs:
         """The elements, as integers."""
         if self.numel is None or self.stride is None:

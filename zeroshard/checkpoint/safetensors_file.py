@@ -188,31 +188,57 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements of one file that go to `out` (1-D, of any dtype, on any device).
+    """Elements of one file that go to `out`, [n] or [rows, n], of any dtype, on any device.
 
     Attributes:
         file: the number of the file in its manifest.
         offset: where the elements begin, in bytes from the start of the file.
         dtype: their dtype in the file.
+        stride: elements of the file between the starts of two rows.
     """
 
     file: int
     offset: int
     dtype: torch.dtype
     out: Tensor
+    stride: int = 0
 
     @property
     def stop(self) -> int:
-        return self.offset + self.out.numel() * self.dtype.itemsize
+        if self.out.ndim == 1:
+            return self.offset + self.out.numel() * self.dtype.itemsize
+        rows, numel = self.out.shape
+        return self.offset + ((rows - 1) * self.stride + numel) * self.dtype.itemsize
 
     def take(self, chunk: Tensor, start: int) -> int:
         """Copy the elements that lie in a chunk, which begins at byte `start`; return their bytes in the file."""
+        size = self.dtype.itemsize
         low = max(self.offset, start)
         high = min(self.stop, start + chunk.numel())
-        size = self.dtype.itemsize
         values = chunk[low - start : high - start].view(self.dtype)
-        self.out[(low - self.offset) // size : (high - self.offset) // size].copy_(values)
-        return high - low
+        first, last = (low - self.offset) // size, (high - self.offset) // size
+        if self.out.ndim == 1:
+            self.out[first:last].copy_(values)
+            return high - low
+        taken = 0
+        rows, numel = self.out.shape
+        row = first // self.stride
+        while row < rows and row * self.stride < last:
+            begin = row * self.stride
+            whole = (last - begin - numel) // self.stride + 1
+            if begin >= first and whole > 0:
+                whole = min(whole, rows - row)
+                place = values.storage_offset() + begin - first
+                self.out[row : row + whole].copy_(values.as_strided((whole, numel), (self.stride, 1), place))
+                taken += whole * numel
+                row += whole
+                continue
+            begins, ends = max(begin, first), min(begin + numel, last)
+            if begins < ends:  # a row on the edge of the chunk
+                self.out[row, begins - begin : ends - begin].copy_(values[begins - first : ends - first])
+                taken += ends - begins
+            row += 1
+        return taken * size
 
 
 class _ChecksummedFile:

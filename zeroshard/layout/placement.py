@@ -43,6 +43,73 @@ class Runs:
             if low < high:
                 yield low, high, number * self.numel + low - begin
 
+    def common(self, other: Runs) -> Iterator[Common]:
+        """Find what two patterns share: few blocks where their strides agree, or where one of them is contiguous."""
+        strides = {runs.stride for runs in (self, other) if runs.count > 1}
+        stride = next(iter(strides), max(self.stop, other.stop, 1))
+        pairs: tuple[tuple[Runs, Runs], ...] = ((self, other),)
+        if len(strides) > 1:  # cut along different dimensions
+            stride = other.stride
+            rows = range(self.count)
+            pairs = tuple((Runs(self.start + row * self.stride, self.numel, self.numel), other) for row in rows)
+        own = 0
+        for mine, theirs in pairs:
+            for a, here in mine._rows(stride):
+                for b, there in theirs._rows(stride):
+                    yield from _common_rows(a, own + here, b, there, stride)
+            own += mine.numel * mine.count
+
+    def _rows(self, stride: int) -> Iterator[tuple[Runs, int]]:
+        """Give runs of one stride, none of which passes a multiple of it, and how many elements come before each."""
+        if self.count > 1 and self.stride == stride and self.start % stride + self.numel <= stride:
+            yield self, 0
+            return
+        before = 0
+        for number in range(self.count):
+            start = self.start + number * self.stride
+            stop = start + self.numel
+            while start < stop:
+                whole = (stop - start) // stride
+                if start % stride or not whole:
+                    size = min(stride - start % stride, stop - start)
+                    yield Runs(start, size, stride), before
+                else:
+                    size = whole * stride
+                    yield Runs(start, stride, stride, whole), before
+                start += size
+                before += size
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What two patterns of runs share: `count` blocks of `numel` elements.
+
+    Attributes:
+        here, every: where the first lies among the first pattern's elements, and how many lie between the starts of two.
+        there, other_every: the same among the second's.
+    """
+
+    count: int
+    numel: int
+    here: int
+    every: int
+    there: int
+    other_every: int
+
+
+def _common_rows(a: Runs, here: int, b: Runs, there: int, stride: int) -> Iterator[Common]:
+    """Find what runs of one stride share, of which none passes a multiple of it."""
+    first_a, first_b = a.start // stride, b.start // stride
+    first = max(first_a, first_b)
+    count = min(first_a + a.count, first_b + b.count) - first
+    low_a, low_b = a.start % stride, b.start % stride
+    low = max(low_a, low_b)
+    numel = min(low_a + a.numel, low_b + b.numel) - low
+    if count > 0 and numel > 0:
+        here += (first - first_a) * a.numel + low - low_a
+        there += (first - first_b) * b.numel + low - low_b
+        yield Common(count, numel, here, a.numel, there, b.numel)
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -64,7 +64,8 @@ class Replicas:
                     raise UsageError(
                         f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank "
                         f"{rank} than on rank {reference} of them: it would no longer be the same. Give these ranks "
-                        "the same batches, draw dropout from the same seed (outside of divided modules), and on "
-                        "accelerators use kernels and sums in a fixed order (torch.use_deterministic_algorithms(True))."
+                        "the same batches, draw dropout from the same seed (outside of divided modules), put no adapters "
+                        "(LoRA) on divided matrices, and on accelerators use kernels and sums in a fixed order "
+                        "(torch.use_deterministic_algorithms(True))."
                     )
         raise UsageError("ranks that divide one model hold different parameters: build the same model on every rank.")

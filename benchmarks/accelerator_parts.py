@@ -281,8 +281,9 @@ def planned_config(number: int, batch: int, *, masters_only: bool = False) -> di
 
 def forget() -> None:
     """Give the allocator's memory back."""
-    gc.collect()
-    torch.accelerator.synchronize()
+    for _ in range(2):  # one collection was seen to leave a whole model
+        gc.collect()
+        torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
 
 

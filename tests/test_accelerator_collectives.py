@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import time
 from typing import Any
@@ -22,7 +23,8 @@ from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.watch import NOTICE_VARIABLE
-from zeroshard.gradients.norm import coefficient_of, norm_of, scale_, sums_of_squares
+from zeroshard.gradients import norm as norm_module
+from zeroshard.gradients.norm import coefficient_of, digest_of, digests_as_bytes, norm_of, scale_, sums_of_squares
 
 CPU = torch.device("cpu")
 SMALL_BUCKETS = 256
@@ -256,6 +258,18 @@ def test_a_coefficient_is_the_same_number_wherever_it_is_computed(norm: float, m
     there = coefficient_of(torch.tensor(norm, dtype=torch.float64), max_norm, 8.0)
     assert isinstance(there, torch.Tensor)
     assert there.item() == coefficient_of(norm, max_norm, 8.0)
+
+
+def test_digests_of_the_same_values_in_other_places_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_module, "PLACED_NUMEL", 4)  # places count on from part to part
+    flat = torch.arange(10.0)
+    first, again, flipped, moved, empty = digests_as_bytes(
+        [digest_of(one) for one in (flat, flat.clone(), flat.flip(0), flat.roll(4), flat[:0])]
+    )
+    assert first == again
+    assert len({first, flipped, moved, empty}) == 4
+    assert struct.unpack("<ddd", first) == (45.0, pytest.approx(285.0), 285.0)
+    assert digests_as_bytes([]) == []
 
 
 @pytest.mark.accelerator

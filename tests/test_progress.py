@@ -7,9 +7,11 @@ import io
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -28,6 +30,7 @@ from zeroshard.observe.display import Display, Row, clock
 from zeroshard.observe.monitors import Sent
 from zeroshard.planning.machine import machines, peak_flops_of
 from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard.training_progress import Sizes, TrainingRow
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
@@ -234,6 +237,15 @@ def test_the_line_of_an_engine(terminal: Terminal) -> None:
         "peak",
     ):
         assert re.search(figure, last), (figure, last)
+
+
+def test_ranks_that_divide_tensors_count_in_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = SimpleNamespace(world_size=8)
+    dtypes = SimpleNamespace(param=torch.float32)
+    fake: Any = SimpleNamespace(model=Stack(), world_size=4, dtypes=dtypes, _context=SimpleNamespace(everyone=everyone))
+    row = TrainingRow(fake, Sizes(None, None, None, flops=8e9, peak_flops=1e9), 0, 0, Display(speaks=False))
+    row._sampled = deque([(0.0, 0), (10.0, 5)])
+    assert row._throughput() == ["0.5 samples/s", "MFU 50.0%"]
 
 
 def test_the_line_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:

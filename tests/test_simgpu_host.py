@@ -28,3 +28,7 @@ def test_an_asynchronous_save_waits_for_no_copy(stage: int) -> None:
     """The right values are saved: see the body `asynchronous_checkpoints`."""
     for save in server.call(host.asynchronous_save, mode="all late", stage=stage)[0]["saves"]:
         assert save == {"waits": {}, "pageable": {}}
+
+
+def test_the_host_waits_once_for_the_digests_of_all_gradients() -> None:
+    assert sum(server.call(host.digests_of_gradients)[0].values()) == 1

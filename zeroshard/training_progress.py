@@ -331,7 +331,8 @@ class TrainingRow(Row):
             parts.append(f"{_short(speed * tokens)} tokens/s")
             flops = flops or tokens * self._flops_per_token
         if flops is not None and self._peak_flops is not None:
-            parts.append(f"MFU {speed * flops / (self._peak_flops * self._sharded.world_size):.1%}")
+            ranks = self._sharded._context.everyone.world_size  # those that divide tensors compute too
+            parts.append(f"MFU {speed * flops / (self._peak_flops * ranks):.1%}")
         return parts
 
     def _states(self) -> str:

@@ -14,6 +14,7 @@ from simgpu import device as simgpu
 from simgpu import simccl
 from simgpu.bodies import BF16, Training, folder_of_all
 from zeroshard import Place, Policy
+from zeroshard.gradients.norm import digest_of, digests_as_bytes
 
 
 def group_beside_a_bound_world(rank: int, splits: bool) -> str:
@@ -86,3 +87,13 @@ def asynchronous_save(rank: int, stage: int) -> dict[str, Any]:
         checkpoints.wait()
     training.end()
     return {"saves": found}
+
+
+def digests_of_gradients(rank: int) -> dict[str, int]:
+    """Return the waits of the host for the digests of several gradients."""
+    flats = [torch.full((10,), float(number), device=simgpu.device()) for number in range(4)]
+    simgpu.reset_counts()
+    digests = digests_as_bytes([digest_of(flat) for flat in flats])
+    waits = dict(simgpu.counts().synchronisations)
+    assert digests == digests_as_bytes([digest_of(flat.cpu()) for flat in flats])
+    return waits

@@ -21,6 +21,9 @@ ROW_NUMEL = 1024
 """Elements whose squares are summed in fp32; the rows are then summed in fp64. One fp32 sum over 16 M elements is off by
 6e-4 on a CPU, rows of 1024 by 1e-10, at the same speed."""
 
+PLACED_NUMEL = 1 << 20
+"""Elements of a gradient that are weighted by their place at once: 8 bytes each, three times."""
+
 
 def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
     """The sum of squares of each of several 1-D tensors, as fp64 of shape []."""
@@ -68,10 +71,26 @@ def _sum_of_rows(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return norms.double().square().sum()
 
 
-def digest_of(flat: Tensor) -> bytes:
-    """Return 16 bytes that equal gradients share: their sum and the sum of their squares. The host waits for them."""
-    both = torch.stack([flat.sum(dtype=torch.float64), sum_of_squares(flat).to(torch.float64)])
-    return struct.pack("<dd", *both.tolist())
+def digest_of(flat: Tensor) -> Tensor:
+    """Return 3 numbers [3] that equal gradients share: their sum, the sum of their squares, and their sum weighted by place.
+
+    The third differs where the same values stand in other places.
+    """
+    by_place = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for low in range(0, flat.numel(), PLACED_NUMEL):
+        part = flat[low : low + PLACED_NUMEL].double()
+        place = torch.arange(low, low + part.numel(), dtype=torch.float64, device=flat.device)
+        by_place += (part * place).sum()
+    return torch.stack([flat.sum(dtype=torch.float64), sum_of_squares(flat).double(), by_place])
+
+
+def digests_as_bytes(digests: Sequence[Tensor]) -> list[bytes]:
+    """Return the 24 bytes of each digest. The host waits for an accelerator once."""
+    if not digests:
+        return []
+    device = digests[0].device
+    rows = torch.stack([digest.to(device) for digest in digests]).tolist()
+    return [struct.pack("<ddd", *row) for row in rows]
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
 from zeroshard.errors import UsageError
-from zeroshard.gradients.norm import digest_of
+from zeroshard.gradients.norm import digest_of, digests_as_bytes
 from zeroshard.parameters.context import Context
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.options import DIGEST_NBYTES
@@ -36,11 +38,15 @@ class Replicas:
         return digest.digest()
 
     def _digests(self, residents: Sequence[Resident]) -> Iterator[tuple[str, bytes]]:
+        names: list[str] = []
+        digests: list[Tensor] = []
         for resident in residents:
             for view in resident.views:
                 if view.named.placement.is_whole:
                     part = self._gradients.get(resident.shard, view).flatten()
-                    yield view.named.fqn, digest_of(part)
+                    names.append(view.named.fqn)
+                    digests.append(digest_of(part))
+        return zip(names, digests_as_bytes(digests), strict=True)
 
     def refuse_different(self, digests: Sequence[bytes], residents: Sequence[Resident]) -> None:
         """Raise where two ranks that hold the same shards have different gradients. Every rank must call it, with all digests.

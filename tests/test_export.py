@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import zeroshard
 from zeroshard import CheckpointError, Policy
 from zeroshard.checkpoint.loading import open_checkpoint
+from zeroshard.cli.checkpoints import folded
 from zeroshard.cli.main import app
 from zeroshard.formats.consolidated import write_files
 from zeroshard.formats.hugging_face import claimed, export
@@ -134,6 +135,15 @@ def test_what_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> Non
     saved(tmp_path, live=(live, False))
 
 
+def test_parameters_are_folded_by_block() -> None:
+    one = {"shape": [2, 3], "names": ["blocks.0.w"], "trained": True, "states": {"parameters": "float32"}}
+    parameters = {f"blocks.{block}.w": {**one, "names": [f"blocks.{block}.w"]} for block in range(12)}
+    parameters["blocks.12.w"] = {**one, "shape": [2, 4]}
+    parameters["head.w"] = {**one, "names": ["head.w", "embedding.w"]}
+    shown = [(name, number) for name, number, _ in folded(parameters)]
+    assert shown == [("blocks.*.w", 12), ("blocks.12.w", 1), ("head.w", 1)]
+
+
 def flat(output: str) -> str:
     return re.sub(r"\s+", " ", output)
 
@@ -143,7 +153,8 @@ def test_the_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     shown = run(app, ["inspect", str(tmp_path / "ckpt")])
     assert shown.exit_code == 0, shown.output
-    assert "whole" in shown.output
+    assert shown.output.startswith("whole: every file is there")
+    assert "sharded: " in shown.output
     assert "embedding.weight" in shown.output
     told = json.loads(run(app, ["inspect", str(tmp_path / "ckpt"), "--json"]).output)
     assert told["numel"] == sum(value.numel() for value in expected.values())
@@ -156,6 +167,7 @@ def test_the_commands(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-8] + b"12345678")
     broken = run(app, ["inspect", str(tmp_path / "ckpt")])
     assert broken.exit_code == 1
+    assert broken.output.startswith("not whole: load another tag")
     assert "is damaged" in flat(broken.output)
     refused = run(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out2")])
     assert isinstance(refused.exception, CheckpointError)

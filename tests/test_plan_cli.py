@@ -9,9 +9,11 @@ import pytest
 from command_line import zeroshard
 from typer.testing import CliRunner
 
+from zeroshard.cli import plan
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
 from zeroshard.planning.machine import TABLE
+from zeroshard.planning.report import size
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -32,6 +34,11 @@ def trained():
     return model, lambda rank, step: (torch.zeros(1, 4),)
 def module():
     return torch.nn.Linear(4, 1)
+class Mean(torch.nn.Linear):
+    def forward(self, values):
+        return super().forward(values).mean()
+def loss():
+    return Mean(4, 1), lambda rank, step: (torch.zeros(1, 4),)
 def meta():
     return torch.nn.Linear(4, 1, device="meta"), lambda rank, step: (torch.zeros(1, 4),)
 """
@@ -171,6 +178,8 @@ def test_without_a_config_the_fastest_that_fits_is_found(folder: Path) -> None:
     told = json.loads(result.stdout)
     assert told["fits"]
     assert told["batch"]["train"] == 4
+    assert told["chosen"] not in [one["what"] for one in told["next_best"]]
+    assert len(told["next_best"]) == 3
     again = CliRunner().invoke(
         app,
         [
@@ -202,6 +211,50 @@ def test_wrong_input_is_a_sentence_with_the_remedy(folder: Path) -> None:
     (folder / "refused.json").write_text(json.dumps({"zero_optimization": {"stage": 4}}))
     assert "zero_optimization.stage" in refused(".", "--config", "refused.json")
     assert "there is no machine 'h1000'" in refused(".", "--machine", "h1000", "--config", "zero.json")
+
+
+def test_a_search_that_finds_nothing_gives_the_first_refusal(folder: Path) -> None:
+    assert "the first refusal: factory.py:module must return (module, batch)" in refused("factory.py:module")
+
+
+def test_a_search_prints_what_it_assumed_and_the_next_best(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "factory.py:loss", "--gpus", "2"], env={"COLUMNS": "150"})
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("assumed: machine h100 (--machine), 85.0 GB each (--memory), 2 ranks (--gpus)")
+    assert "2 samples a step" in done.stdout
+    assert "--sequence" not in done.stdout, "its batches have a length of their own"
+    assert "the next best that fit" in done.stdout
+    assert "0.00 GB" not in done.stdout
+
+
+def test_progress_is_logged_where_stderr_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(plan, "monotonic", lambda: now[0])
+    with plan._progress("searching") as told:
+        for done in range(25):
+            now[0] += 1
+            told(done, 25)
+    assert capsys.readouterr().err.splitlines() == [
+        "searching: 9 of 25 dry runs, 10 s",
+        "searching: 19 of 25 dry runs, 20 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (31.41e9, "31.4 GB"),
+        (0.2e9, "0.20 GB"),
+        (12.3e6, "12.3 MB"),
+        (4100, "4.10 kB"),
+        (-2e6, "-2.00 MB"),
+        (8, "8 bytes"),
+    ],
+)
+def test_sizes_have_a_unit_that_fits(nbytes: float, expected: str) -> None:
+    assert size(nbytes) == expected
 
 
 @pytest.mark.full

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import zeroshard
 from zeroshard import UsageError
 from zeroshard.cli.main import app
 from zeroshard.observe.report_page import MAX_POINTS, page, thinned
@@ -60,8 +62,27 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text.replace("xlink:href", "href")), "it needs the network"
     assert "10.0 M parameters, 2 ranks, sharded: gradients, optimizer, bfloat16, &lt;cpu&gt;, torch 2.13" in text
     assert "<dt>skipped steps</dt><dd>3</dd>" in text
+    assert "<title>run</title>" in text
+    assert "<details>" not in text, "this log has neither config nor environment"
     for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(svg)
+
+
+def test_a_page_shows_the_config_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "wandb": {"group": "secret"}}
+    config["json_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "my job"}
+    engine, *_ = zeroshard.initialize(model=torch.nn.Linear(2, 1), config=config)
+    engine.backward(engine(torch.ones(1, 2)).mean())
+    engine.step()
+    engine.destroy()
+    text = page(read_run(tmp_path / "my job"))
+    assert "<title>my job</title>" in text
+    assert "<summary>config</summary>" in text
+    assert "train_micro_batch_size_per_gpu" in text
+    assert "<summary>environment</summary>" in text
+    assert "OMP_NUM_THREADS" in text
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize(

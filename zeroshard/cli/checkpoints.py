@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.manifest import FileRecord
 
 MIB = 2**20
+_INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
+"""A block's number in a parameter's name."""
 
 
 def inspect(
@@ -24,7 +27,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
 ) -> None:  # fmt: skip
-    """Show what is in a checkpoint: parameters, sizes, ranks, step, and whether it is whole."""
+    """Show whether a checkpoint is whole, and its contents: step, ranks, sizes, parameters. --json lists each parameter."""
     from zeroshard.checkpoint.loading import open_checkpoint
     from zeroshard.observe.display import Display
 
@@ -105,6 +108,7 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
         "created": manifest.created,
         "written_by": manifest.written_by,
         "world_size": manifest.world_size,
+        "mesh": manifest.mesh,
         "policy": manifest.policy,
         "optimizer": manifest.optimizer,
         "global_steps": step if isinstance(step, int) else None,
@@ -143,13 +147,39 @@ def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
     return []
 
 
-def _letter(residency: Any) -> str:
-    match residency:
-        case {"sharded": True}:
-            return "s"
-        case {"sharded": False}:
-            return "-"
-    return "?"
+def _sharding(policy: dict[str, Any]) -> str:
+    """Write which states were sharded, in words."""
+    from zeroshard.step.model_states import PARAMETERS
+
+    names = {PARAMETERS: "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
+    known = {words: policy[state] for state, words in names.items() if isinstance(policy.get(state), dict)}
+    if not known:
+        return "sharding unknown"
+    sharded = [words for words, residency in known.items() if residency.get("sharded")]
+    return f"sharded: {', '.join(sharded) or 'nothing'}"
+
+
+def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Fold parameters that are alike in all blocks of a list: (`blocks.*.weight`, their number, one of them)."""
+    found: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
+    for name, record in parameters.items():
+        pattern = _INDEX.sub("*", name)
+        if record["names"][1:]:
+            pattern = name
+        kind = json.dumps([record["shape"], record["trained"], record["states"]])
+        number, first = found.get((pattern, kind), (0, {"name": name, **record}))
+        found[pattern, kind] = (number + 1, first)
+    return [
+        (first["name"] if number == 1 else pattern, number, first) for (pattern, _), (number, first) in found.items()
+    ]
+
+
+def _verdict(told: dict[str, Any]) -> str:
+    if told["problems"]:
+        return "[red]not whole[/red]: load another tag, or pass fall_back=True"
+    if told["verified"]:
+        return "[green]whole[/green]: every file is there and its checksums are right"
+    return "[green]whole[/green]: every file is there with its size; checksums were not verified"
 
 
 def _print(told: dict[str, Any]) -> None:
@@ -157,35 +187,32 @@ def _print(told: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from zeroshard.step.model_states import PARAMETERS
-
     console = Console()
-    sharded = "".join(_letter(told["policy"].get(state)) for state in (PARAMETERS, "gradients", "optimizer"))
+    console.print(_verdict(told))
+    for problem in told["problems"]:
+        console.print(problem, style="red", markup=False)
     programs = ", ".join(f"{name} {version}" for name, version in told["written_by"].items())
     sizes = ", ".join(f"{name} {nbytes / MIB:.1f} MiB" for name, nbytes in told["state_nbytes"].items())
     step = ""
     if told["global_steps"] is not None:
         step = f"step {told['global_steps']}, "
     ranks = f"{told['world_size']} rank{'s' * (told['world_size'] != 1)}"
+    if told["mesh"]:
+        sizes_of_mesh = " x ".join(f"{name} {size}" for name, size in told["mesh"].items())
+        ranks += f" (mesh: {sizes_of_mesh})"
     console.print(told["path"], style="bold", highlight=False, markup=False)
     console.print(
         f"{told['numel']:,} elements in {len(told['parameters'])} parameters; {sizes}\n"
-        f"{step}{ranks}, sharded (parameters, gradients, optimizer): {sharded}, "
-        f"{told['optimizer']}, {programs}",
+        f"{step}{ranks}, {_sharding(told['policy'])}\n"
+        f"optimizer: {told['optimizer'] or 'none'}; written by {programs}",
         highlight=False,
         markup=False,
     )
-    table = Table("parameter", "shape", "states", "also called")
-    for name, record in told["parameters"].items():
+    table = Table("parameter", "number", "shape", "states", "also called")
+    for name, number, record in folded(told["parameters"]):
         states = ", ".join(f"{state} {dtype}" for state, dtype in record["states"].items())
         shape = "x".join(map(str, record["shape"])) or "scalar"
-        cells = (name + " (frozen)" * (not record["trained"]), shape, states, ", ".join(record["names"][1:]))
+        called = ", ".join(record["names"][1:])
+        cells = (name + " (frozen)" * (not record["trained"]), str(number), shape, states, called)
         table.add_row(*map(escape, cells))
     console.print(table)
-    for problem in told["problems"]:
-        console.print(f"[red]not whole:[/red] {problem}")
-    if not told["problems"]:
-        checked = "with its size; checksums were not looked at"
-        if told["verified"]:
-            checked = "and its checksums are right"
-        console.print(f"[green]whole[/green]: every file is there {checked}")

@@ -1,4 +1,4 @@
-"""Owns `zeroshard config`: what a DeepSpeed config comes to here, and the pages of docs/config."""
+"""Owns `zeroshard config`: the display of a resolved DeepSpeed config, and the pages of docs/config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.errors import UsageError
 if TYPE_CHECKING:
     from zeroshard.config.load import Config
 
-config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: what they come to here.")
+config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: how zeroshard resolves them.")
 
 
 @config_app.command()
@@ -23,16 +23,16 @@ def check(
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, for the batch sizes.")] = 1,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
     model: Annotated[str | None, typer.Option(
-        help='module:function or file.py:function; tells "auto" its hidden size and dtype.')] = None,
-    all_keys: Annotated[bool, typer.Option("--all", help="Also the keys that are at their defaults.")] = False,
+        help='module:function or file.py:function; supplies the hidden size and dtype for "auto" keys.')] = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="All keys, with the whole text of their effects.")] = False,
 ) -> None:  # fmt: skip
-    """Print the resolved config, key by key: the value, where it came from, and what it does here.
+    """Print the resolved config: for each key its value, its origin and its effect.
 
-    The optimizer and the scheduler are made, over a stand-in for the model, so what passes here passes in `initialize`.
+    The optimizer and the scheduler are built for a stand-in for the model, so a config that passes here passes in `initialize`.
     """
     from rich.console import Console
 
-    from zeroshard.config.document import config_table
+    from zeroshard.config.document import listing, summary
     from zeroshard.config.load import load_config, refuse_without_batch_size
 
     module = None
@@ -42,7 +42,8 @@ def check(
     refuse_without_batch_size(config)
     _make_optimizer(config)
     console = Console()
-    console.print(config_table(config, defaults=all_keys))
+    show = listing if all_keys else summary
+    console.print(show(config, console.width), soft_wrap=True, highlight=False)
     console.print(_in_force(config), highlight=False)
 
 
@@ -65,7 +66,7 @@ def supplied(items: list[str]) -> dict[str, Any]:
 
 
 def _make_optimizer(config: Config) -> None:
-    """Make what the blocks name, and throw it away.
+    """Build the optimizer and the scheduler that the blocks name, and discard them.
 
     Raises:
         ConfigError: they cannot be made.
@@ -90,7 +91,7 @@ def _make_optimizer(config: Config) -> None:
 
 
 def _in_force(config: Config) -> str:
-    """The settings that decide most, whether the file has them or not."""
+    """Describe the most important settings, whether the file has them or not."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"
@@ -99,7 +100,7 @@ def _in_force(config: Config) -> str:
         optimizer = f"the config's {config.schema.optimizer.type}"
     rounded = ""
     if config.policy.wire.is_lossy:
-        rounded = f"rounded on the wire, to other bits than of exact wires: {config.policy.wire};\n"
+        rounded = f"lossy communication, whose results differ from exact communication: {config.policy.wire};\n"
     batch = config.batch
     return (
         f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n{rounded}"

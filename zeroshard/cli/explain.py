@@ -1,8 +1,9 @@
-"""Owns `zeroshard explain`: the meaning of an error and its remedy, from the page that the documentation has too."""
+"""Owns `zeroshard explain`: the meaning of an error and its remedy, from the documentation's page of errors."""
 
 from __future__ import annotations
 
 import re
+from difflib import SequenceMatcher
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from zeroshard.errors import PAGE, UsageError
 
 _SECTION = re.compile(r"^## ", re.MULTILINE)
 _MESSAGE = re.compile(r"^### ", re.MULTILINE)
+_NEAREST = 5
 
 
 def explain(
@@ -27,7 +29,7 @@ def explain(
 
 
 def page() -> str:
-    """The text of the page: beside the installed package, or in the documentation of a checkout.
+    """Return the text of the page: beside the installed package, or in the documentation of a checkout.
 
     Raises:
         UsageError: it is in neither.
@@ -37,19 +39,20 @@ def page() -> str:
     for place in (installed, checkout):
         if place.is_file():
             return place.read_text(encoding="utf-8")
-    raise UsageError(f"this installation has no {PAGE}: install zeroshard anew, from a wheel or a checkout.")
+    raise UsageError(f"this installation has no {PAGE}: reinstall zeroshard, from a wheel or a checkout.")
 
 
 def found(what: str | None, text: str) -> str:
-    """The part of the page about a class, or about every message whose words `what` holds; without `what` the contents.
+    """Return the part of the page about a class, or about every message whose words `what` holds.
 
-    Raises:
-        UsageError: the page has nothing about it.
+    Without `what` it is the list of contents; where nothing fits, the nearest messages.
     """
     sections = dict(_split(_SECTION, text))
     if what is None:
         lines = ["`zeroshard explain NAME` explains an error, or a message in quotes.", ""]
         for name, body in sections.items():
+            if not _split(_MESSAGE, body):
+                continue
             lines.append(f"- **{name}**: " + "; ".join(message for message, _ in _split(_MESSAGE, body)))
         return "\n".join(lines)
     by_name = {name.lower(): name for name in sections}
@@ -62,14 +65,24 @@ def found(what: str | None, text: str) -> str:
         f"### {message}\n{body}" for message, body in messages if _plain(message) in words or words in _plain(message)
     ]
     if not entries:
-        raise UsageError(
-            f"no error is called {what!r}, and no message has these words. `zeroshard explain` alone lists both."
-        )
+        lines = [f"No error is called {what!r}, and no message has these words. The nearest:", ""]
+        lines += [f"- {one}" for one in _nearest(words, [*sections, *(message for message, _ in messages)])]
+        return "\n".join([*lines, "", "`zeroshard explain` lists all errors and messages."])
     return "\n".join(entries)
 
 
+def _nearest(words: str, headings: list[str]) -> list[str]:
+    """Return the headings that share the most words, or else letters, with the ones that were given."""
+
+    def likeness(heading: str) -> tuple[int, float]:
+        plain = _plain(heading)
+        return len({*plain.split()} & {*words.split()}), SequenceMatcher(None, plain, words).ratio()
+
+    return sorted(headings, key=likeness, reverse=True)[:_NEAREST]
+
+
 def _split(heading: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """Pairs of a heading and what is below it."""
+    """Return pairs of a heading and the text below it."""
     parts = (part.partition("\n") for part in heading.split(text)[1:])
     return [(name.strip(), body) for name, _, body in parts]
 

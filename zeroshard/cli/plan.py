@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,8 +31,12 @@ from zeroshard.errors import UsageError
 if TYPE_CHECKING:
     from zeroshard.planning.dry_run import Job
     from zeroshard.planning.planner import Plan
-    from zeroshard.planning.search import Change
+    from zeroshard.planning.search import Change, Found
     from zeroshard.planning.transformers_models import Subject
+
+
+_LOG_SECONDS = 10.0
+"""The time between two lines of progress where stderr is no terminal."""
 
 
 def memory_of(text: str | int) -> int:
@@ -61,15 +67,15 @@ def plan(
         min=1, help="Samples of a step over all ranks, for the search; left out, --batch x --gpus.")] = None,
     sharded_init: Annotated[bool, typer.Option(
         "--sharded-init", help="The model is built inside of zeroshard.sharded_init.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not look for what to change, nor for the largest batch.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the single changes and the largest batch.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     write: Annotated[Path | None, typer.Option(help='Write the config here, complete, with nothing "auto".')] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of one step to this file (PNG or SVG).")] = None,
 ) -> None:  # fmt: skip
-    """Say, before anything is queued, what a training takes: memory by what it is for, bytes sent, the time of a step.
+    """Estimate the memory, communication and step time of a training, before you queue it.
 
-    The engine itself runs two steps on tensors without values: no weights, no accelerator, no network. With --config, that config
-    is judged; without, the fastest that fits is looked for. A function named by MODEL returns a module, or (module, batch), where
+    The engine itself runs two steps on tensors without values: no weights, no accelerator, no network. With --config, plan judges
+    that config; without, it searches for the fastest config that fits. A function named by MODEL returns (module, batch), where
     `batch(rank, step)` gives the arguments of one call.
     """
     if auto and config is None:
@@ -92,6 +98,8 @@ def plan(
         found = _search(subject, job, bounds, batch, global_batch)
     else:
         found = _judge(job, bounds, supply(read(config), supplied(auto or [])), batch, quick=quick)
+    if subject.takes_sequences:
+        found = replace(found, sequence=sequence)
     if plot is not None:
         from zeroshard.planning.dry_run import dry_run
         from zeroshard.planning.report import draw
@@ -121,17 +129,27 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A plan, and what else was found."""
+    """A plan, and what else was found.
+
+    Attributes:
+        found: the result of a search; None: a config was judged.
+        sequence: tokens of a sample, where the batches have as many as the command asked for.
+    """
 
     plan: Plan
-    chosen: str = ""
+    found: Found | None = None
     changes: Sequence[Change] = ()
     largest: int | None = None
+    sequence: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         answer = self.plan.as_dict()
-        if self.chosen:
-            answer["chosen"] = self.chosen
+        if self.found is not None:
+            answer["chosen"] = str(self.found.choice)
+            answer["next_best"] = [
+                {"what": str(choice), "needed": round(one.needed), "seconds": one.seconds}
+                for choice, one in self.found.others
+            ]
         if self.largest is not None:
             answer["largest_micro_batch"] = self.largest
         answer["changes"] = [{"what": one.what, "gain": one.gain, "slowdown": one.slowdown} for one in self.changes]
@@ -140,21 +158,40 @@ class _Answer:
     def print(self) -> None:
         from rich.console import Console
 
-        from zeroshard.planning.report import changes_table, tables, verdict
+        from zeroshard.planning.report import changes_table, others_table, tables, verdict
 
         console = Console(highlight=False)
-        if self.chosen:
-            what = "the fastest that fits" if self.plan.fits else "nothing fits; what misses least"
-            console.print(f"{what}: {self.chosen}")
+        console.print(self._assumed())
+        if self.found is not None:
+            what = "the fastest config that fits" if self.plan.fits else "no config fits; the closest"
+            console.print(f"{what}: {self.found.choice}")
         console.print(tables(self.plan))
+        if self.found is not None and self.found.others:
+            console.print(others_table(self.found))
         if self.changes:
             console.print(changes_table(self.changes))
         if self.largest is not None:
-            known = "not even one sample fits"
+            known = "not even a micro-batch of 1 fits"
             if self.largest:
                 known = f"the largest micro-batch that fits: {self.largest}"
             console.print(f"{known}.")
         console.print(verdict(self.plan))
+
+    def _assumed(self) -> str:
+        """Name the assumptions, each with its option."""
+        from zeroshard.planning.report import size
+
+        job = self.plan.job
+        samples = self.plan.figures.config.batch.train // job.sequences.ranks
+        hosts = f"{job.hosts} host{'s' * (job.hosts != 1)}"
+        parts = [
+            f"machine {job.machine.name} (--machine), {size(self.plan.limit)} each (--memory)",
+            f"{job.ranks} rank{'s' * (job.ranks != 1)} (--gpus) on {hosts} (--hosts)",
+            f"{samples} sample{'s' * (samples != 1)} a step",
+        ]
+        if self.sequence is not None:
+            parts.append(f"{self.sequence} tokens a sample (--sequence)")
+        return f"assumed: {', '.join(parts)}"
 
 
 def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int, *, quick: bool) -> _Answer:
@@ -162,16 +199,16 @@ def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch
     from zeroshard.planning.planner import Plan
     from zeroshard.planning.search import judge, largest_micro_batch
 
-    with _progress("running two steps dry") as told:
+    with _progress("simulating two steps") as told:
         told(0, 1)
         made = Plan(job, dry_run(job, config, batch), **bounds, told=parted(config)[1])
     if quick:
         return _Answer(made)
     with _progress("trying single changes") as told:
         changes = judge(made, told)
-    with _progress("looking for the largest micro-batch") as told:
+    with _progress("searching for the largest micro-batch") as told:
         told(0, 1)
-        return _Answer(made, "", changes, largest_micro_batch(made))
+        return _Answer(made, None, changes, largest_micro_batch(made))
 
 
 def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, global_batch: int | None) -> _Answer:
@@ -180,22 +217,35 @@ def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, g
     per_rank, rest = divmod(global_batch or batch * job.ranks, job.ranks)
     if rest:
         raise UsageError(f"--global-batch {global_batch} does not divide by {job.ranks} ranks.")
-    with _progress("looking for the fastest that fits") as told:
+    with _progress("searching for the fastest config that fits") as told:
         found = Search(job, BASE, per_rank, **bounds, depth=subject.depth, shallow=subject.shallow, told=told).run()
     changes: Sequence[Change] = ()
     if not found.plan.fits:
         with _progress("trying single changes") as told:
             changes = judge(found.plan, told)
-    return _Answer(found.plan, str(found.choice), changes)
+    return _Answer(found.plan, found, changes)
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr, gone when it is done."""
-    from zeroshard.observe.display import Display
+    """Show the progress on stderr: a line that goes when it is done, or, where that is no terminal, a line every 10 s."""
+    from zeroshard.observe.display import SWITCH, Display
 
-    with Display(animated=True).task(what, in_bytes=False) as row:
-        yield row.at
+    display = Display(animated=True)
+    if display.is_on or os.environ.get(SWITCH) == "0":
+        with display.task(what, in_bytes=False) as row:
+            yield row.at
+        return
+    began = logged = monotonic()
+
+    def log(done: int, of: int) -> None:
+        nonlocal logged
+        now = monotonic()
+        if now - logged >= _LOG_SECONDS:
+            logged = now
+            typer.echo(f"{what}: {done} of {of} dry runs, {now - began:.0f} s", err=True)
+
+    yield log
 
 
 def subject_of(name: str, sequence: int) -> Subject:

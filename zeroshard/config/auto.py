@@ -67,7 +67,8 @@ def _constant(value: Any) -> Rule:
 
 def _of_hidden_size(size: Callable[[int], int], text: str) -> Rule:
     return Rule(
-        lambda facts, _: size(facts.hidden_size) if facts.hidden_size else DEFAULT, f"{text}, where the model says it"
+        lambda facts, _: size(facts.hidden_size) if facts.hidden_size else DEFAULT,
+        f"{text}, if the model has a `hidden_size`",
     )
 
 
@@ -94,16 +95,16 @@ def _optimizer_lr(facts: Facts, config: Mapping[str, Any]) -> Any:
     return facts.supplied.get("lr", UNKNOWN)
 
 
-_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "only you know")
+_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "you must give it")
 _DEFAULT = Rule(lambda _facts, _config: DEFAULT, "the default")
 
 RULES: dict[str, Rule] = {
     # In this order: what a rule looks at in the config is resolved before it.
     "train_batch_size": Rule(lambda _facts, _config: DEFAULT, "computed"),
     "train_micro_batch_size_per_gpu": Rule(
-        _micro_batch, "computed where `train_batch_size` is given; else only you know"
+        _micro_batch, "computed if `train_batch_size` is given; otherwise you must give it"
     ),
-    "gradient_accumulation_steps": Rule(_accumulation, "computed where the other two are given; else `1`"),
+    "gradient_accumulation_steps": Rule(_accumulation, "computed if the other two are given; otherwise `1`"),
     "gradient_clipping": _constant(1.0),
     "optimizer.type": _ONLY_YOU,
     "optimizer.params.lr": _ONLY_YOU,
@@ -163,9 +164,13 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
         else:
             _put(resolved, path, value)
     if unresolved:
-        lines = [f"{path}: give initialize(..., auto={{{path.rpartition('.')[2]!r}: ...}})" for path in unresolved]
+        names = [path.rpartition(".")[2] for path in unresolved]
+        options = " ".join(f"--auto {name}=..." for name in names)
+        arguments = ", ".join(f"{name!r}: ..." for name in names)
         raise ConfigError(
-            '"auto" cannot be resolved from what is known:\n  ' + "\n  ".join(lines) + "\nor set it in the config."
+            f'"auto" cannot be resolved from what is known: {", ".join(unresolved)}.\n'
+            f"Give the values, as {options} on the command line, or as initialize(..., auto={{{arguments}}}); "
+            "or set them in the config."
         )
     return resolved, set(paths)
 

@@ -3,35 +3,91 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import types
 from collections.abc import Iterator
 from inspect import cleandoc
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from zeroshard.config.auto import RULES, rule_of
 from zeroshard.config.fields import Kind
-from zeroshard.config.load import Config
+from zeroshard.config.load import Config, Entry
 from zeroshard.config.schema import Schema, block_of, effect_of
 
 _INDEX = "README.md"
+_OTHERS = "other_keys.md"
 _STYLES = {Kind.WORKS: "green", Kind.NO_MEANING: "yellow", Kind.REFUSED: "red"}
+_MOST_LINES = 35
+"""The most lines that `summary` has. `config check` adds what is in force, and stays within 40."""
 
 
-def config_table(config: Config, *, defaults: bool = True) -> Table:
-    """Make a row for each key; without `defaults`, only for keys that the file or "auto" set, or that were computed."""
-    table = Table(title=f"the config, resolved for {config.batch.world_size} ranks", title_justify="left")
-    for column in ("key", "value", "from", "here"):
-        table.add_column(column, overflow="fold")
+def summary(config: Config, width: int) -> Text:
+    """List the keys that the file or "auto" set, or that were computed: a line of at most `width` characters for each."""
+    idle = []
+    blocks: dict[str, list[Entry]] = {}
     for entry in config.entries():
-        if defaults or entry.origin != "default":
-            kind = entry.effect.kind
-            effect = f"[{_STYLES[kind]}]{kind}[/]: {escape(entry.effect.text)}"
-            table.add_row(entry.path, str(entry.value), entry.origin, effect)
-    return table
+        if entry.origin != "default" and entry.effect.kind is Kind.WORKS:
+            blocks.setdefault(entry.path.rpartition(".")[0], []).append(entry)
+        elif entry.origin != "default":
+            idle.append(entry.path)
+    lines = []
+    for block, entries in blocks.items():
+        names = [entry.path.rpartition(".")[2] for entry in entries]
+        if block.endswith(".params"):  # one effect for all of them, which would be repeated
+            arguments = [f"{name} {_value(entry)}" for name, entry in zip(names, entries, strict=True)]
+            lines += _wrapped(f"{block}: {', '.join(arguments)}", width)
+            continue
+        indent = ""
+        if block:
+            lines.append(f"{block}:")
+            indent = "  "
+        column = max(map(len, names))
+        for name, entry in zip(names, entries, strict=True):
+            lines.append(_cut(f"{indent}{name:<{column}}  {_value(entry):<12}  {entry.effect.text}", width))
+    ending = []
+    if idle:
+        ending = _wrapped(f"accepted, and without meaning here: {', '.join(idle)}", width)
+    room = _MOST_LINES - len(ending)
+    if len(lines) > room:
+        ending.insert(0, f"... and {len(lines) - room + 1} more lines: --all prints them")
+        lines = lines[: room - 1]
+    return Text("\n".join([_title(config), *lines, *ending]))
+
+
+def _value(entry: Entry) -> str:
+    if entry.origin == "file":
+        return str(entry.value)
+    return f"{entry.value} ({entry.origin})"
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, max_lines=6
+    )
+
+
+def listing(config: Config, width: int) -> Text:
+    """List all keys, with the whole text of their effects."""
+    found = Text(_title(config))
+    for entry in config.entries():
+        kind = entry.effect.kind
+        effect = textwrap.fill(f"{kind}: {entry.effect.text}", width, initial_indent="    ", subsequent_indent="    ")
+        found.append(f"\n{entry.path} = {entry.value} ({entry.origin})\n").append(effect, _STYLES[kind])
+    return found
+
+
+def _title(config: Config) -> str:
+    ranks = config.batch.world_size
+    return f"The config, resolved for {ranks} rank{'s' * (ranks != 1)}:"
+
+
+def _cut(line: str, width: int) -> str:
+    if len(line) > width:
+        return f"{line[: width - 3]}..."
+    return line
 
 
 def pages() -> dict[str, str]:
@@ -46,11 +102,18 @@ def pages() -> dict[str, str]:
         made[f"{path}.md"] = f"# `{path}`\n\n{text}\n\n{_table(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
     made[_INDEX] = (
         "# Config keys\n\n"
-        "Written by `zeroshard config document` from the schema. `zeroshard config check FILE` shows what a file of yours comes "
-        "to. A key *works*, or *has no meaning here* (it is accepted, and nothing depends on it), or is *not offered* (it is "
-        'refused when it is switched on). "auto" is resolved as each page says; what only you know goes into '
+        "`zeroshard config document` writes these pages from the schema. `zeroshard config check FILE` shows how zeroshard "
+        "resolves your file. A key *works*, or *has no meaning here* (it is accepted, and nothing depends on it), or is *not "
+        'offered* (an error if it is switched on). Each page states how "auto" is resolved. Give all other values as '
         "`initialize(..., auto={...})`.\n\n"
-        f"{listed}\n## Top level\n\n{_table('', Schema)}"
+        f"{listed}\n## Top level\n\n{_table('', Schema, works=True)}\n"
+        f"[Keys of the top level that have no meaning here, or are not offered]({_OTHERS})\n"
+    )
+    made[_OTHERS] = (
+        "# Other config keys\n\n"
+        "Keys of the top level that *have no meaning here* (they are accepted, and nothing depends on them), or are *not "
+        "offered* (an error if they are switched on).\n\n"
+        f"{_table('', Schema, works=False)}\n[All blocks]({_INDEX})\n"
     )
     return made
 
@@ -63,9 +126,12 @@ def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
             yield from _blocks(inner, f"{prefix}{key}.")
 
 
-def _table(prefix: str, block: type[BaseModel]) -> str:
+def _table(prefix: str, block: type[BaseModel], *, works: bool | None = None) -> str:
+    """Make a table of a block's keys; with `works`, only of those that work, or only of the others."""
     rows = ['| key | type | default | "auto" | here |', "| --- | --- | --- | --- | --- |"]
     for key, field in block.model_fields.items():
+        if works is not None and works != (effect_of(block, key).kind is Kind.WORKS):
+            continue
         if block_of(block, key) is not None:
             cells = (f"[`{key}`]({prefix}{key}.md)", "block", "", "", effect_of(block, key).text)
         else:
@@ -93,6 +159,8 @@ def _json(value: Any) -> str:
 def _type(annotation: Any) -> str:
     """A type as people say it."""
     origin = get_origin(annotation)
+    if origin is tuple:
+        return "list"
     if origin is Annotated:
         return _type(get_args(annotation)[0])
     if origin in (Union, types.UnionType):

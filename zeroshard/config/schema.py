@@ -1,6 +1,6 @@
 """Owns the keys of a DeepSpeed JSON config: their types, defaults, and what each does here; and the walk over them.
 
-docs/config/ is written from this file by `zeroshard config document`.
+`zeroshard config document` writes docs/config/ from this file.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ def _in_small_letters(value: Any) -> Any:
 # A table: one row for each key.
 # fmt: off
 class OptimizerBlock(Block):
-    """`optimizer`: which one, and its arguments."""
+    """`optimizer`: the optimizer and its arguments."""
 
     type: Annotated[str, works(
-        "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (matrices inside the blocks; "
-        "AdamW for the rest), or any class of torch.optim. One that looks at whole parameters gets them whole.")]
+        "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices "
+        "inside the blocks; "
+        "AdamW for the rest), or any class of torch.optim. An optimizer that needs whole parameters gets them unsharded.")]
     params: Annotated[dict[str, Any], works(
         "arguments of the optimizer; Adam, AdamW, SGD and Adagrad are fused unless `fused` is false.")] = {}
-    torch_adam: Annotated[bool, no_meaning("it counts among the params.")] = False
+    torch_adam: Annotated[bool, no_meaning("give it in `params`.")] = False
     legacy_fusion: Annotated[bool, no_meaning("a switch of DeepSpeed's own kernels.")] = False
 
 
@@ -65,16 +66,16 @@ class SchedulerBlock(Block):
 
     type: Annotated[str, works(
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. It "
-        "moves after every step that was applied.")]
+        "advances after every step that was not skipped.")]
     params: Annotated[dict[str, Any], works("arguments of the scheduler.")] = {}
 
 
 class BF16Block(Block):
-    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. The old name `bfloat16` is read too."""
+    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. The block may also be called `bfloat16`."""
 
-    enabled: Annotated[bool, works('train in bfloat16; "auto" takes the dtype that the model has.')] = False
-    check_grad_overflow: Annotated[bool, works("a step whose gradients are not finite is skipped.")] = True
-    immediate_grad_update: Annotated[bool, no_meaning("gradients are taken as they are made.")] = False
+    enabled: Annotated[bool, works("train in bfloat16. \"auto\": if the model's parameters have that dtype.")] = False
+    check_grad_overflow: Annotated[bool, works("skip a step whose gradients are not finite.")] = True
+    immediate_grad_update: Annotated[bool, no_meaning("each gradient is reduced as soon as it is computed.")] = False
     bf16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32.")] = False
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are fp32.")] = False
 
@@ -82,16 +83,16 @@ class BF16Block(Block):
 class FP16Block(Block):
     """`fp16`: parameters and gradients in half precision, master weights in fp32, and a loss scale."""
 
-    enabled: Annotated[bool, works('train in fp16; "auto" takes the dtype that the model has.')] = False
+    enabled: Annotated[bool, works("train in fp16. \"auto\": if the model's parameters have that dtype.")] = False
     auto_cast: Annotated[bool, works("cast floating-point inputs of the model to fp16.")] = False
-    loss_scale: Annotated[NonNegative, works("a fixed loss scale; 0 is a dynamic one.")] = 0
-    initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("a dynamic scale starts at 2 to this power.")] = 16
-    loss_scale_window: Annotated[Positive, works("clean steps after which a dynamic scale doubles.")] = 1000
+    loss_scale: Annotated[NonNegative, works("a fixed loss scale; 0 means a dynamic one.")] = 0
+    initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the initial dynamic scale is 2 to this power.")] = 16
+    loss_scale_window: Annotated[Positive, works("number of steps without overflow after which a dynamic scale doubles.")] = 1000
     hysteresis: Annotated[Positive, works(
-        "overflows before the scale halves; all but the last leave it unchanged.")] = 2
+        "number of overflows after which the scale halves; the earlier ones leave it unchanged.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
-        "one clean step resets the count of tolerated overflows, not only a clean window.")] = False
-    min_loss_scale: Annotated[PositiveNumber, works("the scale never goes below it; an overflow there is an error.")] = 1
+        "any step without overflow resets the count of `hysteresis`. Otherwise only a full window does.")] = False
+    min_loss_scale: Annotated[PositiveNumber, works("the smallest scale; an overflow at it is an error.")] = 1
     fp16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32.")] = False
 
 
@@ -100,59 +101,61 @@ class AutocastBlock(Block):
 
     enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
     dtype: Annotated[HalfDType, works(
-        "autocast's dtype; with fp16 the loss is scaled as the fp16 block says.")] = "bfloat16"
+        "autocast's dtype; with fp16 the loss is scaled by the settings of the fp16 block.")] = "bfloat16"
     lower_precision_safe_modules: Annotated[list[str] | None, no_meaning(
-        "torch.autocast decides by operation; parameters travel as they are kept.")] = None
+        "torch.autocast chooses by operation, and parameters are communicated in their own dtype.")] = None
 
 
 class DataTypesBlock(Block):
     """`data_types`: dtypes that differ from the model's."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "dtype in which gradients are kept and summed over microbatches. Left out: fp32; with one microbatch, the model's.")] = None
-    param_dtype: Annotated[DType | None, works("dtype of the forward, in place of what fp16 and bf16 say.")] = None
-    buffer_dtype: Annotated[DType | None, works("dtype of floating-point buffers. Left out: each keeps its own.")] = None
+        "dtype in which gradients are stored and summed over microbatches. Default: fp32, or the model's dtype with "
+        "one microbatch.")] = None
+    param_dtype: Annotated[DType | None, works("dtype of the forward; overrides fp16 and bf16.")] = None
+    buffer_dtype: Annotated[DType | None, works("dtype of floating-point buffers. Default: each keeps its own.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
-        "a unit has one dtype; keep such a module out of the model's half precision yourself.")] = None
+        "a unit has one dtype; exclude such a module from the half precision yourself.")] = None
 
 
 class MonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`, `json_monitor`: files of what `engine.step()` sees, written by rank 0."""
+    """`tensorboard`, `csv_monitor`, `json_monitor`: files of each step's metrics, written by rank 0."""
 
     enabled: Annotated[bool, works(
-        "write Train/Samples/train_loss, lr, loss_scale and grad_norm at each step; with wall_clock_breakdown, memory_breakdown "
-        "and comms_logger their figures too. json_monitor: all that is known, in steps.jsonl.")] = False
-    output_path: Annotated[str, works("the folder; left out, the present one.")] = ""
-    job_name: Annotated[str, works("the folder below it.")] = "DeepSpeedJobName"
+        "write Train/Samples/train_loss, lr, loss_scale and grad_norm at each step, and the figures of wall_clock_breakdown, "
+        "memory_breakdown and comms_logger if they are on. json_monitor: all metrics, in steps.jsonl.")] = False
+    output_path: Annotated[str, works("the folder to write to. Default: the current folder.")] = ""
+    job_name: Annotated[str, works("the subfolder of output_path.")] = "DeepSpeedJobName"
 
 
 class WandbBlock(Block):
-    """`wandb`: the same to Weights & Biases."""
+    """`wandb`: logs the metrics to Weights & Biases."""
 
-    enabled: Annotated[bool, works("log to wandb, which is imported only then.")] = False
-    group: Annotated[str | None, works("as wandb.init.")] = None
+    enabled: Annotated[bool, works("log to wandb.")] = False
+    group: Annotated[str | None, works("as in wandb.init.")] = None
     team: Annotated[str | None, works("wandb.init's entity.")] = None
-    project: Annotated[str | None, works("as wandb.init.")] = "deepspeed"
+    project: Annotated[str | None, works("as in wandb.init.")] = "deepspeed"
 
 
 class CometBlock(Block):
-    """`comet`: the same to Comet."""
+    """`comet`: logs the metrics to Comet."""
 
-    enabled: Annotated[bool, works("log to comet_ml, which is imported only then.")] = False
-    samples_log_interval: Annotated[Positive, works("samples between two points.")] = 100
-    project: Annotated[str | None, works("as comet_ml.start.")] = None
-    workspace: Annotated[str | None, works("as comet_ml.start.")] = None
-    api_key: Annotated[str | None, works("as comet_ml.start.")] = None
+    enabled: Annotated[bool, works("log to comet_ml.")] = False
+    samples_log_interval: Annotated[Positive, works("number of samples between two logged points.")] = 100
+    project: Annotated[str | None, works("as in comet_ml.start.")] = None
+    workspace: Annotated[str | None, works("as in comet_ml.start.")] = None
+    api_key: Annotated[str | None, works("as in comet_ml.start.")] = None
     experiment_name: Annotated[str | None, works("the experiment's name.")] = None
-    experiment_key: Annotated[str | None, works("as comet_ml.start.")] = None
-    online: Annotated[bool | None, works("as comet_ml.start.")] = None
-    mode: Annotated[str | None, works("as comet_ml.start.")] = None
+    experiment_key: Annotated[str | None, works("as in comet_ml.start.")] = None
+    online: Annotated[bool | None, works("as in comet_ml.start.")] = None
+    mode: Annotated[str | None, works("as in comet_ml.start.")] = None
 
 
 class CommsLoggerBlock(Block):
-    """`comms_logger`: what travels between ranks."""
+    """`comms_logger`: the bytes that ranks send."""
 
-    enabled: Annotated[bool, works("the line of steps_per_print also says the bytes sent since the last, by collective.")] = False
+    enabled: Annotated[bool, works(
+        "add the bytes sent since the last line, by collective, to the line of steps_per_print.")] = False
     verbose: Annotated[bool, no_meaning("bytes are counted by collective.")] = False
     prof_all: Annotated[bool, no_meaning("all collectives are counted.")] = True
     prof_ops: Annotated[list[Any], no_meaning("all collectives are counted.")] = []
@@ -160,53 +163,55 @@ class CommsLoggerBlock(Block):
 
 
 class ActivationCheckpointingBlock(Block):
-    """`activation_checkpointing`: activations that are computed again in the backward, on top of torch's checkpointing.
+    """`activation_checkpointing`: activations that the backward recomputes, on top of torch's checkpointing.
 
     It applies to the modules that `checkpoint_units` names, and to `zeroshard.checkpointing.checkpoint` after
-    `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own `gradient_checkpointing_enable()` is torch's alone.
+    `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own `gradient_checkpointing_enable()` uses only torch's.
     """
 
     checkpoint_units: Annotated[Literal["auto"] | tuple[str, ...] | None, works(
-        'checkpoint modules without touching the model: "auto" is each block of a list of blocks; else a list '
-        'of full ' "names, with `*` for anything. Not in DeepSpeed.")] = None
+        'checkpoint modules without changing the model: "auto" for each block of a list of blocks, or a list '
+        "of full names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
-        "saved inputs that are the same over a model-parallel group are kept sharded over it; without one, it says so.")] = False
-    cpu_checkpointing: Annotated[bool, works("saved inputs rest in pinned CPU memory, and come back ahead of use.")] = False
+        "shard saved inputs over the model-parallel group, whose ranks all have them. Without such a group it warns.")] = False
+    cpu_checkpointing: Annotated[bool, works("keep saved inputs in pinned CPU memory, and prefetch them.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
-        "saved inputs rest in memory that is allocated once, for number_checkpoints.")] = False
+        "keep saved inputs in memory that is allocated once, for number_checkpoints.")] = False
     number_checkpoints: Annotated[Count | None, works(
-        "the most checkpoints of a forward, for contiguous_memory_optimization.")] = None
-    synchronize_checkpoint_boundary: Annotated[bool, works("wait for the accelerator where a checkpoint begins and ends.")] = False
-    profile: Annotated[bool, works("measure time and bytes of each checkpoint: `engine.checkpointing.table()`.")] = False
+        "the maximum number of checkpoints in a forward, for contiguous_memory_optimization.")] = None
+    synchronize_checkpoint_boundary: Annotated[bool, works(
+        "synchronize with the accelerator at the start and end of each checkpoint.")] = False
+    profile: Annotated[bool, works(
+        "measure the time and bytes of each checkpoint; print them with `engine.checkpointing.table()`.")] = False
 
 
 class CheckpointBlock(Block):
-    """`checkpoint`: how DeepSpeed writes and reads checkpoints; here there is one way, see docs/checkpoint_format.md."""
+    """`checkpoint`: the reading and writing of checkpoints. zeroshard has one format."""
 
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail"],
         BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
         works(
-            "where ranks name different tags, Fail raises on all of them; Warn takes rank 0's and says so; Ignore takes it."
+            "if ranks name different tags: Fail raises on all ranks, Warn warns and takes rank 0's, Ignore takes rank 0's."
         ),
     ] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
-        "the folder is each host's own: a local disk, or memory (/dev/shm). The next host keeps a copy, so that the "
-        "loss of one host loses nothing; at a load hosts give one another what they lack.")] = False
+        "the folder is local to each host: a local disk, or memory (/dev/shm). The next host keeps a copy, so that "
+        "nothing is lost if one host fails. When loading, hosts send one another the files that they lack.")] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
-    checkpoint_serialization: Annotated[bool, no_meaning("safetensors; nothing is pickled.")] = True
-    writer: Annotated[Any, no_meaning("files are written straight from where the states lie.")] = None
+    checkpoint_serialization: Annotated[bool, no_meaning("files are safetensors, and nothing is pickled.")] = True
+    writer: Annotated[Any, no_meaning("files are written directly from the states' memory.")] = None
 
 
 _OF_DEEPCOMPILE = "an option of DeepCompile."
-_COMPILE_YOURSELF = "nothing is compiled unless you do it: `model.compile()`, or transformers' `torch_compile`."
+_COMPILE_YOURSELF = "call `model.compile()` yourself, or transformers' `torch_compile`."
 
 
 class CompileBlock(Block):
-    """torch.compile, and DeepSpeed's own passes."""
+    """`compile`: torch.compile, and DeepSpeed's own passes."""
 
-    deepcompile: Annotated[bool, refused("DeepSpeed's passes over the graph; compile the model with torch's own.")] = False
+    deepcompile: Annotated[bool, refused("it runs DeepSpeed's own passes; compile the model with `model.compile()`.")] = False
     enabled: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     disable: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     backend: Annotated[str | None, no_meaning(_COMPILE_YOURSELF)] = None
@@ -231,87 +236,92 @@ class CompileBlock(Block):
 
 
 class Schema(BaseModel):
-    """The top level. Unknown keys are errors, but for those of other programs that `ignored_keys` names."""
+    """The top level. Unknown keys are errors, except those of other programs that `ignored_keys` lists."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     ignored_keys: Annotated[tuple[str, ...], works(
-        "top-level keys that other programs keep in this file; any other unknown key is an error. Not in DeepSpeed.")] = ()
-    train_batch_size: Annotated[Positive | None, works("samples of one optimizer step, over all ranks and microbatches.")] = None
+        "top-level keys that belong to other programs. All other unknown keys are errors. Not in DeepSpeed.")] = ()
+    train_batch_size: Annotated[Positive | None, works("samples per optimizer step, over all ranks and microbatches.")] = None
     train_micro_batch_size_per_gpu: Annotated[Positive | None, works(
-        "samples of one forward on one rank. This or train_batch_size is needed to train.")] = None
+        "samples per forward on one rank. A training needs this key or train_batch_size.")] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[bool, works(
-        "the engine counts microbatches. false: every engine.step() ends a step, however many backwards it had.")] = True
+        "the engine counts microbatches. false: every engine.step() ends a step, after any number of backwards.")] = True
     gradient_clipping: Annotated[NonNegative, works(
-        "the largest global L2 norm of the gradients; 0 is off. Left out it is 1.0, as in DeepSpeed 0.19.")] = 1.0
-    zero_optimization: Annotated[ZeroBlock, works("what is sharded.")] = ZeroBlock()
-    optimizer: Annotated[OptimizerBlock | None, works("made here, unless `initialize` is given one.")] = None
-    scheduler: Annotated[SchedulerBlock | None, works("made here, unless `initialize` is given one.")] = None
-    min_lr: Annotated[NonNegative, works("a floor under the rates of every scheduler.")] = 0.0
-    bf16: Annotated[BF16Block, Field(validation_alias=AliasChoices("bf16", "bfloat16")), works("bfloat16 training.")] = BF16Block()
+        "the maximum global L2 norm of the gradients; 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.")] = 1.0
+    zero_optimization: Annotated[ZeroBlock, works("the sharding, and the communication.")] = ZeroBlock()
+    optimizer: Annotated[OptimizerBlock | None, works("used unless `initialize` is given one.")] = None
+    scheduler: Annotated[SchedulerBlock | None, works("used unless `initialize` is given one.")] = None
+    min_lr: Annotated[NonNegative, works("the minimum learning rate of every scheduler.")] = 0.0
+    bf16: Annotated[BF16Block, Field(validation_alias=AliasChoices("bf16", "bfloat16")), works(
+        "bfloat16 training.")] = BF16Block()
     fp16: Annotated[FP16Block, works("fp16 training.")] = FP16Block()
     torch_autocast: Annotated[AutocastBlock, works("mixed precision by torch.autocast.")] = AutocastBlock()
     data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
     communication_data_type: Annotated[DType | None, works(
-        "dtype in which gradients travel; left out: the parameters', or fp32 where that has 16 bits and the backend "
-        "rounds each sum (NCCL).")] = None
-    seq_parallel_communication_data_type: Annotated[Any, no_meaning("heads and positions are exchanged in their own dtype.")] = "fp32"
+        "dtype in which gradients are communicated. Default: the parameters' dtype, or fp32 if that has 16 bits and the "
+        "backend rounds each sum (NCCL).")] = None
+    seq_parallel_communication_data_type: Annotated[Any, no_meaning(
+        "heads and positions are exchanged in their own dtype.")] = "fp32"
     gradient_predivide_factor: Annotated[PositiveNumber, works(
-        "gradients are divided by it before they are summed over ranks, and by ranks / it after.")] = 1.0
+        "divide gradients by this factor before they are summed over ranks, and by (ranks / factor) after.")] = 1.0
     prescale_gradients: Annotated[bool, works(
-        "gradients are divided by the number of ranks before they are summed, not after.")] = False
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_in_small_letters), works("gradients are averaged over ranks, or summed.")] = "mean"
+        "divide gradients by the number of ranks before they are summed, not after.")] = False
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_in_small_letters), works(
+        "average gradients over ranks, or sum them.")] = "mean"
     fp32_allreduce: Annotated[bool, refused('"communication_data_type": "fp32" is its new name.')] = False
-    graph_harvesting: Annotated[bool, no_meaning("no graphs are captured here.")] = False
-    sparse_gradients: Annotated[bool, refused("gradients are dense.")] = False
+    graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False
+    sparse_gradients: Annotated[bool, refused("all gradients are dense.")] = False
     steps_per_print: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=True)] | None, works(
-        "rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory every so many steps.")] = None
+        "every this many steps, rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory.")] = None
     wall_clock_breakdown: Annotated[bool, works(
-        "the milliseconds of forward, backward, step, and of waiting for reductions and gathers, per step.")] = False
-    memory_breakdown: Annotated[bool, works("the bytes of each model state in that line.")] = False
+        "log the milliseconds per step of forward, backward, step, and waiting for reductions and gathers.")] = False
+    memory_breakdown: Annotated[bool, works("add the bytes of each model state to the line of steps_per_print.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
-    tensorboard: Annotated[MonitorBlock, works("needs the tensorboard package.")] = MonitorBlock()
-    csv_monitor: Annotated[MonitorBlock, works("one CSV file for each figure.")] = MonitorBlock()
+    tensorboard: Annotated[MonitorBlock, works("TensorBoard; needs the tensorboard package.")] = MonitorBlock()
+    csv_monitor: Annotated[MonitorBlock, works("one CSV file per metric.")] = MonitorBlock()
     json_monitor: Annotated[MonitorBlock, works(
-        "one line of JSON for each step, for programs and `zeroshard report`. Not in DeepSpeed.")] = MonitorBlock()
-    wandb: Annotated[WandbBlock, works("needs the wandb package.")] = WandbBlock()
-    comet: Annotated[CometBlock, works("needs the comet_ml package.")] = CometBlock()
-    comms_logger: Annotated[CommsLoggerBlock, works("what travels between ranks.")] = CommsLoggerBlock()
-    activation_checkpointing: Annotated[ActivationCheckpointingBlock, works("see its page.")] = ActivationCheckpointingBlock()
-    aio: Annotated[AioBlock, works("how the disk is read and written.")] = AioBlock()
-    checkpoint: Annotated[CheckpointBlock, works("see its page.")] = CheckpointBlock()
-    dataloader_drop_last: Annotated[bool, works("drop the last incomplete batch of training_data.")] = False
+        "one JSON line per step, for programs and `zeroshard report`. Not in DeepSpeed.")] = MonitorBlock()
+    wandb: Annotated[WandbBlock, works("Weights & Biases; needs the wandb package.")] = WandbBlock()
+    comet: Annotated[CometBlock, works("Comet; needs the comet_ml package.")] = CometBlock()
+    comms_logger: Annotated[CommsLoggerBlock, works("the bytes that ranks send.")] = CommsLoggerBlock()
+    activation_checkpointing: Annotated[ActivationCheckpointingBlock, works(
+        "the recomputation of activations.")] = ActivationCheckpointingBlock()
+    aio: Annotated[AioBlock, works("reading and writing of the disk.")] = AioBlock()
+    checkpoint: Annotated[CheckpointBlock, works("the reading and writing of checkpoints.")] = CheckpointBlock()
+    dataloader_drop_last: Annotated[bool, works("drop the last batch of training_data if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "an optimizer of a class that is unknown here gets whole parameters. Without it such an optimizer is refused.")] = False
+        "give whole parameters to an optimizer of a class that zeroshard does not know. Otherwise it is refused.")] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
-    disable_allgather: Annotated[bool, no_meaning("parameters are always brought together by all-gathers.")] = False
-    disable_python_gc: Annotated[bool, refused("turn the collector off in your script, with gc.disable().")] = False
-    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed warns where it is no multiple of 8.")] = None
-    log_level: Annotated[Any, no_meaning("nothing is logged but what the config asks for.")] = None
-    timers: Annotated[dict[str, Any] | None, no_meaning("speed is in the line of steps_per_print.")] = None
-    pipeline: Annotated[dict[str, Any] | None, no_meaning("there is no pipeline parallelism.")] = None
-    use_data_before_expert_parallelism: Annotated[bool, no_meaning("there is no expert parallelism.")] = False
+    disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
+    disable_python_gc: Annotated[bool, refused("call gc.disable() in your script.")] = False
+    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed warns if it is not a multiple of 8.")] = None
+    log_level: Annotated[Any, no_meaning("zeroshard logs only what the config asks for.")] = None
+    timers: Annotated[dict[str, Any] | None, no_meaning("steps_per_print includes the speed.")] = None
+    pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
+    use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False
     flops_profiler: Annotated[dict[str, Any] | None, refused("use torch.utils.flop_counter.FlopCounterMode.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None
-    compile: Annotated[CompileBlock, works("what DeepSpeed compiles with, where a script has it compile.")] = CompileBlock()
+    compile: Annotated[CompileBlock, works("torch.compile, and DeepSpeed's own passes.")] = CompileBlock()
     tensor_parallel: Annotated[dict[str, Any] | None, BeforeValidator(_divided), refused(
         "divide the model with torch's `parallelize_module`, then call `zeroshard.shard`.")] = None
-    expert_parallel: Annotated[dict[str, Any] | None, refused("there is no expert parallelism.")] = None
+    expert_parallel: Annotated[dict[str, Any] | None, refused("zeroshard has no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], BeforeValidator(_one_rank), works(
-        "zeroshard.sequence.Sequences cuts sequences over ranks, or accelerate's ParallelismConfig(sp_size=...).")] = 1
-    data_parallel_size: Annotated[Positive | None, no_meaning("the process group says it.")] = None
+        "must be 1. To cut sequences over ranks, use zeroshard.sequence.Sequences or accelerate's "
+        "ParallelismConfig(sp_size=...).")] = 1
+    data_parallel_size: Annotated[Positive | None, no_meaning("it is the size of the process group.")] = None
     hybrid_engine: Annotated[dict[str, Any] | None, refused("use the model inside `zeroshard.unsharded`.")] = None
     data_efficiency: Annotated[dict[str, Any] | None, refused("curriculum and random token dropping change the data.")] = None
     curriculum_learning: Annotated[dict[str, Any] | None, refused("it changes the data.")] = None
     progressive_layer_drop: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
-    eigenvalue: Annotated[dict[str, Any] | None, refused("it belongs to DeepSpeed's compression.")] = None
+    eigenvalue: Annotated[dict[str, Any] | None, refused("it is part of DeepSpeed's compression.")] = None
     quantize_training: Annotated[dict[str, Any] | None, refused("quantised training changes the result.")] = None
     weight_quantization: Annotated[dict[str, Any] | None, refused("quantised weights change the result.")] = None
     compression_training: Annotated[dict[str, Any] | None, refused("compression changes the result.")] = None
     sparse_attention: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
-    elasticity: Annotated[dict[str, Any] | None, refused("batch sizes follow from the config and the ranks alone.")] = None
-    amp: Annotated[dict[str, Any] | None, refused("Apex; use fp16, bf16 or torch_autocast.")] = None
+    elasticity: Annotated[dict[str, Any] | None, refused("batch sizes depend only on the config and the number of ranks.")] = None
+    amp: Annotated[dict[str, Any] | None, refused("it is Apex; use fp16, bf16 or torch_autocast.")] = None
     datastates_ckpt: Annotated[dict[str, Any] | None, refused("save with engine.save_checkpoint(asynchronous=True).")] = None
     nebula: Annotated[dict[str, Any] | None, refused("save with engine.save_checkpoint(asynchronous=True).")] = None
 # fmt: on

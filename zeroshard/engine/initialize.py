@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.config.document import config_table
+from zeroshard.config.document import listing
 from zeroshard.config.load import Config, load_config, refuse_without_batch_size
 from zeroshard.emulation import warn_if_emulated
 from zeroshard.engine.engine import Engine
@@ -71,7 +71,8 @@ def initialize(
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     resolved = load_config(config, world_size, model, auto)
     if resolved.schema.dump_state:
-        Console(quiet=dist.is_initialized() and dist.get_rank() != 0).print(config_table(resolved))
+        console = Console(quiet=dist.is_initialized() and dist.get_rank() != 0)
+        console.print(listing(resolved, console.width), soft_wrap=True, highlight=False)
     if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
         refuse_without_batch_size(resolved)
     refuse_sharded(model)

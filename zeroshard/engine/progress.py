@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,10 @@ from zeroshard.sharded import Sharded
 from zeroshard.version import __version__
 
 _MIB = 2**20
+_SETTINGS = ("ZEROSHARD_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
+"""Beginnings of the names of environment variables that a log keeps."""
+_PRIVATE = ("wandb", "comet")
+"""Blocks of a config that a log leaves out: they may hold keys of an account."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ def about(sharded: Sharded) -> dict[str, Any]:
         "dtype": str(sharded.dtypes.param).removeprefix("torch."),
         "policy": {state: policy[state] for state in ("parameters", "gradients", "optimizer")},
         "formula": sharded.memory_formula(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
     }
     if sharded.policy.wire.is_lossy:
         described["rounded on the wire"] = str(sharded.policy.wire)
@@ -88,13 +95,15 @@ class Progress:
     """Gathers a step's figures, and logs them on rank 0 where the config asks for it.
 
     Attributes:
-        tokens: of one sample, where the caller gave it.
+        tokens: tokens per sample, if the caller gave them.
     """
 
     def __init__(self, sharded: Sharded, config: Config, device: torch.device) -> None:
         self._sharded = sharded
         self._schema = config.schema
         self._batch = config.batch
+        kept = {key: value for key, value in config.document.items() if key not in _PRIVATE}
+        self._config = {"config": json.loads(json.dumps(kept, default=str))}  # it may hold a torch.dtype
         self._device = device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._console = Console(quiet=self._rank != 0, soft_wrap=True, highlight=False)
@@ -106,7 +115,7 @@ class Progress:
         self._is_monitored = any(block.enabled for block in blocks)
         self._monitors: list[Monitor] = []
         if self._rank == 0:
-            self._monitors = create_monitors(self._schema, lambda: about(sharded))
+            self._monitors = create_monitors(self._schema, lambda: about(sharded) | self._config)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         if self._schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
@@ -172,7 +181,7 @@ class Progress:
         self._is_monitored = True
         monitor: JsonLinesMonitor | None = None
         if self._rank == 0:
-            monitor = JsonLinesMonitor(folder, about(self._sharded))
+            monitor = JsonLinesMonitor(folder, about(self._sharded) | self._config)
             self._monitors.append(monitor)
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import statistics
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from datetime import timedelta
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.observe.monitors import STEPS
 from zeroshard.observe.run_log import RunLog, Series
 from zeroshard.version import __version__
 
@@ -54,14 +56,33 @@ def page(run: RunLog) -> str:
         f"<figure><figcaption>{escape(title)}</figcaption>{_svg(title, figure)}</figure>\n"
         for title, figure in _plots(run)
     )
-    title = escape(str(run.path))
+    title = escape(job_name(run))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style></head>\n<body>'
         f"<h1>{title}</h1><p>{escape(_subtitle(run.about))}</p>{notes}<dl>{facts}</dl>\n<main>\n{plots}</main>\n"
+        f"{_settings(run.about)}<p>The log: {escape(str(run.path))}</p>\n"
         f"<p>Written by zeroshard {__version__}: <code>zeroshard report</code>.</p></body></html>\n"
     )
+
+
+def job_name(run: RunLog) -> str:
+    """Return the name of a run: its log's folder, or the file's name where it is not `steps.jsonl`."""
+    path = run.path.resolve()
+    if path.name == STEPS:
+        return path.parent.name
+    return path.stem
+
+
+def _settings(about: dict[str, Any]) -> str:
+    """The config and the environment of a run, folded; nothing where the log lacks them."""
+    found = ""
+    for name in ("config", "environment"):
+        if about.get(name):
+            text = escape(json.dumps(about[name], indent=2))
+            found += f"<details><summary>{name}</summary><pre>{text}</pre></details>\n"
+    return found
 
 
 def _subtitle(about: dict[str, Any]) -> str:
@@ -75,7 +96,7 @@ def _subtitle(about: dict[str, Any]) -> str:
         sharded = [state for state, one in policy.items() if isinstance(one, dict) and one.get("sharded")]
         parts.append(f"sharded: {', '.join(sharded) or 'nothing'}")
     if "rounded on the wire" in about:
-        parts.append(f"rounded on the wire: {about['rounded on the wire']}")
+        parts.append(f"lossy communication: {about['rounded on the wire']}")
     parts += [str(about[key]) for key in ("dtype", "device") if key in about]
     if "torch" in about:
         parts.append(f"torch {about['torch']}")

@@ -10,16 +10,27 @@ from rich.table import Table
 
 from zeroshard.planning.ledger import CATEGORIES
 from zeroshard.planning.planner import BOUNDS, Plan
-from zeroshard.planning.search import Change
+from zeroshard.planning.search import Change, Found
 
 GB = 1e9
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
 
 
-def gigabytes(nbytes: float) -> str:
-    """Format bytes: 31.4 GB."""
-    digits = 2 if nbytes < 10 * GB else 1
-    return f"{nbytes / GB:.{digits}f} GB"
+def size(nbytes: float) -> str:
+    """Format bytes: 31.4 GB, 12.3 MB, 0 bytes."""
+    for unit, name in ((GB, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= unit / 10:
+            digits = 2 if abs(nbytes) < 10 * unit else 1
+            return f"{nbytes / unit:.{digits}f} {name}"
+    return f"{nbytes:.0f} bytes"
+
+
+def count(number: float) -> str:
+    """Format a number of parameters: 8.03 B, 124 M, 4,225."""
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if number >= unit / 10:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -31,13 +42,13 @@ def duration(seconds: float) -> str:
 
 def verdict(plan: Plan) -> str:
     """Write one sentence: whether the plan fits, and by how much."""
-    share = f"{gigabytes(plan.needed_nbytes)} of {gigabytes(plan.limit)} of each accelerator"
+    share = f"{size(plan.needed_nbytes)} of {size(plan.limit)} of each accelerator"
     if plan.fits:
-        return f"fits: {share}, {gigabytes(-plan.overshoot)} are left."
+        return f"fits: {share}, {size(-plan.overshoot)} are left."
     if plan.overshoot > 0:
-        return f"does not fit: {share}, {gigabytes(plan.overshoot)} are missing."
-    missing = gigabytes(plan.host_nbytes - plan.host_limit)
-    return f"does not fit: {gigabytes(plan.host_nbytes)} of {gigabytes(plan.host_limit)} of CPU memory, {missing} are missing."
+        return f"does not fit: {share}, {size(plan.overshoot)} are missing."
+    missing = size(plan.host_nbytes - plan.host_limit)
+    return f"does not fit: {size(plan.host_nbytes)} of {size(plan.host_limit)} of CPU memory, {missing} are missing."
 
 
 def tables(plan: Plan) -> Group:
@@ -57,15 +68,15 @@ def _memory(plan: Plan) -> Table:
         now = figures.peak.parts.get(category, 0)
         rest = figures.rest.get(category, 0)
         if now or rest:
-            table.add_row(category, gigabytes(now), gigabytes(rest))
+            table.add_row(category, size(now), size(rest))
     table.add_section()
-    table.add_row("live bytes, training", gigabytes(plan.peak_nbytes), gigabytes(sum(figures.rest.values())))
+    table.add_row("live bytes, training", size(plan.peak_nbytes), size(sum(figures.rest.values())))
     if not plan.job.born_sharded:
-        table.add_row("live bytes, start-up without sharded_init", gigabytes(figures.start.nbytes), "")
+        table.add_row("live bytes, start-up without sharded_init", size(figures.start.nbytes), "")
     for name, nbytes in plan.unseen.items():
-        table.add_row(name, gigabytes(nbytes), "")
+        table.add_row(name, size(nbytes), "")
     table.add_section()
-    table.add_row("needed", gigabytes(plan.needed_nbytes), "")
+    table.add_row("needed", size(plan.needed_nbytes), "")
     return table
 
 
@@ -73,15 +84,15 @@ def _step(plan: Plan) -> Table:
     figures = plan.figures
     batch = figures.config.batch
     table = Table(show_header=False)
-    table.add_row("parameters", f"{figures.numel / GB:.3g} B, of which {figures.trained / GB:.3g} B are trained")
+    table.add_row("parameters", f"{count(figures.numel)}, of which {count(figures.trained)} are trained")
     together = plan.job.sequences.ranks
     who = f"{plan.job.ranks} ranks" if together == 1 else f"{plan.job.ranks // together} groups of {together} ranks"
     samples = f"{batch.micro} samples x {batch.accumulation} microbatches"
     table.add_row("a step", f"{samples} x {who} = {batch.train // together}")
-    table.add_row("CPU memory of a host", gigabytes(plan.host_nbytes))
+    table.add_row("CPU memory of a host", size(plan.host_nbytes))
     if plan.disk_nbytes:
-        table.add_row("disk of a host", gigabytes(plan.disk_nbytes))
-    table.add_row("sent by a rank in a step", f"{gigabytes(plan.sent_nbytes)} in {plan.collectives:,} collectives")
+        table.add_row("disk of a host", size(plan.disk_nbytes))
+    table.add_row("sent by a rank in a step", f"{size(plan.sent_nbytes)} in {plan.collectives:,} collectives")
     table.add_row(
         "a step takes about", f"{duration(plan.seconds)} on {plan.machine.name}, bound by {BOUNDS[plan.bound]}"
     )
@@ -98,7 +109,17 @@ def changes_table(changes: Sequence[Change]) -> Table:
     for change in changes:
         sign = "+" * (change.slowdown >= 0)
         fits = "fits" if change.plan.fits else "does not fit"
-        table.add_row(change.what, gigabytes(change.gain), f"{sign}{duration(change.slowdown)}", fits)
+        table.add_row(change.what, size(change.gain), f"{sign}{duration(change.slowdown)}", fits)
+    return table
+
+
+def others_table(found: Found) -> Table:
+    """Make a row for each of the next best choices."""
+    table = Table("the next best that fit", "needed", "a step takes")
+    for choice, estimate in found.others:
+        later = estimate.seconds - found.plan.seconds
+        sign = "+" * (later >= 0)
+        table.add_row(str(choice), size(estimate.needed), f"{duration(estimate.seconds)} ({sign}{duration(later)})")
     return table
 
 

@@ -43,6 +43,12 @@ _SHALLOW = (3, 5)
 _FINALISTS = 2
 """Choices that are run at full depth at once."""
 
+_OTHERS = 3
+"""The most choices that are shown beside the best."""
+
+_ALIKE = 0.02
+"""Steps whose times differ by no more than this share are alike: then the lower stage is chosen."""
+
 _DOUBT = 0.03
 """How far off what was not run may be, as a share of the memory: a whole depth told by two shallow ones, a smaller micro-batch by
 a larger one."""
@@ -322,10 +328,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the fastest plan that fits, or, where none does, the one that misses least."""
+    """The result of a search: the fastest plan that fits, or, where none does, the one that misses least.
+
+    Attributes:
+        others: the next best choices that fit, with their figures, the fastest first.
+    """
 
     choice: Choice
     plan: Plan
+    others: Sequence[tuple[Choice, Estimate]] = ()
 
 
 @dataclass(frozen=True)
@@ -349,9 +360,14 @@ class Search:
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
     told: Told = lambda _done, _of: None
     _done: list[int] = field(default_factory=lambda: [0], init=False)
+    _refusals: list[ZeroshardError] = field(default_factory=list, init=False)
 
     def run(self) -> Found:
-        """Run what is promising at full depth; shallow models say what is."""
+        """Run the promising choices at full depth, which shallow models point out.
+
+        Raises:
+            UsageError: the engine refuses the first choices.
+        """
         known: dict[Choice, Estimate] = {}
         plans: dict[Choice, Plan] = {}
         sizes = micros(self.per_rank)
@@ -361,7 +377,7 @@ class Search:
             self._explore(known, plans, sizes)
         if not any(plan.fits for plan in plans.values()):
             self._add_what_misses_least(known, plans, sizes[-1])
-        return self._best(plans)
+        return self._best(plans, known)
 
     def _explore(self, known: dict[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]) -> None:
         """Add what is not known yet of what may be the answer."""
@@ -370,6 +386,9 @@ class Search:
             while waiting:
                 waiting = [one for one in waiting if not self._is_settled(one, known)]
                 known |= self._estimates([one for one in waiting if one not in known], plans)
+                if not known:
+                    # The first settings are those with the least to refuse, so the others would be refused too.
+                    raise self._refused()
                 smaller = [self._smaller(one, known[one], sizes) for one in waiting if one in known]
                 waiting = [one for one in smaller if one is not None]
 
@@ -424,7 +443,7 @@ class Search:
     ) -> dict[Choice, Estimate]:
         """Run the fastest that may fit, a few at a time, until one does. Returns those that do not fit, but seemed to for sure."""
         may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
-        order = sorted(may_fit, key=lambda choice: estimates[choice].seconds)
+        order = _lower_stages_first({choice: estimates[choice].seconds for choice in may_fit})
         tried: list[Choice] = []
         while len(tried) < len(order) and not any(choice in plans and plans[choice].fits for choice in tried):
             tried = order[: len(tried) + _FINALISTS]
@@ -465,6 +484,7 @@ class Search:
         work = [self._work(choice, layers) for choice, layers in runs]
         for number, figures in in_processes(work, first_here=not self._done[0]):
             if isinstance(figures, ZeroshardError):
+                self._refusals.append(figures)
                 yield *runs[number], None
             else:
                 yield *runs[number], Plan(self.job, figures, self.limit, self.host_limit)
@@ -477,15 +497,31 @@ class Search:
             job = replace(job, factory=self.shallow(layers), machine=full)
         return lambda: dry_run(job, choice.config(self.base, self.per_rank // choice.micro))
 
-    def _best(self, plans: Mapping[Choice, Plan]) -> Found:
+    def _refused(self) -> UsageError:
+        return UsageError(f"the engine refused every config; the first refusal: {self._refusals[0]}")
+
+    def _best(self, plans: Mapping[Choice, Plan], known: Mapping[Choice, Estimate]) -> Found:
         if not plans:
-            raise UsageError("the engine refuses every choice: plan one config, with --config, to see why.")
-        fitting = [choice for choice in plans if plans[choice].fits]
-        if fitting:
-            choice = min(fitting, key=lambda one: plans[one].seconds)
-        else:
+            raise self._refused()
+        fitting = {choice: plan.seconds for choice, plan in plans.items() if plan.fits}
+        if not fitting:
             choice = min(plans, key=lambda one: max(plans[one].overshoot, plans[one].host_nbytes - self.host_limit))
-        return Found(choice, plans[choice])
+            return Found(choice, plans[choice])
+        choice = _lower_stages_first(fitting)[0]
+        others = {
+            one: estimate for one, estimate in known.items() if one not in plans and self._fits_for_sure(estimate)
+        }
+        others |= {one: _exact(plans[one]) for one in fitting}
+        del others[choice]
+        order = sorted(others, key=lambda one: others[one].seconds)
+        return Found(choice, plans[choice], [(one, others[one]) for one in order[:_OTHERS]])
+
+
+def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
+    """Sort choices by their time; those that are as good as the fastest come first, by their stage."""
+    order = sorted(seconds, key=lambda one: seconds[one])
+    alike = [one for one in order if seconds[one] <= (1 + _ALIKE) * seconds[order[0]]]
+    return sorted(alike, key=lambda one: one.stage) + order[len(alike) :]
 
 
 def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:

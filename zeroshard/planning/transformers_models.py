@@ -26,6 +26,7 @@ class Subject:
         batch: the arguments of one call for so many samples.
         depth: how many blocks it has, where that is known.
         shallow: the same model with so many blocks.
+        takes_sequences: its batches have as many tokens as the caller asked for.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Subject:
     batch: Callable[[int], Any]
     depth: int | None = None
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
+    takes_sequences: bool = False
 
 
 def from_config_file(path: Path, sequence: int) -> Subject:
@@ -70,7 +72,8 @@ def from_config_file(path: Path, sequence: int) -> Subject:
 
     depth = max(depths.values(), default=None)
     even = len(set(depths.values())) == 1 and "layer_types" not in values
-    return Subject(str(values.get("_name_or_path") or path), build(None), batch, depth, build if even else None)
+    name = str(values.get("_name_or_path") or path)
+    return Subject(name, build(None), batch, depth, build if even else None, takes_sequences=True)
 
 
 def _config(file: Path, values: dict[str, Any]) -> Any:

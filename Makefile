@@ -5,6 +5,7 @@ RANKS ?= 2
 TEXT ?=
 CONFIG ?= examples/zero2.json
 MUTANTS ?=
+PARTS ?=
 OLDEST_TORCH = torch==2.11.0
 # The oldest releases of trainers that pyproject.toml names; the contract tests run on them too.
 OLDER = transformers==5.20.2 accelerate==1.13.0
@@ -25,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 # The tests start many processes: each module is compiled once, not once in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-rest test-all test-oldest mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
+.PHONY: train test test-rest test-all test-oldest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
@@ -46,6 +47,13 @@ test-all: .venv/ready .venv/simgpu
 # The quick set on the oldest torch, transformers and accelerate that pyproject.toml names. Takes 6 GB: that torch brings CUDA.
 test-oldest: .venv/oldest/ready
 	PATH="$(CURDIR)/.venv/oldest/bin:$$PATH" .venv/oldest/bin/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# Measures which lines of zeroshard/ the quick set runs, in ranks, too. PARTS: some of the tests only.
+coverage: .venv/ready .venv/simgpu
+	rm -rf runs/coverage
+	mkdir -p runs/coverage
+	status=0; $(BIN)/coverage run -m pytest -q -n $(JOBS) --dist worksteal $(PARTS) || status=$$?; \
+		$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --sort cover; exit $$status
 
 # Plants single-line faults in a copy of the core and lists those that the quick set does not find. Takes hours.
 mutants: .venv/ready .venv/simgpu

@@ -184,6 +184,7 @@ def _serve(connection: Connection, rank: int, world_size: int, door: socket.sock
         while True:
             function, args, environment = pickle.loads(connection.recv_bytes())
             answer = _case(function, rank, args, {**environment, **own})
+            _save_coverage()
             connection.send_bytes(pickle.dumps(answer))
             if answer[0] is not None:
                 break  # its connections close, so that the others do not wait for it
@@ -199,6 +200,14 @@ def _end_with_parent() -> None:
     """Linux's PR_SET_PDEATHSIG: other children of the parent hold our connections, so their end would not be seen."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _save_coverage() -> None:
+    """Write what `make coverage` measured so far, since a signal ends this process."""
+    coverage = sys.modules.get("coverage")
+    measured = coverage.Coverage.current() if coverage else None
+    if measured is not None:
+        measured.save()
 
 
 def _state() -> tuple[Any, ...]:

@@ -434,7 +434,7 @@ def test_sequences_that_are_cut_beside_matrices_that_are() -> None:
     model = llama()
     loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
-    expected = float(loss), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    expected = float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
 
     def body(rank: int) -> tuple[float, float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
@@ -450,7 +450,7 @@ def test_sequences_that_are_cut_beside_matrices_that_are() -> None:
         sharded = zeroshard.shard(model, adamw(model), 3, group=mesh["sp"])
         loss = sequences.loss(model, sequences.cut({"input_ids": batch, "labels": batch}), tiles=2)
         loss.backward()
-        found = float(loss), float(sharded.clip_grad_norm_(0.5))
+        found = float(loss.detach()), float(sharded.clip_grad_norm_(0.5))
         sharded.optimizer.step()
         sharded.remove()
         return found

@@ -254,7 +254,7 @@ def test_a_missing_file_is_named_and_the_one_before_is_found(tmp_path: Path) -> 
         if rank == 0:
             broken.write_bytes(broken.read_bytes()[:-100] + bytes(100))
         torch.distributed.barrier()
-        with pytest.raises(CheckpointError, match=f"{broken.name} is damaged"):
+        with pytest.raises(CheckpointError, match=f"{broken.name} is damaged.*fall_back=True"):
             sharded.load(tmp_path)
         loaded = sharded.load(tmp_path, fall_back=True)
         assert loaded.tag == "step1"

@@ -354,7 +354,7 @@ class Checkpoints:
             except ZeroshardError:
                 raise
             except Exception as error:
-                raise CheckpointError(f"{path} is damaged: {error!r}") from error
+                raise CheckpointError(f"{path} is damaged: {error!r}. {files.ANOTHER}") from error
         loader.apply()
         with self.together("the random state"):
             if state is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.manifest import is_folder_name
+from zeroshard.checkpoint.manifest import ANOTHER, is_folder_name
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.bucketing import NamedParameter
@@ -51,7 +51,7 @@ class LiveModel:
 
     @property
     def collectives(self) -> Collectives:
-        """Of all ranks that hold a part of it."""
+        """Return the collectives of all ranks that hold a part of the model."""
         return self.context.everyone
 
     @property
@@ -161,11 +161,11 @@ class Description:
                 and isinstance(description.problem, str | None)
             )
         except (TypeError, AttributeError) as error:
-            raise CheckpointError(f"the manifest's description of the model is damaged: {error}.") from None
+            raise CheckpointError(f"the manifest's description of the model is damaged: {error}. {ANOTHER}") from None
         if not is_right:
             raise CheckpointError(
                 "the manifest's description of the model names files that no export writes, or outside of its folder: "
-                "the checkpoint is damaged, or made to do harm."
+                f"the checkpoint is damaged, or made to do harm. {ANOTHER}"
             )
         return description
 

@@ -46,6 +46,11 @@ _LONGEST_NAME = 255
 """Bytes that a file system takes for a name."""
 _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]+\.tmp)?)")
 
+# What to do, at the end of errors.
+ANOTHER = "Load another tag, or pass fall_back=True."
+CHECK_DISK = "Check the disk and the file's permissions, or load another tag."
+CHECK_FOLDER = "Check the folder's permissions and the space on its disk."
+
 
 Count = Annotated[int, Field(ge=0)]
 """A number of bytes or elements, or a position among them."""
@@ -169,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(path.read_bytes())
         checksum = body.pop("checksum")
         if checksum != _digest(body):
-            raise CheckpointError(f"{path} is damaged: its checksum is another.")
+            raise CheckpointError(f"{path} is damaged: its checksum is another. {ANOTHER}")
         if body.get("version") not in (VERSION, MESH_VERSION):
             raise CheckpointError(
                 f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and {MESH_VERSION}."
@@ -181,12 +186,14 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(_absent(folder)) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+        raise CheckpointError(
+            f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}. {ANOTHER}"
+        ) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}.") from None
+        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}. {ANOTHER}") from None
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -199,23 +206,23 @@ def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
         chunks = -(-file.nbytes // manifest.chunk_nbytes)
         if len(file.checksums) != chunks:
             raise CheckpointError(
-                f"{path} is damaged: {file.name} has {len(file.checksums)} checksums for {chunks} chunks."
+                f"{path} is damaged: {file.name} has {len(file.checksums)} checksums for {chunks} chunks. {ANOTHER}"
             )
     nbytes = [file.nbytes for file in manifest.files]
 
     def refuse_outside(name: str, dtype: str, file: int, offset: int, numel: int) -> None:
         itemsize = dtype_of(dtype).itemsize
         if file >= len(nbytes) or offset + numel * itemsize > nbytes[file]:
-            raise CheckpointError(f"{path} is damaged: {name} has bytes that lie in none of its files.")
+            raise CheckpointError(f"{path} is damaged: {name} has bytes that lie in none of its files. {ANOTHER}")
         if offset % itemsize:
-            raise CheckpointError(f"{path} is damaged: {name} begins in the middle of an element.")
+            raise CheckpointError(f"{path} is damaged: {name} begins in the middle of an element. {ANOTHER}")
 
     for name, parameter in manifest.parameters.items():
         numel = prod(parameter.shape)
         for record in parameter.states.values():
             for one in record.ranges:
                 if not one.start <= one.stop <= numel or one.runs.stop != one.stop or one.runs.count < 1:
-                    raise CheckpointError(f"{path} is damaged: {name} has elements beyond its shape.")
+                    raise CheckpointError(f"{path} is damaged: {name} has elements beyond its shape. {ANOTHER}")
                 refuse_outside(name, record.dtype, one.file, one.offset, one.runs.numel * one.runs.count)
     for name, tensor in manifest.tensors.items():
         refuse_outside(name, tensor.dtype, tensor.file, tensor.offset, prod(tensor.shape))
@@ -225,13 +232,13 @@ def _refuse_wrong_values(path: Path, manifest: Manifest) -> None:
     """Raise where the values that every reader looks at are of other types: those of all ranks, and each rank's buffers."""
     ranks = manifest.values.get("ranks", [])
     if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
-        raise CheckpointError(f"{path} is damaged: its values are of wrong types.")
+        raise CheckpointError(f"{path} is damaged: its values are of wrong types. {ANOTHER}")
     for one in ranks:
         if not isinstance(one, dict) or not isinstance(one.get("buffers", {}), dict):
-            raise CheckpointError(f"{path} is damaged: the values of a rank are of wrong types.")
+            raise CheckpointError(f"{path} is damaged: the values of a rank are of wrong types. {ANOTHER}")
         for name, packed in one.get("buffers", {}).items():
             if not _is_tensor(packed, manifest):
-                raise CheckpointError(f"{path} is damaged: the buffer {name} is no tensor of it.")
+                raise CheckpointError(f"{path} is damaged: the buffer {name} is no tensor of it. {ANOTHER}")
 
 
 def _is_tensor(packed: Any, manifest: Manifest) -> bool:
@@ -302,7 +309,7 @@ def latest_tag(folder: Path) -> str:
     except FileNotFoundError:
         raise CheckpointError(_without_latest(folder.absolute())) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.") from error
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}. {CHECK_DISK}") from error
 
 
 def is_of_deepspeed(folder: Path) -> bool:
@@ -389,7 +396,7 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}. {CHECK_FOLDER}") from error
 
 
 def clean(folder: Path) -> None:
@@ -449,5 +456,7 @@ def dtype_of(name: str) -> torch.dtype:
     """A dtype by the name that a manifest gives it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"the manifest speaks of a dtype {name!r}, which torch does not know.")
+        raise CheckpointError(
+            f"the manifest names the dtype {name!r}, which this torch does not have: load it with a newer torch."
+        )
     return dtype

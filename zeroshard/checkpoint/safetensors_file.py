@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.manifest import FileRecord
+from zeroshard.checkpoint.manifest import ANOTHER, CHECK_DISK, CHECK_FOLDER, FileRecord
 from zeroshard.errors import CheckpointError
 from zeroshard.observe.display import Advance, ignore
 from zeroshard.storage.buffers import memory_of
@@ -296,7 +296,7 @@ def write_file(
     except OSError as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}. {CHECK_FOLDER}") from error
     return FileRecord(name=path.name, nbytes=file.nbytes, checksums=file.checksums), offsets
 
 
@@ -326,12 +326,12 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from error
     try:
         size = os.fstat(descriptor).st_size
         if size != record.nbytes:
             raise CheckpointError(
-                f"{path} has {size} bytes, and its checkpoint says {record.nbytes}: it was cut or replaced."
+                f"{path} has {size} bytes, and its checkpoint says {record.nbytes}: it was cut or replaced. {ANOTHER}"
             )
         for number in sorted(by_chunk):
             start = number * CHUNK_NBYTES
@@ -340,7 +340,7 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
             _read_fully(descriptor, memory, start, path)
             if zlib.crc32(memory) != record.checksums[number]:
                 raise CheckpointError(
-                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have another checksum."
+                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have another checksum. {ANOTHER}"
                 )
             read += len(memory)
             for request in by_chunk[number]:
@@ -370,7 +370,9 @@ def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) ->
         try:
             count = os.preadv(descriptor, [memory[done:]], offset + done)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read at byte {offset + done}: {error.strerror}.") from error
+            raise CheckpointError(
+                f"{path} cannot be read at byte {offset + done}: {error.strerror}. {CHECK_DISK}"
+            ) from error
         if count == 0:
             raise CheckpointError(f"{path} ends at byte {offset + done}: it was cut while it was read.")
         done += count

@@ -222,7 +222,10 @@ def _load(path: Path) -> Mapping[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise CheckpointError(f"{path} cannot be read without running its code, or is damaged: {reason}") from None
+        raise CheckpointError(
+            f"{path} cannot be read without running its code, or is damaged: {reason.rstrip('.')}. Import another tag, or save "
+            "again with DeepSpeed without objects of your own in client_state."
+        ) from None
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, and no dict."

@@ -1,4 +1,4 @@
-"""Writes the table of plans of docs/sequences.md: `python benchmarks/sequence_plans.py`; a row takes up to a minute of one core.
+"""Writes the table of plans of docs/sequences.md: `python benchmarks/sequence_plans.py`; a row takes up to three minutes of one core.
 
 Each row is a dry run of two steps at Llama's shapes. A machine is not needed, and none was run.
 """

@@ -376,7 +376,7 @@ class Search:
             known |= mistaken
             self._explore(known, plans, sizes)
         if not any(plan.fits for plan in plans.values()):
-            self._add_what_misses_least(known, plans, sizes[-1])
+            self._add_what_misses_least(known, plans, sizes)
         return self._best(plans, known)
 
     def _explore(self, known: dict[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]) -> None:
@@ -392,13 +392,15 @@ class Search:
                 smaller = [self._smaller(one, known[one], sizes) for one in waiting if one in known]
                 waiting = [one for one in smaller if one is not None]
 
-    def _add_what_misses_least(self, known: Mapping[Choice, Estimate], plans: dict[Choice, Plan], micro: int) -> None:
-        """Add the choice that misses least: it is among the smallest micro-batches."""
-        smallest = dict.fromkeys(replace(choice, micro=micro) for choice in known)
-        found = {**known, **self._estimates([one for one in smallest if one not in known], plans)}
+    def _add_what_misses_least(
+        self, known: Mapping[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]
+    ) -> None:
+        """Add the choice that misses least: of the smallest micro-batches, or of the largest, which keep no sums between them."""
+        extremes = dict.fromkeys(replace(choice, micro=micro) for choice in known for micro in (sizes[-1], sizes[0]))
+        found = {**known, **self._estimates([one for one in extremes if one not in known], plans)}
         if self._is_shallow:
             missing = {choice: self._missing(estimate) for choice, estimate in found.items()}
-            order = sorted(smallest, key=lambda one: missing.get(one, math.inf))
+            order = sorted(extremes, key=lambda one: missing.get(one, math.inf))
             runs = [(one, None) for one in order[:_FINALISTS] if one not in plans]
             plans |= {choice: plan for choice, _, plan in self._counted(runs) if plan is not None}
 

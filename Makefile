@@ -11,7 +11,7 @@ OLDEST_TORCH = torch==2.11.0
 OLDER = transformers==5.20.2 accelerate==1.13.0
 BIN = .venv/bin
 # Processes that test at the same time; half of what tests do is waiting.
-JOBS ?= 3
+JOBS ?= 4
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 # For `make accelerator`: the Python whose torch knows the accelerator. Nothing is installed.
 ACCELERATOR_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)

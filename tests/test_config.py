@@ -110,7 +110,8 @@ def test_what_only_the_user_knows_is_one_error() -> None:
         "train_micro_batch_size_per_gpu",
         "optimizer.params.lr",
         "scheduler.params.total_num_steps",
-        "auto={'lr': ...}",
+        "'lr': ...",
+        "--auto lr=...",
     ):
         assert name in str(caught.value)
     assert "warmup_min_lr" not in str(caught.value)

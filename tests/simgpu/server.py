@@ -124,34 +124,28 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            results = run_ranks(
-                _rank, max(request.ranks, 1), request, _free_port(), timeout=request.timeout, initialise=False
-            )
+            # The ranks' store is served at a socket that is open already, see `run_ranks`.
+            with socket.create_server(("127.0.0.1", 0)) as door:
+                ranks = max(request.ranks, 1)
+                results = run_ranks(_rank, ranks, request, door, timeout=request.timeout, initialise=False)
             _send(connection, (results, None))
         except RankError as error:
             _send(connection, ([], str(error)))
 
 
-def _free_port() -> int:
-    from zeroshard.testing.ranks import free_port
-
-    return free_port()
-
-
-def _rank(rank: int, request: Request, port: int) -> Any:
+def _rank(rank: int, request: Request, door: socket.socket) -> Any:
     import torch
     import torch.distributed as dist
 
     from simgpu import device, faults
+    from zeroshard.testing.ranks import join_store
 
     device.set_mode(request.mode)
     arguments: list[Any] = []
     if request.ranks:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group(
-            request.backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.ranks,
-            timeout=timedelta(seconds=min(request.timeout / 2, 60)),
-        )  # fmt: skip
+        timeout = timedelta(seconds=min(request.timeout / 2, 60))
+        store = join_store(door, rank, request.ranks, timeout)
+        dist.init_process_group(request.backend, store=store, rank=rank, world_size=request.ranks, timeout=timeout)
         arguments = [rank]
     function: Any = importlib.import_module(request.module)
     for name in request.function.split("."):

@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import io
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -95,10 +97,16 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback that nobody listens on now.
+
+    It is below the ports that the system gives to connections: one of those might be taken before the caller listens.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(first // 2, first))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _child(

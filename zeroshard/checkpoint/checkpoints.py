@@ -155,11 +155,7 @@ class Checkpoints:
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         steps = self.live.step.steps_begun
-        if self.live.step.is_stepping:
-            raise UsageError(
-                "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
-                "the signal's handler, or the thread, set a flag, and save after the step. If a step broke off, load a checkpoint."
-            )
+        self.live.step.refuse_inside()
         self.live.schedule.refuse_unseen_changes()
         with self.live.collectives.operation(f'save "{tag}"'):
             files.check_tag(tag)
@@ -264,9 +260,10 @@ class Checkpoints:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
             self.live.step.refuse_parked("a load")
             self.live.step.abandon()
-            self.live.schedule.is_stepping = False
             wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
-            return self._load_any(Path(folder), tag, fall_back, node_local, wanted)
+            loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
+            self.live.step.forget_broken_step()
+            return loaded
 
     def _load_any(
         self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]

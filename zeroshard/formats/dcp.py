@@ -149,6 +149,7 @@ class DistributedState(Stateful):
             UsageError: states rest on disk, and there is no memory to show.
         """
         self._live.schedule.refuse_unseen_changes()
+        self._live.step.refuse_inside()
         if not all(held.shard.is_here for held in self._live.states.held()):
             raise UsageError(
                 "torch.distributed.checkpoint reads and writes memory, and under this policy model states rest "

@@ -175,10 +175,14 @@ class Reductions:
 
     # ------------------------------------------------------------------ one step
 
-    def finish(self) -> None:
-        """Block until every gradient that this rank updates with is the mean over ranks."""
+    def land(self) -> None:
+        """Block until the reductions that were started have ended. Needs no message of its own, so a backward may call it."""
         while self._in_flight:
             self._land()
+
+    def finish(self) -> None:
+        """Block until every gradient that this rank updates with is the mean over ranks. Every rank must call it."""
+        self.land()
         unreduced = [bucket.label for bucket in self._buckets() if bucket.holds is Holds.LOCAL_SUM]
         if unreduced:
             raise UsageError(

@@ -161,7 +161,13 @@ def classes_of(
             if grad_of(self) is not None or owner.taken_gradient(self) is None:
                 return False
             local = owner.local_gradient(self)
-            return local is not None and (not value.numel() or is_same_memory(value, local))
+            if local is None or (value.shape, value.stride(), value.dtype) != (
+                local.shape,
+                local.stride(),
+                local.dtype,
+            ):
+                return False
+            return not value.numel() or value.data_ptr() == local.data_ptr()
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             return owner.deep_copy(self, memo)
@@ -266,7 +272,7 @@ class TakenGradient(Tensor):
             return own  # there is no graph to leave
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
-        if func.__name__ in _FOR_EACH and all(isinstance(gradient, Tensor) for gradient in args[0]):
+        if func.__name__ in _FOR_EACH and _is_one_for_all(args):
             operation = _FOR_EACH[func.__name__]
             return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
         if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:
@@ -292,6 +298,13 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_clamp_max_": Tensor.clamp_max_,
 }
 """torch's operations on many gradients at once, which its clipping asks for with `foreach=True`: each is done one by one."""
+
+
+def _is_one_for_all(args: tuple[Any, ...]) -> bool:
+    """Whether an operation on many tensors has the same other arguments for each of them."""
+    return (
+        bool(args) and isinstance(args[0], list | tuple) and not any(isinstance(one, list | tuple) for one in args[1:])
+    )
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

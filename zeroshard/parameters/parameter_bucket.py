@@ -294,6 +294,17 @@ class ParameterBucket:
             for master, value in zip(masters, values, strict=True):
                 master.copy_(value)
 
+    def take_first_masters(self, replicas: Collectives) -> None:
+        """Take the master weights beside the parameters from the first of the ranks that hold the same ones.
+
+        Every one of these ranks must call it.
+        """
+        if replicas.world_size == 1 or not self.has_copies:
+            return
+        for master in self.masters.values():
+            with master.borrowed(self._accelerator, self._pool, write=True) as values:
+                replicas.broadcast(values)
+
     def take_masters(self, *, regather: bool) -> None:
         """The master weights were set: what rests follows, and, where the parameters are unsharded now, they do."""
         for rank, master in self.masters.items():

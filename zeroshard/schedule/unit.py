@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.gradients.gradient_bucket import GradientBucket, Shard
+from zeroshard.gradients.gradient_bucket import GradientBucket, Holds, Shard
 from zeroshard.gradients.waiting import TAKEN_AT_ONCE, Waiting
 from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
@@ -383,7 +383,9 @@ class Unit:
             new = self.appearance.take_written()
             if new and not owners_follow:  # else theirs come first, see `take_written`: a master would lose digits
                 self._take_rows()
-            looks = not (owners_follow and self.policy.optimizer.sharded)
+            # What is whole on several ranks of another dimension must be found while these can still agree on it.
+            is_found_later = owners_follow and self.policy.optimizer.sharded and self.others.world_size == 1
+            looks = not is_found_later
             if looks and not new and self._may_be_written_unseen and not self._live.parked:
                 for bucket in self.buckets:
                     if bucket.take_hidden_writes():
@@ -432,6 +434,8 @@ class Unit:
             self._take_first_replica(bucket)
             bucket.take_rows()
             bucket.take_owners_masters()
+            if not self.is_cut:
+                bucket.take_first_masters(self.others)
 
     def _take_first_replica(self, bucket: ParameterBucket) -> None:
         """What is whole on each rank of the other dimensions becomes what the first of them has."""
@@ -516,6 +520,10 @@ class Unit:
             if whole is not None and whole.numel() == entry.shape.numel():
                 return entry.as_parameter(whole.view(entry.shape)) if whole.dtype == parameter.dtype else None
         return None
+
+    def is_summed_here(self, index: int) -> bool:
+        """Whether this rank holds a sum over microbatches of a parameter's gradient that nothing has reduced yet."""
+        return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on the mean gradient. Every rank must run it."""

@@ -73,6 +73,8 @@ class ShardedStep:
         self._is_driven = False
         self.steps_begun = 0
         """Since the model was sharded: a save that sees another number at its end has values of two steps."""
+        self._broke_off = False
+        """A step broke off, and another was taken since: parameters are still of two steps."""
         self._overflow = False
         self._norm: float | Tensor | None = None
         self._schedule = schedule
@@ -150,8 +152,21 @@ class ShardedStep:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way, with what its driver does for it, or broke off."""
-        return self._is_driven or self._schedule.is_stepping
+        """Whether a step is under way, with what its driver does for it, or one broke off since model states were loaded."""
+        return self._is_driven or self._schedule.is_stepping or self._broke_off
+
+    def refuse_inside(self) -> None:
+        """Raise where model states are of two steps, so that no file may have them."""
+        if self.is_stepping:
+            raise UsageError(
+                "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
+                "the signal's handler, or the thread, set a flag, and save after the step. If a step broke off, load a checkpoint."
+            )
+
+    def forget_broken_step(self) -> None:
+        """Model states were loaded: they are of one step again."""
+        self._schedule.is_stepping = False
+        self._broke_off = False
 
     def lay_out(self) -> None:
         """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
@@ -175,11 +190,15 @@ class ShardedStep:
                 self._unit_of[resident] = unit
         self._taken.lay_out(self._flags, self._residents)
         self.views = [view for resident in self._residents for view in resident.views]
-        by_parameter: dict[int, list[Tensor]] = {}
-        for view in self.views:
-            by_parameter.setdefault(id(view.named.parameter), []).append(view.value)
+        self._parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
+            parameter: [] for parameters in self.groups for parameter in parameters
+        }
+        """This rank's parts of each parameter that the optimizer lists, by the parameter's `id`."""
+        for resident in self._residents:
+            for view in resident.views:
+                self._parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
         self._shards = [
-            [value for parameter in parameters for value in by_parameter.get(parameter, [])]
+            [view.value for parameter in parameters for _, view in self._parts_of[parameter]]
             for parameters in self.groups
         ]
         alive = {view.value for view in self.views}
@@ -279,6 +298,7 @@ class ShardedStep:
         self._dropped.refuse_later_backward()
         self._agree_on_used()
         self.steps_begun += 1
+        self._broke_off |= self._schedule.is_stepping
         self._schedule.begin_step()
         steps = self._flags_that_step(users)
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
@@ -425,12 +445,18 @@ class ShardedStep:
                 f"{name} of the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} "
                 "until the step. To clip under fp16, set gradient_clipping in the config."
             )
+        unit, index = flag
+        if unit.is_summed_here(index):
+            raise UsageError(
+                f"{name} of the gradient of {unit.named[index].fqn}, whose microbatches are summed on this rank, in another "
+                "dtype or in several parts, and not reduced yet: change gradients after the last backward of a step."
+            )
         return self._taken.operate(flag, name, args, kwargs)
 
     def _before_later_gradients(self) -> None:
         """Gradients of another microbatch are about to be added to the mean: what multiplies it must not multiply these."""
         if self._taken.has_factors or self._mean_gradients.is_to_be_scaled:
-            self._schedule.reductions.finish()
+            self._schedule.reductions.land()
             self.gradients.settle(resident.shard for resident in self._residents)
 
     def not_finite(self) -> tuple[str, ...]:
@@ -616,11 +642,9 @@ class ShardedStep:
 
     def _states_of(self, parameter: int) -> Mapping[str, Any] | None:
         """Return this rank's part of a parameter's states, by the parameter's `id`; None where no group lists it."""
-        if not any(parameter in group for group in self.groups):
+        if parameter not in self._parts_of:
             return None
-        found = [
-            (resident, v) for resident in self._residents for v in resident.views if id(v.named.parameter) == parameter
-        ]
+        found = self._parts_of[parameter]
         if not found:
             return StatesOfAnotherRank()
         resident, view = found[0]
@@ -635,6 +659,7 @@ class ShardedStep:
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._leave_shards()
+        self.forget_broken_step()
         self._take_states()
         for resident in self._residents:
             resident.look_in(self.state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -124,8 +124,20 @@ class UsersOptimizer:
         self._groups = []
 
 
-class StatesOfAnotherRank(dict[str, Any]):
+class StatesOfAnotherRank(MutableMapping[str, Any]):
     """The states of a parameter of which this rank has no part: there are none here."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise UsageError(
@@ -170,6 +182,12 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
                 "optimizer.state[parameter], or call sharded.states.set on every rank."
             )
         super().__setitem__(key, value)
+
+    def copy(self) -> Any:
+        """Return an ordinary dict of the same states."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())

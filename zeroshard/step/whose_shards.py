@@ -28,8 +28,8 @@ def refuse_other_shards(
     own = names_of_shards(groups, views)
     if SHARDS not in state_dict and not _fits(state_dict, groups):
         raise UsageError(
-            "this state dict is of an optimizer that zeroshard did not shard: load it into the optimizer before shard(), or "
-            "call sharded.states.set for each state."
+            "this state dict is of an optimizer that zeroshard did not shard, and has states of whole parameters: a sharded "
+            "optimizer takes its own state dicts only. Begin with new states, or load a checkpoint with sharded.load."
         )
     if state_dict.get(SHARDS, own) != own:
         raise UsageError(

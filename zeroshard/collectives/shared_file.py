@@ -30,7 +30,7 @@ class SharedFile:
     """Memory of this process that others may read. A process that is forked from it does not have it.
 
     Attributes:
-        descriptor: of the file, to be handed to the other ranks; -1 once it is closed.
+        descriptor: the file's descriptor, which the other ranks receive; -1 once it is closed.
 
     Raises:
         OSError: the system does not allow it.

@@ -156,7 +156,7 @@ class Watch:
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """Waits of this thread inside belong to `name`; the outermost name counts."""
+        """Attribute this thread's waits inside the block to `name`. The outermost name counts."""
         if self.operation_name is not None:
             yield
             return

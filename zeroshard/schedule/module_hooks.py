@@ -166,7 +166,7 @@ class Outermost:
             make_outermost(module, first, last)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for _, first, last in self._hooks:
             first.remove()
             last.remove()

@@ -31,7 +31,7 @@ class KeptInMemory(OrderedDict[str, Any]):
 
 
 def state_dict_in_memory(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
-    """A module's state dict in CPU memory, one unit at a time, where this rank `keeps` it. Every rank must call it.
+    """Return a module's state dict in CPU memory if this rank `keeps` it, unit by unit. Every rank must call it.
 
     Tied parameters are one tensor.
     """

@@ -35,7 +35,7 @@ def create_collectives(
     within: Within | None = None,
     wire: Wire = EXACT,
 ) -> Collectives:
-    """The collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
+    """Make the collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
 
     Every rank of the group must call it.
 
@@ -115,6 +115,6 @@ def _best(
 
 
 def _are_alike(hosts: list[list[int]], ranks: int) -> bool:
-    """Whether hosts are of one size, larger than one rank, and their members follow one another."""
+    """Return whether hosts have the same number of ranks, more than one, with consecutive members."""
     size = len(hosts[0]) if hosts else 1
     return size > 1 and hosts == [list(range(start, start + size)) for start in range(0, ranks, size)]

@@ -22,7 +22,7 @@ BLOCK_NUMEL = 256
 
 @dataclass(frozen=True)
 class Codes:
-    """How rows of one dtype are written as bytes.
+    """The encoding of rows of one dtype as bytes.
 
     Attributes:
         bits: of a code, 8 or 4.
@@ -98,7 +98,7 @@ class Codes:
         return values
 
     def decode_into(self, coded: Tensor, row: Tensor) -> None:
-        """Set a row [n] to what its codes say."""
+        """Decode a row [n] from its codes."""
         for low, high in _chunks(row):
             row[low:high].copy_(self.decode(coded, row.numel(), low, high))
 

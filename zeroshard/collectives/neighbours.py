@@ -29,7 +29,7 @@ _STUCK_SECONDS = 1.0
 
 
 class Lost(RuntimeError):
-    """Ranks of this host cannot be heard any longer.
+    """The error when ranks of this host no longer send messages.
 
     Attributes:
         peers: those whose process is gone.

@@ -78,7 +78,7 @@ class Codes:
         codes[..., start // 2 : start // 2 + pairs.shape[-2]].copy_(pairs[..., 0] | pairs[..., 1] << 4)
 
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
-        """Elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block, `high` ends one, or the row.
+        """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
 
         Of several rows [..., nbytes(numel)] alike, in as many launches.
         """

@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.05
 
 
 def notice_seconds_from(given: float | None) -> float:
-    """The seconds until a wait is spoken of: as given, or as the environment has it, or 30. Infinity is never.
+    """Return the seconds until a wait is logged: as given, or from the environment, or 30. Infinity means never.
 
     Raises:
         UsageError: they are not a positive number.
@@ -77,12 +77,12 @@ def spelled(operation: str | None, label: str) -> str:
 
 
 def code_of(name: str) -> int:
-    """A number from 1 to 15 for a name, but for what is in quotes in it: that may be another on each rank."""
+    """Return a number from 1 to 15 for a name, ignoring it from the first quote on, where ranks may differ."""
     return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
 
 
 def place_of(thread: int) -> str:
-    """The innermost line of the user's program that a thread is in, as `train.py:12`; "" where there is none."""
+    """Return the innermost line of the user's program that a thread runs, as `train.py:12`; "" if there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -167,15 +167,15 @@ class Watch:
             self._operations.name = None
 
     def enter(self, label: str) -> None:
-        """Note that this thread begins to wait."""
+        """Record that this thread begins to wait."""
         self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic())
 
     def leave(self) -> None:
-        """Note that this thread waits no longer."""
+        """Record that this thread no longer waits."""
         self._waits.pop(threading.get_ident(), None)
 
     def follow(self, label: str, is_over: Callable[[], bool]) -> None:
-        """The device will wait for `label`, while this thread goes on: reported as a wait is, until it `is_over`.
+        """Report that the device waits for `label` while this thread continues, until `is_over` returns True.
 
         A backend that gives up may end the process: so this is told before.
         """
@@ -189,7 +189,7 @@ class Watch:
             self._behind.popleft()
 
     def _present(self) -> list[Wait]:
-        """The waits of all threads, and what the device waits for, if anything."""
+        """Return the waits of all threads, and the first wait of the device, if any."""
         with self._behind_lock:
             self._drop_what_is_over()
             behind = [self._behind[0][0]] if self._behind else []
@@ -201,7 +201,7 @@ class Watch:
         return Told(spelled(operation, label), True, operation, place_of(threading.get_ident()))
 
     def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
-        """Tell the others that a wait failed, and learn what they wait for, by rank of all.
+        """Report a failed wait to the others, and return their messages by global rank.
 
         It takes a few seconds where they do not answer, or the store does not; who is missing in the result said nothing.
 
@@ -252,7 +252,7 @@ class Watch:
     _is_connected = False
 
     def _connect(self, store: Store) -> None:
-        """A connection of its own: a client that waits for a key keeps everybody else from the store."""
+        """Make a connection of its own: a client that waits for a key blocks all others on its connection."""
         try:
             self._store = store.clone()  # type: ignore[attr-defined]
         except (AttributeError, NotImplementedError, RuntimeError):
@@ -264,7 +264,7 @@ class Watch:
         return min(self._notice_seconds, NOTICE_SECONDS) / _LOOKS
 
     def _stagger(self) -> float:
-        """Ranks that began to wait together speak in their order: the first of them is the only one."""
+        """Return this rank's delay. Of ranks that began to wait together, only the first then logs."""
         return self._tick * self.ranks.index(self._own) / len(self.ranks)
 
     def _nap(self) -> float:
@@ -296,7 +296,7 @@ class Watch:
             )
 
     def _may_speak(self) -> bool:
-        """Whether no other rank of the group has just spoken."""
+        """Return whether this rank may log: no other rank of the group has just done so."""
         before = self._read(self._notice_key)
         if before and time.time() - json.loads(before)["time"] < REPEAT_SECONDS:
             return False
@@ -334,7 +334,7 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _read_others(self, known: Sequence[int] = ()) -> dict[int, Told]:
-        """Return the other members' messages, except those that are known."""
+        """Return the other members' messages, except of `known` ranks."""
         found = {}
         for rank in self.ranks:
             if rank != self._own and rank not in known:

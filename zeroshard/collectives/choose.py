@@ -40,8 +40,8 @@ def create_collectives(
     Every rank of the group must call it.
 
     Args:
-        notice_seconds: after so long a wait is told, on stderr, with who is missing; default: 30, or what the environment
-            variable ZEROSHARD_NOTICE_SECONDS says.
+        notice_seconds: a wait of so many seconds is logged on stderr, with the missing ranks; default: 30, or the environment
+            variable ZEROSHARD_NOTICE_SECONDS.
         what: the operation that needs them, such as "shard()": named where a rank does not come.
         lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
             dear then uses the group's own: there is nothing to make, and nothing to close.

@@ -1,7 +1,7 @@
 """Owns the connection between ranks of one host: they connect, or agree on the reason that they cannot.
 
-They find each other by addresses that the store tells; a word that only the store knows keeps strangers out. What one rank
-may not do, none does: every rank hears the same reason.
+They find each other by addresses in the store, and a secret in the store keeps other programs out. If one rank may not share
+memory, none does, and every rank gets the same reason.
 """
 
 from __future__ import annotations

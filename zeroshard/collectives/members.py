@@ -71,7 +71,7 @@ class Members:
         timeout: timedelta = parent._get_backend(known[0]).options._timeout
         config = dist.distributed_c10d.get_backend_config(parent)
         backends = dict(part.split(":") for part in config.split(",") if ":" in part)
-        # Tensors on the CPU travel over gloo, also where the group's backend serves accelerators alone; those of an accelerator
+        # Tensors on the CPU are sent over gloo, even if the group's backend serves only accelerators; those of an accelerator
         # that the group does not serve pass through CPU memory.
         through_cpu = device.type == "cpu" or "gloo" in backends.values()
         backend = backends.get(device.type, "gloo" if through_cpu else config)
@@ -119,7 +119,7 @@ class Members:
         """Make gloo connections, which end with the object. Every member must call it; it waits for them.
 
         torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
-        number would wait for each other under different names, and what a subgroup holds is never given back. The store
+        number would wait for each other under different names, and a subgroup's resources are never freed. The store
         counts instead, for these members and each of them, so any ranks may make groups in any order.
         """
         return dist.ProcessGroupGloo(self.counted_store("gloo"), self.rank, len(self.ranks), self.timeout)

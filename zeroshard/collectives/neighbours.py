@@ -1,7 +1,7 @@
 """Owns the connections between the ranks of one host: messages under tags, and news of ended processes.
 
-A connection is a pair of unix sockets. The kernel orders what is written to memory before a message is sent, and what is
-read after it came, on every processor; and it tells at once of a process that is gone.
+A connection is a pair of unix sockets. The kernel orders writes to memory before a message is sent, and reads after it
+arrived, on every processor. It also reports an ended process at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STUCK_HEAD = struct.Struct("<Q")
 LIMIT = 1 << 16
 """Bytes of one message at most."""
 READ = 1 << 63
-"""The bit of a tag that says: what was offered under the rest of it was read."""
+"""The bit of a tag for a report that the offer under the rest of the tag was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """Messages of a rank about itself: it has finished; a wait of it failed; it waits for this one, of which it has heard so much."""
 _STUCK_SECONDS = 1.0
@@ -206,7 +206,7 @@ class Neighbours:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # told once, before what was sent earlier: the other side closed with messages of ours unread
+                continue  # raised once, before earlier messages are read: the other side closed with messages of ours unread
             except OSError:
                 message = b""
             if not message:

@@ -1,7 +1,7 @@
 """Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all.
 
 The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
-matter. It is sparse: pages exist from their first use on, and are given back with the tensor that used them.
+matter. It is sparse: pages exist from their first use on, and are freed with the tensor that used them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class SharedFile:
         _unmap_with(self, self._base, self._size)
         self._end, self._process, self._is_closed = 0, os.getpid(), False
         self._free: list[tuple[int, int]] = []
-        """(start, bytes) of ranges that were given back, by start; neighbours are one."""
+        """The freed ranges as (start, bytes), by start; adjacent ones are merged."""
         self._returned = deque[tuple[int, int]]()
         """The ranges that the garbage collector has reported since, in any thread."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor of zeros. Its pages are given back with the last tensor that looks at them.
+        """Return a 1-D tensor of zeros. Its pages are freed with the last tensor that views them.
 
         Raises:
             MemoryError: it would be more than the host has.

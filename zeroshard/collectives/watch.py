@@ -1,7 +1,7 @@
 """Owns the watch over waits: long waits, and the operations that they wait for, shared through the store.
 
-One thread for each watch, beside the training: it alone speaks with the store, over a connection of its own, so that a
-store that does not answer never blocks a rank.
+Each watch has one thread beside the training. Only this thread uses the store, over a connection of its own, so that a store that
+does not answer never blocks a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroshard.uncaught import is_users
 NOTICE_SECONDS = 30.0
 NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
 REPEAT_SECONDS = 300.0
-"""A wait that goes on is spoken of again, but not often."""
+"""The seconds until a continuing wait is logged again."""
 REPORT_SECONDS = 5.0
 """How long a rank whose wait failed waits for the others' word."""
 
@@ -113,10 +113,10 @@ class Watch:
     """See the module's docstring.
 
     Args:
-        store: that all members reach. What is told is kept by rank of all ranks, so that it tells of other groups too.
+        store: a store that all members reach. Messages are kept by global rank, so that they cover other groups, too.
         ranks: the members, by rank of all.
         own: this process.
-        notice_seconds: after so long a wait is told.
+        notice_seconds: a wait of so many seconds is logged.
         device: the accelerator on whose events the members wait; None: on none.
     """
 
@@ -177,7 +177,7 @@ class Watch:
     def follow(self, label: str, is_over: Callable[[], bool]) -> None:
         """Report that the device waits for `label` while this thread continues, until `is_over` returns True.
 
-        A backend that gives up may end the process: so this is told before.
+        A backend that gives up may end the process, so the wait is reported before.
         """
         wait = Wait(self.operation_name, label, time.monotonic())
         with self._behind_lock:

@@ -2,7 +2,7 @@
 
 For a bucket of n elements on one of W ranks (S = n / W)
 there is, where gradients are not sharded, a tensor [W, S]: this rank's sum between microbatches, then the mean; where they are, the
-mean [S] of this rank's shard alone. What one microbatch gives is gathered in scratch, or taken as autograd made it.
+mean [S] of only this rank's shard. A microbatch's gradients are collected in scratch, or taken as autograd made them.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Reductions:
         limit_numel: elements of buckets that may be under way while the next gradients are made, or one bucket; 0 waits for each at
             once.
         overlap: gathers run behind the computation. Off: each is waited for where it starts.
-        in_turn: a unit's reductions start when it is closed: several are brought together inside a backward.
+        in_turn: a unit's reductions start when it is closed, since several units are gathered inside a backward.
         accelerator: asked for room, where gradients rest elsewhere. See [Note: room].
         pool: the buckets'.
     """

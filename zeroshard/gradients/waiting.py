@@ -23,7 +23,7 @@ TAKEN_AT_ONCE = 1 << 16
 class Waiting:
     """The waiting gradients by parameter, and the parameters that have one. See the module's docstring.
 
-    A parameter's hook refers to this, and must not own what owns the parameter: here are no parameters, buckets or units.
+    A parameter's hook refers to this object, so it holds no parameters, buckets or units, which own the parameter.
 
     Args:
         count: parameters that the unit has.

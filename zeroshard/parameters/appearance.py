@@ -397,9 +397,9 @@ class Appearance:
         self._become(self._away_class)
 
     def outdate_saved(self) -> None:
-        """The values are gone: a parameter that autograd saved where no hook of ours saw it is not read as NaN: torch raises.
+        """Outdate parameters that autograd saved outside of our hooks, so that torch raises instead of a read of NaN.
 
-        Not while somebody looks at views: torch would make their gradients anew, from what the parameter shows now.
+        Not while the user has views: torch would rebuild their gradient functions from the data that the parameter shows now.
         """
         for entry in self._named:
             torch.autograd.graph.increment_version(entry.parameter)

@@ -25,7 +25,7 @@ class Live:
     """The values that change while a model trains and that all its units share.
 
     Attributes:
-        numel: elements of sharded units that are unsharded now, and will be given back.
+        numel: elements of sharded units that are unsharded now, and will be resharded.
         parked: the model states that are away until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.

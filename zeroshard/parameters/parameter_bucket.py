@@ -7,7 +7,7 @@ Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
                        holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
 
 and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: what rests, and the
-master weights. They are one slot where the dtype allows, and where the policy has master weights rest alone (`rests_as_masters`):
+master weights. They are one slot where the dtype allows, and where the policy keeps only master weights (`rests_as_masters`):
 then these are rounded on their way to the rows.
 """
 
@@ -300,7 +300,7 @@ class ParameterBucket:
             if master is not self.rests[rank]:
                 with master.borrowed(self._accelerator, self._pool) as values:
                     # no test can miss this wait: `Slot.write` asks for it. What rests beside master weights is of another
-                    # dtype, so a cast copy travels, and nobody reads the scratch that is given back next.
+                    # dtype, so a cast copy is sent, and nothing reads the scratch that is released next.
                     self.rests[rank].write(values).wait(values.device)
         self._spread("set")
         if regather:

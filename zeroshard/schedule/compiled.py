@@ -5,8 +5,8 @@ torch.compile reads Python once, and runs what it made of it wherever its guards
 how many hooks a module has. What our hooks do changes from step to step, so it never becomes part of a graph:
 
 - Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
-- Hooks of the parts inside (a Linear of a block) have nothing to do while the unit is whole: they are passed by, and a block is
-  one graph. What keeps that true is a guard of torch's: a parameter that is away is of another class, and the code is read anew.
+- Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
+  one graph. torch guards this: a parameter without values is of another class, so torch traces the code again.
 - Parameters are of one class whenever a module that uses them runs, see `Appearance.begin_use`. So alike blocks share one graph.
 """
 

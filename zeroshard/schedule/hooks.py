@@ -1,20 +1,20 @@
 """Owns the hooks on the user's modules and parameters, and the phase they imply.
 
 [Note: when a unit is whole in the backward]
-A module's output tells when its backward begins: its unit comes together then, with the next one on its way. Outputs may escape
-(attributes, dataclasses, features caught by other hooks), so what is right never rests on that: whoever reads a parameter
-that autograd saved comes through saved_parameters.py, and finds the unit whole.
+A hook on a module's output runs when its backward begins. It unshards the module's unit, and starts with the next one. Outputs
+may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook: every read of a
+parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
 [Note: when a unit may be given back in the backward]
 When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
-needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have none to
-tell by; a module that has some is finished when, in addition, the gradients of all its inputs are known. What cannot be
-told is given back when the backward ends.
+needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no
+gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
+resharded when the backward ends.
 
 [Note: recomputation]
-Activation checkpointing runs a module's forward inside the backward. Such a forward brings the unit together, but must
-not give it back: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an
-exception, so nothing here counts on a forward's end.
+Activation checkpointing runs a module's forward inside the backward. Such a forward unshards the unit, but must not
+reshard it: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no
+code here relies on a forward's end.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ class Hooks:
         """Return whether this backward computes a gradient of any parameter. One of torch.autograd.grad for inputs does not."""
         trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
-            # Asked for anew each time: who keeps these nodes keeps the parameters. The first answer is nearly always yes.
+            # Asked each time, since kept nodes would keep the parameters alive. The first answer is nearly always yes.
             return any(backward_reaches(get_gradient_edge(parameter).node) for parameter in trainable)
         except (
             RuntimeError,

@@ -15,7 +15,7 @@ class KeptInMemory(OrderedDict[str, Any]):
     """A destination for `module.state_dict(destination=...)`, see module_hooks.
 
     Args:
-        keeps: copy what is set into CPU memory. Else a tensor leaves its shape and dtype alone, on the meta device.
+        keeps: copy what is set into CPU memory. Otherwise keep only a tensor's shape and dtype, on the meta device.
     """
 
     def __init__(self, keeps: bool) -> None:

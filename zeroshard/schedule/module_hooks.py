@@ -37,7 +37,7 @@ class _Hook:
 def module_hook() -> type[_Hook]:
     """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border. See compiled.py.
 
-    Made at first use: to say so imports the compiler, which takes a second.
+    Made at first use: torch.compiler.disable imports the compiler, which takes a second.
     """
 
     class ModuleHook(_Hook):
@@ -51,7 +51,7 @@ class PartCall:
 
     Attributes:
         whole: the class of parameters whose values are here.
-        is_open: the call has brought units together, which its end gives back.
+        is_open: the call has unsharded units, which its end reshards.
     """
 
     def __init__(self, whole: type[nn.Parameter]) -> None:
@@ -63,7 +63,7 @@ class PartCall:
 def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
     """Make two classes of hooks `(method, call)` around modules inside a unit. torch.compile skips them while they are idle.
 
-    It reads them alone, too, where the part's module runs outside of a graph. So what they look at must be what torch guards on:
+    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only what torch guards on:
     the classes of parameters, and a plain attribute.
     """
     run = torch.compiler.disable(_Hook.__call__, reason=BORDER)
@@ -244,7 +244,7 @@ class _Held:
         for name, parameter in self._names.items():
             if isinstance(value := state.get(prefix + name), Tensor):
                 if parameter not in copies:  # of tied parameters there is one
-                    copies[parameter] = value.detach().clone()  # which stays when the unit is given back
+                    copies[parameter] = value.detach().clone()  # which stays when the unit is resharded
                 state[prefix + name] = copies[parameter]
         self._give_back()
 

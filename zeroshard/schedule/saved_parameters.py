@@ -1,11 +1,9 @@
 """Owns the sharded parameters that autograd saves, so that every reader in a backward finds them whole.
 
-A forward saves views of parameters in its graph, and their storage is given back before the backward reads them. torch's hooks on
-saved tensors see every tensor that is saved, by whichever operation, and every read: of a view of a flat buffer this keeps
-the unit and
-the geometry, and a read brings the unit together first. Nothing else is touched: other tensors are kept as they are, with
-torch's own
-check that nobody wrote to them; hooks of the user's own, or of activation checkpointing, get them as ever.
+A forward saves views of parameters in its graph, and their storage is freed before the backward reads them. torch's hooks on
+saved tensors see every tensor that any operation saves, and every read. Of a view of a flat buffer they keep the unit and the
+geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes. Hooks of the
+user, or of activation checkpointing, get these as before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Owns the order of events in a step: when each unit is unsharded, how long it is kept, and which calls are legal now.
 
-All-gathers follow the order in which modules run, which is the same on every rank: the last forward tells what comes next in this
-one, and this one tells the backward's. The order of reductions is another matter, see gradients/reductions.py.
+All-gathers follow the order in which modules run, which is the same on every rank. The last forward predicts the order of this one,
+and this one predicts the backward's. For the order of reductions see gradients/reductions.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroshard.schedule.make_units import frozen_names
 from zeroshard.schedule.unit import Unit, UnitState
 
 USED_AT_ONCE = 3
-"""Units that are whole at once, where each is given back after its use: the root, the one that runs, the next."""
+"""The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""
 
 PREFETCHED = 4
 """Modules whose shards may be on their way from disk to CPU memory; how many are depends on the buffers that there are."""
@@ -96,7 +96,7 @@ def after(state: StepState, move: Move) -> StepState:
     """The state after a move.
 
     Raises:
-        UsageError: the move is not legal in this state; says what to do.
+        UsageError: the move is not legal in this state. The message names the remedy.
     """
     there = MOVES[state][move]
     if isinstance(there, str):

@@ -143,7 +143,7 @@ class Unit:
         self._written: set[int] = set()
         self.pins = 0
         self.is_held = False
-        """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
+        """A graph that outlives the present backward may read it (`create_graph=True`): it is not resharded until one ends."""
         self._masters_wait = False
         """Parameters were written while master weights were parked."""
         self._live = context.live
@@ -210,7 +210,7 @@ class Unit:
         """Whether values are under way to the flat buffer."""
         return self.state in (UnitState.GATHERING, UnitState.UPDATING)
 
-    # ------------------------------------------------------------------ together, and given back
+    # ------------------------------------------------------------------ unshard and reshard
 
     def start_unshard(self) -> None:
         """Start to unshard the parameters if they are not unsharded. See `unshard`."""
@@ -256,7 +256,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the unsharded parameters after their use. Do nothing unless they are sharded at rest."""
-        if self.state is UnitState.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back
+        if self.state is UnitState.SHARDED and self.flat.nbytes:  # the user had a view of it when it was resharded
             self.flat.free()
             self._outdate_saved()
         if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
@@ -667,7 +667,7 @@ class Unit:
         if self.trainable:
             self.write_back()
         if self.trainable and self.state is UnitState.UNSHARDED and self._may_leave:
-            self._leave(changed=False)  # all of it is brought together anew after the step
+            self._leave(changed=False)  # all of it is gathered again after the step
         self.offload()
 
     def sync_parameters(self) -> None:

@@ -1,7 +1,7 @@
 """Owns model states that are parked to free their memory: `offload_states`, `reload_states`.
 
-What is parked is memory of the accelerator (without one: CPU memory, and the place to park is the disk).
-Its storage is given back; the tensors that the user can see look at placeholders meanwhile.
+Only memory of the accelerator is parked (without one: CPU memory, and the place to park is the disk). Its storage is freed, and
+the user's tensors show placeholders meanwhile.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Parking:
 
         Raises:
             UsageError: something is parked already, or a step has begun.
-            StorageError: there is no room; what was parked until then is back.
+            StorageError: there is no room. States that were parked until then are reloaded.
         """
         wanted = list(states)
         unknown = [state for state in wanted if state not in STATES]

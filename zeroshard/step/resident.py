@@ -136,7 +136,7 @@ class Resident:
         """Start to read master weights and states into the frame, except master weights that the user may write (see `enter`).
 
         Args:
-            read: False takes the room alone, for what will be overwritten.
+            read: False only takes room, for values that will be overwritten.
         """
         master = self.shard.master
         self._frame = frame

@@ -14,8 +14,8 @@ from zeroshard.layout.bucketing import NamedParameter
 class ShardView:
     """The part of one parameter in one shard: the tensor that the optimizer updates.
 
-    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard,
-    `parameter_start` where in the flattened parameter.
+    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` are its place in the shard,
+    and `parameter_start` that in the flattened parameter.
     """
 
     named: NamedParameter

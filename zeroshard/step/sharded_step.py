@@ -1,7 +1,7 @@
 """Owns the step: an unmodified torch optimizer that gets views of shards.
 
 Each parameter that has elements in a shard is one 1-D tensor there, in its own param group: so it keeps its own state, step
-count and hyperparameters, and one that no rank used in a step is left alone, as plain PyTorch leaves it.
+count and hyperparameters, and one that no rank used in a step is skipped, as in plain PyTorch.
 """
 
 from __future__ import annotations

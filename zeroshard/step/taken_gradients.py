@@ -77,7 +77,7 @@ class TakenGradients:
             args, kwargs: of the operation; the first is the gradient.
 
         Returns:
-            What the operation returns; NotImplemented: there is no such operation on shards.
+            The operation's result; NotImplemented if shards do not support it.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:

@@ -18,7 +18,7 @@ class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
     That runs before the optimizer's own, which then finds its param groups empty, and afterwards they are what they were. The
-    user's hooks and schedulers act as ever. After zeroshard was taken off, `step()` is refused.
+    user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.

@@ -334,7 +334,7 @@ class Precision:
     predivide_factor: float = 1.0
 
     def over_microbatches(self, count: int) -> Precision:
-        """The dtypes for steps of `count` microbatches. With one there is nothing to sum: gradients keep the dtype of the wire."""
+        """Return the dtypes for steps of `count` microbatches. With one, gradients keep their communication dtype."""
         if count > 1 or self.param_dtype is None or self.accumulate_dtype is not None:
             return self
         return replace(self, accumulate_dtype=self.reduce_dtype or self.param_dtype)

@@ -201,7 +201,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
-    """Raise where checksums do not cover a file, or a range lies in no file."""
+    """Raise if checksums do not cover a file, or a range lies outside of every file."""
     for file in manifest.files:
         chunks = -(-file.nbytes // manifest.chunk_nbytes)
         if len(file.checksums) != chunks:

@@ -1,4 +1,4 @@
-"""The transport: the operations between ranks that the rest of the package asks for, whatever carries them.
+"""The transport: the operations between ranks that the rest of the package uses, whatever carries them.
 
 A transport implements five: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. All others have a default that is
 right for every transport, and a transport overrides one of them where it can do better. Nobody asks which transport it is.
@@ -27,14 +27,14 @@ def nothing() -> None:
 
 
 class Sent:
-    """Memory that was lent to an operation: other ranks may read it in place after the operation has ended on this rank."""
+    """The memory lent to an operation. Other ranks may read it in place after the operation has ended on this rank."""
 
     def wait_released(self) -> None:
-        """Block until what was sent may be written to again."""
+        """Block until the sent memory may be written again."""
 
     @property
     def is_released(self) -> bool:
-        """Whether what was sent may be written to again."""
+        """Whether the sent memory may be written again."""
         return True
 
 
@@ -46,7 +46,7 @@ class Work(Sent, ABC):
         """Block until the data may be used on this stream. Raises `CollectiveError` when it cannot arrive."""
 
     def abandon(self) -> None:
-        """Block until nothing is written any more: the data is not wanted any longer."""
+        """Block until nothing is written any more, since the data is no longer needed."""
         with suppress(CollectiveError):
             self.wait()
 
@@ -92,7 +92,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` with rank `source`'s."""
+        """Overwrite `tensor` with that of rank `source`."""
 
     @abstractmethod
     def exchange(self, data: bytes, label: str) -> list[bytes]:
@@ -100,23 +100,23 @@ class Collectives(ABC):
 
     @abstractmethod
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        """Bring rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others give what they like."""
+        """Copy rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others pass any tensor."""
 
     # ------------------------------------------------------------------ when operations start and end
 
     def together(self) -> AbstractContextManager[None]:
-        """Launch what starts inside (of one kind, mostly) as one when it ends; none of it may be waited for inside.
+        """Launch operations that start inside, mostly of one kind, together at the end. None may be waited for inside.
 
         Every rank must enter it, also one that only sits out transfers.
         """
         return nullcontext()
 
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
-        """Cut operations that are ready at about the same time into launches: each starts when all of it is ready."""
+        """Group operations that are ready at about the same time into launches, each of which starts when all of it is ready."""
         return [(operation,) for operation in operations]
 
     def finish(self, works: Iterable[Work]) -> None:
-        """End all-gathers that would not end without a further call of this rank, since nobody may wait for them soon."""
+        """End all-gathers that need a further call of this rank, since no wait may follow soon."""
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
         """Return how many elements of reductions may be under way while the next gradients are made.
@@ -127,10 +127,10 @@ class Collectives(ABC):
         return 2 * _of_most(units)
 
     def wait_released(self, memory: Tensor | None = None) -> None:
-        """Block until no other rank reads what rests here (default: all of it), which is about to change."""
+        """Block until no other rank reads `memory` (default: all memory at rest), which is about to change."""
 
     def close(self) -> None:
-        """Give back what the operating system lent: sockets, threads."""
+        """Release sockets and threads."""
 
     # ------------------------------------------------------------------ memory
 
@@ -139,19 +139,19 @@ class Collectives(ABC):
         return torch.zeros(numel, dtype=dtype)
 
     def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return memory for parameters that rest, if other ranks read them best in memory of this transport."""
+        """Return memory for parameters at rest, if other ranks read them best in memory of this transport."""
         return None
 
     def sends_in_place(self, tensor: Tensor) -> bool:
-        """Whether a reduction sends the tensor from where it lies, without a copy."""
+        """Return whether a reduction sends the tensor in place, without a copy."""
         return True
 
     def is_lent_by_system(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory that `buffer` took from the operating system, and torch cannot give back."""
+        """Return whether the tensor is in memory that `buffer` took from the operating system and torch cannot free."""
         return False
 
     def discard(self, memory: Tensor) -> None:
-        """Give back the pages of such memory, all of it. Its content is undefined until it is written to."""
+        """Free the pages of a whole such tensor. Its content is undefined until it is written."""
         raise NotImplementedError
 
     def workspace_numel(self, rows: Tensor) -> int:
@@ -160,13 +160,13 @@ class Collectives(ABC):
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of scratch of its own."""
+        """The bytes of the transport's own scratch."""
         return 0
 
     # ------------------------------------------------------------------ sums
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of `dtype` are sent: sums of them are made in fp32 at least."""
+        """Return the dtype in which gradients of `dtype` are sent, so that sums are made in fp32 at least."""
         return dtype
 
     @property
@@ -190,23 +190,23 @@ class Collectives(ABC):
         return by_rank
 
     def data_rank(self, rank: int) -> int:
-        """Return the number of a rank among those that shard one model: its own, where all do."""
+        """Return the number of a rank among those that shard one model: its own, if all do."""
         return rank
 
     @property
     def inside(self) -> Collectives:
-        """The collectives of this host's ranks, whose rows lie together; these themselves where hosts make no difference."""
+        """The collectives of this host's ranks, whose rows are adjacent; this object if hosts make no difference."""
         return self
 
     @property
     def across(self) -> Collectives | None:
-        """The collectives of the ranks that hold the same rows, one on each host; None where hosts make no difference."""
+        """The collectives of the ranks that hold the same rows, one on each host; None if hosts make no difference."""
         return None
 
     # ------------------------------------------------------------------ messages
 
     def exchange_json(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's `value`, as JSON has it, in rank order."""
+        """Return every rank's `value`, converted by JSON, in rank order."""
         data = json.dumps(value).encode()
         lengths = self.exchange(len(data).to_bytes(8, "little"), f"the length of {label}")
         longest = max(int.from_bytes(length, "little") for length in lengths)
@@ -228,7 +228,7 @@ class Collectives(ABC):
 
     @final
     def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:
-        """Exchange `data` between ranks that must all go on in the same way.
+        """Exchange `data` between ranks that must all give the same `answer`.
 
         Raises:
             CollectiveError: they do not.
@@ -252,7 +252,7 @@ class Collectives(ABC):
     # ------------------------------------------------------------------ transports that are made of others
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        """Bring each row of `rows`, uint8 [world_size, n], to its rank; `received` is then what each rank had for this one.
+        """Send each row of `rows`, uint8 [world_size, n], to its rank. `received` gets each rank's row for this one.
 
         Part of a reduction, and counted as one. Each rank's own row stays where it is, and `received` has nothing for it. Both are
         busy until the work was waited for.
@@ -260,12 +260,12 @@ class Collectives(ABC):
         raise NotImplementedError
 
     def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Count and measure for another transport that is made of this one."""
+        """Use the counter and the clock of another transport that is made of this one."""
         self.sent = sent
         self.measure = measure
 
     def tell_failure(self) -> None:
-        """Let ranks that wait for this one know that a wait of it failed."""
+        """Notify ranks that wait for this one that a wait of it failed."""
 
     def control(self) -> Collectives:
         """Return connections of their own for small messages of CPU memory, beside these. Every rank must call it.
@@ -286,7 +286,7 @@ CHUNK_NUMEL = 1 << 16
 
 
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
-    """out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
+    """Compute out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
     if len(contributions) == 1 and divisor == 1.0:
         if accumulate:
             out.add_(contributions[0])

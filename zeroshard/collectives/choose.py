@@ -35,13 +35,13 @@ def create_collectives(
     within: Within | None = None,
     wire: Wire = EXACT,
 ) -> Collectives:
-    """The collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
+    """Make the collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
 
     Every rank of the group must call it.
 
     Args:
-        notice_seconds: after so long a wait is told, on stderr, with who is missing; default: 30, or what the environment
-            variable ZEROSHARD_NOTICE_SECONDS says.
+        notice_seconds: a wait of so many seconds is logged on stderr, with the missing ranks; default: 30, or the environment
+            variable ZEROSHARD_NOTICE_SECONDS.
         what: the operation that needs them, such as "shard()": named where a rank does not come.
         lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
             dear then uses the group's own: there is nothing to make, and nothing to close.
@@ -115,6 +115,6 @@ def _best(
 
 
 def _are_alike(hosts: list[list[int]], ranks: int) -> bool:
-    """Whether hosts are of one size, larger than one rank, and their members follow one another."""
+    """Return whether hosts have the same number of ranks, more than one, with consecutive members."""
     size = len(hosts[0]) if hosts else 1
     return size > 1 and hosts == [list(range(start, start + size)) for start in range(0, ranks, size)]

@@ -22,7 +22,7 @@ BLOCK_NUMEL = 256
 
 @dataclass(frozen=True)
 class Codes:
-    """How rows of one dtype are written as bytes.
+    """The encoding of rows of one dtype as bytes.
 
     Attributes:
         bits: of a code, 8 or 4.
@@ -78,7 +78,7 @@ class Codes:
         codes[..., start // 2 : start // 2 + pairs.shape[-2]].copy_(pairs[..., 0] | pairs[..., 1] << 4)
 
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
-        """Elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block, `high` ends one, or the row.
+        """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
 
         Of several rows [..., nbytes(numel)] alike, in as many launches.
         """
@@ -98,7 +98,7 @@ class Codes:
         return values
 
     def decode_into(self, coded: Tensor, row: Tensor) -> None:
-        """Set a row [n] to what its codes say."""
+        """Decode a row [n] from its codes."""
         for low, high in _chunks(row):
             row[low:high].copy_(self.decode(coded, row.numel(), low, high))
 

@@ -51,7 +51,7 @@ class Grouped(Collectives):
         """Lets those know of a wait that failed who wait for this rank over other connections."""
 
     def owns_watch(self) -> None:
-        """The watch ends with this object."""
+        """End the watch when this object ends."""
         self._end_watch = weakref.finalize(self, self.watch.close)
 
     def close(self) -> None:
@@ -74,13 +74,13 @@ class Grouped(Collectives):
             self.watch.leave()
 
     def follow(self, label: str) -> None:
-        """The current stream of the device, if it is one, will wait for `label`."""
+        """Let the watch observe that the device's current stream waits for `label`. A CPU has none."""
         if self._device.type != "cpu":
             event = torch.accelerator.current_stream(self._device).record_event()
             self.watch.follow(label, event.query)
 
     def _made(self, make: Callable[[], T]) -> T:
-        """An engine. Every member must come here."""
+        """Make an engine. Every member must call it."""
         with self.guarded("the others, to make connections"):
             Watch.forget(self.members.root, self.members.own)
             return make()
@@ -123,7 +123,7 @@ def _says_closed(error: BaseException) -> bool:
 
 
 def _closed_peers(works: Sequence[Posted]) -> set[int]:
-    """Members whose connections are closed.
+    """Return the members whose connections are closed.
 
     A wait that times out closes all connections of gloo's, so the others learn of the failure at once.
     """
@@ -138,7 +138,7 @@ def _closed_peers(works: Sequence[Posted]) -> set[int]:
 
 
 class Transfer(Work):
-    """The works of one operation, None until they `begin`. `land` is called when they are done."""
+    """The works of one operation, None until `begin`. `land` is called when they are done."""
 
     def __init__(
         self, collectives: Grouped, works: Sequence[Posted] | None, kind: str, label: str,
@@ -152,7 +152,7 @@ class Transfer(Work):
         self._failed: CollectiveError | None = None
 
     def begin(self, works: Sequence[Posted]) -> None:
-        """Note that the operations were launched."""
+        """Record the works of the launched operations."""
         self._works = works
 
     def wait(self) -> None:

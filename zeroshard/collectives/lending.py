@@ -12,7 +12,7 @@ from zeroshard.collectives.shared_file import SharedFile
 
 
 class Lent(NamedTuple):
-    """Memory that some peers have not read yet.
+    """The lent memory that some peers have not read yet.
 
     Attributes:
         readers: who has not.
@@ -72,12 +72,12 @@ class Lending:
 
     @property
     def copies_nbytes(self) -> int:
-        """Bytes of memory for copies, in use and free."""
+        """The bytes of memory for copies, in use and free."""
         used = [lent.room for lent in self._lent.values() if lent.room is not None]
         return sum(room.numel() for room in [*used, *self._rooms])
 
     def was_read(self, tag: int, reader: int) -> None:
-        """Note that a rank has read the offer."""
+        """Record that a rank has read the offer."""
         lent = self._lent.get(tag)
         if lent is None:
             return
@@ -88,11 +88,11 @@ class Lending:
                 self._rooms.append(lent.room)
 
     def was_read_by(self, tag: int, reader: int) -> bool:
-        """Whether a rank has read what was lent under a tag."""
+        """Return whether a rank has read the memory lent under a tag."""
         return tag not in self._lent or reader not in self._lent[tag].readers
 
     def readers(self, tag: int) -> list[int]:
-        """The peers that have not read it."""
+        """Return the peers that have not read it."""
         return sorted(self._lent[tag].readers) if tag in self._lent else []
 
     def tensor(self, tag: int) -> Tensor:
@@ -104,9 +104,9 @@ class Lending:
         return self._lent[tag].label
 
     def in_place(self) -> list[int]:
-        """The tags of what is no copy."""
+        """The tags of tensors that are lent in place."""
         return [tag for tag, lent in self._lent.items() if lent.room is None]
 
     def is_in_place(self, tag: int) -> bool:
-        """Whether something is lent under a tag, and is no copy."""
+        """Return whether a tensor is lent in place under a tag."""
         return tag in self._lent and self._lent[tag].room is None

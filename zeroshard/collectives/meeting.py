@@ -1,7 +1,7 @@
-"""Owns the way in which ranks of one host find and connect each other, or agree on the reason that they do not.
+"""Owns the connection between ranks of one host: they connect, or agree on the reason that they cannot.
 
-They find each other by addresses that the store tells; a word that only the store knows keeps strangers out. What one rank
-may not do, none does: every rank hears the same reason.
+They find each other by addresses in the store, and a secret in the store keeps other programs out. If one rank may not share
+memory, none does, and every rank gets the same reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.2
 
 
 class _Forsaken(OSError):
-    """Raised where another rank gave up; it has the reason."""
+    """The error when another rank gave up. That rank has the reason."""
 
 
 class Met(NamedTuple):
@@ -53,7 +53,7 @@ class Met(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Why ranks share no memory.
+    """The reason that ranks share no memory.
 
     Attributes:
         why: the same sentence on every rank.
@@ -121,7 +121,7 @@ def meet(members: Members) -> Met | Apart:
 
 
 def hosts_of(members: Members) -> list[list[int]]:
-    """Which members share a host, in their order. Every member must call it."""
+    """Return the members that share a host, in their order. Every member must call it."""
     return _grouped(_agree(members.counted_store("hosts"), members, "host", host_id()))
 
 
@@ -130,7 +130,7 @@ def _grouped(host_of: list[str]) -> list[list[int]]:
 
 
 def refusal_here() -> str:
-    """Why this process could not share memory with others of its host; empty where it could. For `zeroshard doctor`."""
+    """Return why this process cannot share memory with others of its host; empty if it can. For `zeroshard doctor`."""
     why_not = _refusal()
     if why_not:
         return why_not
@@ -196,7 +196,7 @@ def _connect(
     listener: socket.socket, members: Members, everyone: list[dict[str, str]], near: list[int],
     store: PrefixStore, sockets: dict[int, socket.socket],
 ) -> None:  # fmt: skip
-    """Each rank calls those before it, and is called by those after it. Into `sockets`, by rank."""
+    """Connect each rank to those before it, and accept those after it. Fill `sockets`, by rank."""
     deadline = time.monotonic() + members.timeout.total_seconds()
     for peer in (peer for peer in near if peer < members.rank):
         one = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -242,7 +242,7 @@ def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[i
 
 
 def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:
-    """Every rank's descriptor to every other. Into `windows`, by rank."""
+    """Send every rank's descriptor to every other. Fill `windows`, by rank."""
     for one in sockets.values():
         with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, as will be found below
             socket.send_fds(one, [b"zeroshard"], [descriptor])

@@ -41,7 +41,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a process group of the user's.
+    """The ranks of one of the user's process groups.
 
     Attributes:
         ranks: of all ranks, in the group's order.
@@ -71,7 +71,7 @@ class Members:
         timeout: timedelta = parent._get_backend(known[0]).options._timeout
         config = dist.distributed_c10d.get_backend_config(parent)
         backends = dict(part.split(":") for part in config.split(",") if ":" in part)
-        # Tensors on the CPU travel over gloo, also where the group's backend serves accelerators alone; those of an accelerator
+        # Tensors on the CPU are sent over gloo, even if the group's backend serves only accelerators; those of an accelerator
         # that the group does not serve pass through CPU memory.
         through_cpu = device.type == "cpu" or "gloo" in backends.values()
         backend = backends.get(device.type, "gloo" if through_cpu else config)
@@ -103,7 +103,7 @@ class Members:
 
     @property
     def is_subgroup(self) -> bool:
-        """Whether there are other ranks."""
+        """Whether ranks outside of the group exist."""
         return len(self.ranks) < self.world
 
     @property
@@ -116,10 +116,10 @@ class Members:
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
 
     def gloo(self) -> dist.ProcessGroupGloo:
-        """Connections over gloo, which go when the object goes. Every member must call it; it waits for them.
+        """Make gloo connections, which end with the object. Every member must call it; it waits for them.
 
         torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
-        number would wait for each other under different names, and what a subgroup holds is never given back. The store
+        number would wait for each other under different names, and a subgroup's resources are never freed. The store
         counts instead, for these members and each of them, so any ranks may make groups in any order.
         """
         return dist.ProcessGroupGloo(self.counted_store("gloo"), self.rank, len(self.ranks), self.timeout)
@@ -131,7 +131,7 @@ class Members:
         return PrefixStore(f"{family}/{number}", self.store)
 
     def registered(self) -> dist.ProcessGroup:
-        """A group of the members' own backend, which torch makes and registers. Every member must call it."""
+        """Make a group of the members' own backend, registered with torch. Every member must call it."""
         options: dict[str, Any] = {}
         if list(self.ranks) != sorted(self.ranks):
             if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -149,7 +149,7 @@ class Members:
 
 
 def refuse_split(members: Members) -> None:
-    """Raise where torch would make communicators for some ranks by splitting that of all, which waits for all.
+    """Raise if torch would make communicators for some ranks by splitting that of all, which waits for all.
 
     Raises:
         UsageError: they are some ranks of a world whose backend is bound to a device and splits.

@@ -30,7 +30,7 @@ _SUMS_ALONE = ("gloo", "mpi")
 
 
 class _Launch(NamedTuple):
-    """A collective that is to be launched."""
+    """A collective that will be launched."""
 
     output: Tensor
     input: Tensor
@@ -38,7 +38,7 @@ class _Launch(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """An end of a transfer that is to be started."""
+    """One end of a transfer that will be started."""
 
     operation: dist.P2POp
     peer: int
@@ -46,7 +46,7 @@ class _Move(NamedTuple):
 
 
 class _OnDevice(Transfer):
-    """The host goes on: that the device still waits is for the watch to see."""
+    """A transfer for which only the device waits, observed by the watch, while the host continues."""
 
     def wait(self) -> None:
         super().wait()
@@ -205,7 +205,7 @@ class Native(Grouped):
         return transfer
 
     def _move(self, moves: list[_Move], label: str) -> None:
-        """Send and receive, all at once: one after the other each pair of ranks would need a communicator of its own."""
+        """Send and receive all at once. One by one, each pair of ranks would need a communicator of its own."""
         with self.guarded(label):
             works = dist.batch_isend_irecv([move.operation for move in moves])
         one_each = len(works) == len(moves)  # or one for all
@@ -231,7 +231,7 @@ class Native(Grouped):
 
 
 class _Names(NamedTuple):
-    """A group's methods, by torch 2.13's name and the one before."""
+    """The names of a group's method: torch 2.13's, and the one before."""
 
     one: tuple[str, str]
     several: tuple[str, str]
@@ -249,7 +249,7 @@ _NAMES = {
 
 
 def _method(group: dist.ProcessGroup, names: tuple[str, str]) -> Any:
-    """The group's own methods, as in `PointToPoint`: of several tensors there is no public function."""
+    """Return a group's own method, as in `PointToPoint`: torch has no public function for several tensors."""
     return getattr(group, names[0], None) or getattr(group, names[1])
 
 

@@ -1,7 +1,7 @@
 """Owns the connections between the ranks of one host: messages under tags, and news of ended processes.
 
-A connection is a pair of unix sockets. The kernel orders what is written to memory before a message is sent, and what is
-read after it came, on every processor; and it tells at once of a process that is gone.
+A connection is a pair of unix sockets. The kernel orders writes to memory before a message is sent, and reads after it
+arrived, on every processor. It also reports an ended process at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _STUCK_HEAD = struct.Struct("<Q")
 LIMIT = 1 << 16
 """Bytes of one message at most."""
 READ = 1 << 63
-"""The bit of a tag that says: what was offered under the rest of it was read."""
+"""The bit of a tag for a report that the offer under the rest of the tag was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """Messages of a rank about itself: it has finished; a wait of it failed; it waits for this one, of which it has heard so much."""
 _STUCK_SECONDS = 1.0
 
 
 class Lost(RuntimeError):
-    """Ranks of this host cannot be heard any longer.
+    """The error when ranks of this host no longer send messages.
 
     Attributes:
         peers: those whose process is gone.
@@ -99,7 +99,7 @@ class Neighbours:
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send, and return False where the peer has finished: it needs nothing more, and its earlier messages can be read."""
+        """Send, and return False if the peer has finished. It needs nothing more, and its earlier messages can be read."""
         try:
             self.send(peer, tag, data)
         except Lost:
@@ -126,12 +126,12 @@ class Neighbours:
                 raise self._lost(peer, error.strerror or str(error)) from error
 
     def tell_read(self, peer: int, tag: int) -> None:
-        """Tell a peer that its offer was read. The peer may be gone since."""
+        """Notify a peer, which may have ended, that its offer was read."""
         with suppress(Lost):
             self.send(peer, tag | READ)
 
     def receive(self, peer: int, tag: int, label: str) -> bytes:
-        """Block until bytes under this tag have come.
+        """Block until bytes under this tag have arrived, and return them.
 
         Args:
             label: what is waited for, for the other side.
@@ -148,7 +148,7 @@ class Neighbours:
         return found
 
     def block(self, peer: int, is_over: Callable[[], bool], label: str) -> None:
-        """Block until what this rank says of the messages that came is true. Raises as `receive` does."""
+        """Block until `is_over`, which checks the received messages, returns True. Raise as `receive` does."""
         if is_over():
             return
         self._drain(peer)
@@ -165,14 +165,14 @@ class Neighbours:
             self._take_in(min(self._timeout - waited, self._timeout if told else _STUCK_SECONDS) + 0.001)
 
     def _refuse_silence(self, peer: int) -> None:
-        """Raise where this rank would wait for this peer in vain."""
+        """Raise if this rank would wait for this peer in vain."""
         self._refuse_absent(peer)
         stuck = self._stuck.get(peer)
         if stuck is not None and stuck.heard == self._sent[peer]:
             raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
 
     def _refuse_absent(self, peer: int) -> None:
-        """Raise where a process is gone, or this one takes part in nothing any longer."""
+        """Raise if a process ended, or this peer no longer takes part."""
         if self._dead:
             raise self._lost(min(self._dead), "its process is gone")
         if peer in self._finished | self._failed:
@@ -182,7 +182,7 @@ class Neighbours:
         return Lost(f"Connection closed by peer [{peer}] ({why})", frozenset(self._dead))
 
     def _take_in(self, timeout: float) -> None:
-        """Read what has come; wait for something for so many seconds."""
+        """Wait at most `timeout` seconds for messages, and read them."""
         for descriptor, _ in self._poll.poll(timeout * 1000):
             peer = self._peer_of.get(descriptor)
             if peer is None:
@@ -198,7 +198,7 @@ class Neighbours:
             self._dead.add(peer)
 
     def _drain(self, peer: int) -> None:
-        """Read what a peer has sent."""
+        """Read all messages that a peer has sent."""
         one = self._sockets[peer]
         while one.fileno() in self._peer_of:
             try:
@@ -206,7 +206,7 @@ class Neighbours:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # told once, before what was sent earlier: the other side closed with messages of ours unread
+                continue  # raised once, before earlier messages are read: the other side closed with messages of ours unread
             except OSError:
                 message = b""
             if not message:
@@ -234,7 +234,7 @@ class Neighbours:
                 self._inbox[peer][tag].append(data)
 
     def tell_failure(self) -> None:
-        """A wait of this rank failed: who waits for it need not wait until the timeout."""
+        """Notify peers that a wait of this rank failed, so that they need not wait for it until the timeout."""
         for peer, one in self._sockets.items():
             if peer not in self._dead:
                 with suppress(OSError):

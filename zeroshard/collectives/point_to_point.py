@@ -52,7 +52,7 @@ class PointToPoint(Grouped):
         super().close()
 
     def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
-        """A number that only the same operation of the same bucket carries, on every rank; `name` is that of a message."""
+        """Return the next tag of an operation on a bucket, which is the same on every rank. `name` is that of a message."""
         channel = bucket * 3 + kind
         self._sequence[channel] += 1
         number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
@@ -145,7 +145,7 @@ class PointToPoint(Grouped):
         return [found[rank] for rank in range(self.world_size)]
 
     def exchange_with_peers(self, data: bytes, label: str) -> dict[int, bytes]:
-        """Every peer's `data`, of the same length."""
+        """Return every peer's `data`, which has the same length."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = {peer: torch.empty_like(own) for peer in self.peers}
         self.sent["exchange"] += own.nbytes * len(self.peers)
@@ -170,7 +170,7 @@ def _copied(send: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _landing(receive: dict[int, Tensor]) -> tuple[dict[int, Tensor], Callable[[], None]]:
-    """CPU memory instead of tensors, and the copy to them when everything has arrived."""
+    """Return CPU memory instead of tensors, and the function that copies it to them when everything has arrived."""
     landing = {peer: _host_memory(tensor) for peer, tensor in receive.items()}
     return landing, partial(_bring, landing, receive)
 

@@ -71,7 +71,7 @@ class _RoundedMean(Reduction):
             sum_into(parts, self._divisor, out[low:high], accumulate)
 
     def _decoded(self, low: int, high: int) -> list[Tensor]:
-        """Elements [low, high) of each rank's row; this rank's own is undefined."""
+        """Return elements [low, high) of each rank's row. This rank's own is undefined."""
         numel = self._own_row.numel()
         if self._incoming.device.type != "cpu":
             return list(self._codes.decode(self._incoming, numel, low, high).unbind())

@@ -29,7 +29,7 @@ class Told(NamedTuple):
 
 
 def spell(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 2-5`."""
+    """Return text such as `rank 3` or `ranks 0, 2-5`."""
     ordered = sorted(ranks)
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
     runs = [ordered[low:high] for low, high in pairwise(cuts)]
@@ -38,7 +38,7 @@ def spell(ranks: Iterable[int]) -> str:
 
 
 def sentence(own: int, seconds: float, text: str, ranks: Sequence[int], others: Mapping[int, Told]) -> str:
-    """The line of a wait that lasts. Ranks are those of all."""
+    """Return the line for a long wait. Ranks are global."""
     waiting = defaultdict[str, list[int]](list)
     for rank, told in others.items():
         waiting[told.text].append(rank)

@@ -1,7 +1,7 @@
 """Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all.
 
 The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
-matter. It is sparse: pages exist from their first use on, and are given back with the tensor that used them.
+matter. It is sparse: pages exist from their first use on, and are freed with the tensor that used them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def reserved_nbytes() -> int:
-    """Addresses of one file: as many as this host has memory. They cost nothing until they are used."""
+    """Return the size of the address range of one file: this host's memory. Unused addresses cost nothing."""
     return -(-os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PAGE) * _PAGE
 
 
 class SharedFile:
-    """Memory of this process that others may read. A process that is forked from it does not have it.
+    """The memory of this process that others may read. A forked process does not have it.
 
     Attributes:
-        descriptor: of the file, to be handed to the other ranks; -1 once it is closed.
+        descriptor: the file's descriptor, which the other ranks receive; -1 once it is closed.
 
     Raises:
         OSError: the system does not allow it.
@@ -48,12 +48,12 @@ class SharedFile:
         _unmap_with(self, self._base, self._size)
         self._end, self._process, self._is_closed = 0, os.getpid(), False
         self._free: list[tuple[int, int]] = []
-        """(start, bytes) of ranges that were given back, by start; neighbours are one."""
+        """The freed ranges as (start, bytes), by start; adjacent ones are merged."""
         self._returned = deque[tuple[int, int]]()
         """The ranges that the garbage collector has reported since, in any thread."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor of zeros. Its pages are given back with the last tensor that looks at them.
+        """Return a 1-D tensor of zeros. Its pages are freed with the last tensor that views them.
 
         Raises:
             MemoryError: it would be more than the host has.
@@ -68,7 +68,7 @@ class SharedFile:
         return torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype)
 
     def discard(self, tensor: Tensor) -> None:
-        """Give back the pages of a whole tensor that `empty` gave. Its content is undefined until it is written to."""
+        """Free the pages of a whole tensor from `empty`. Its content is undefined until it is written."""
         self._discard(tensor.data_ptr() - self._base, -(-tensor.nbytes // _PAGE) * _PAGE)
 
     def _discard(self, start: int, nbytes: int) -> None:
@@ -76,7 +76,7 @@ class SharedFile:
             ctypes.memset(self._base + start, 0, nbytes)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the offset in the file of a tensor's first element; None where it is no memory of the file's."""
+        """Return the offset in the file of a tensor's first element; None if it is not in the file."""
         offset = tensor.data_ptr() - self._base
         return offset if 0 <= offset < self._end else None
 
@@ -101,13 +101,13 @@ class SharedFile:
         self._returned.append((start, nbytes))
 
     def hand_over(self) -> None:
-        """Close the descriptor: every rank has it."""
+        """Close the descriptor, after every rank received it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def close(self) -> None:
-        """Take nothing more from the buffer. Rows that others still read stay until they are done."""
+        """Stop allocation from the file. Rows that others still read stay until they are done."""
         self.hand_over()
         self._is_closed = True
 
@@ -141,7 +141,7 @@ class Window:
         self.close = _unmap_with(self, self._base, size)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """The other rank's elements, 1-D, not to be written to. Valid as long as the window."""
+        """Return the other rank's elements, 1-D and read-only, valid as long as the window."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = numel * dtype.itemsize
@@ -168,7 +168,7 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 
 def _unmap_with(owner: object, address: int, size: int) -> weakref.finalize[..., object]:
-    """The map goes with its owner."""
+    """Unmap the file when its owner ends."""
     finalizer = weakref.finalize(owner, _unmap, os.getpid(), address, size)
     finalizer.atexit = False
     return finalizer

@@ -52,7 +52,7 @@ class Offer(NamedTuple):
 
 
 class NotShared(Exception):
-    """The ranks cannot share memory; says why, in the same words on every rank.
+    """The error when ranks cannot share memory. Its reason is the same text on every rank.
 
     Attributes:
         hosts: the members of each host, where nothing but their number is in the way.
@@ -151,14 +151,14 @@ class SharedMemory(Grouped):
     # ------------------------------------------------------------------ offers
 
     def tag(self, bucket: int, kind: int) -> int:
-        """A number that only the same operation of the same bucket carries, on every rank."""
+        """Return the next tag of an operation on a bucket, which is the same on every rank."""
         channel = bucket * 4 + kind
         self._sequence[channel] += 1
         number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
         return self.watch.operation_code << _OPERATION_SHIFT | number
 
     def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
-        """Let these ranks read a contiguous tensor. Returns whether in place: then it must stay as it is until `wait_read(tag)`."""
+        """Let these ranks read a contiguous tensor. If it returns True, they read in place until `wait_read(tag)`: do not write."""
         readers = sorted(peers)
         offset, in_place = self._lending.lend(tensor, tag, readers, label)
         for peer in readers:
@@ -168,7 +168,7 @@ class SharedMemory(Grouped):
         return in_place and self.is_lent(tag)
 
     def wait_read(self, tag: int) -> None:
-        """Block until everybody has read what was offered under this tag."""
+        """Block until all peers have read the offer under this tag."""
         for peer in self._lending.readers(tag):
             label = f"the readers of {self._lending.label(tag)}"
             with self.guarded(label, peer):
@@ -196,11 +196,11 @@ class SharedMemory(Grouped):
                 self.wait_read(tag)
 
     def is_lent(self, tag: int) -> bool:
-        """Whether anybody still reads in place what was offered under this tag."""
+        """Return whether a peer may still read the offer under this tag in place."""
         return self._made_lending is not None and self._made_lending.is_in_place(tag)
 
     def offered(self, peer: int, tag: int, nbytes: int, label: str) -> Offer:
-        """Wait for a rank's offer of so many bytes. `view` shows it; `release` reports that it was read."""
+        """Wait for a rank's offer of `nbytes`. `view` returns its elements, and `release` reports that it was read."""
         with self.guarded(label, peer):
             found = Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
             if found.nbytes != nbytes:
@@ -212,7 +212,7 @@ class SharedMemory(Grouped):
         return self._here.windows[peer].view(offer.offset + start * dtype.itemsize, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
-        """Note that an offer was read."""
+        """Report to its rank that an offer was read."""
         with self.guarded(label, peer):
             self._here.neighbours.tell_read(peer, tag)
 
@@ -224,7 +224,7 @@ class SharedMemory(Grouped):
         return super().failure(label, error, peer, works, gone or (error.peers if isinstance(error, Lost) else ()))
 
     def tell_failure(self) -> None:
-        """A wait of this rank failed: who waits for it need not wait until the timeout."""
+        """Notify peers that a wait of this rank failed, so that they need not wait for it until the timeout."""
         if self._met is not None:
             self._met.neighbours.tell_failure()
 
@@ -247,7 +247,7 @@ class SharedMemory(Grouped):
         return gather
 
     def was_read(self, gather: SharedGather) -> None:
-        """Whether nothing of it is left to be read."""
+        """Forget a gather of which everything was read."""
         self._unread.discard(gather)
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
@@ -272,7 +272,7 @@ class SharedMemory(Grouped):
         return _DONE
 
     def _move(self, tensor: Tensor, source: int, targets: Sequence[int], kind: str, label: str) -> None:
-        """Bring one rank's tensor to others, piece by piece, and wait until it is there."""
+        """Copy one rank's tensor to others, piece by piece, and wait until it has arrived."""
         if tensor.numel() == 0 or (self.rank != source and self.rank not in targets):
             return
         # Ranks that sit out a transfer do not count it: a broadcast has a channel of its own.
@@ -356,17 +356,17 @@ class SharedGather(Work):
             self._read(wanted=False)
 
     def rests_in(self, memory: Tensor) -> bool:
-        """Whether this rank's own row lies in this memory."""
+        """Return whether this rank's own row is in this memory."""
         return self._own is not None and _overlap(self._own, memory)
 
     def read_early(self) -> None:
-        """Read the others' rows now, to be put where they belong in `wait`: that place may have no memory yet."""
+        """Copy the others' rows now. `wait` puts them into the rows, which may have no memory yet."""
         for peer in [peer for peer in self._left if peer not in self._early]:
             self._early[peer] = self._view(peer).clone()
             self._collectives.release(peer, self._tag, self._label)
 
     def _view(self, peer: int) -> Tensor:
-        """Wait for a rank's row, where that rank has it. It needs only the rows' shape: they may have no memory."""
+        """Wait for a rank's row, and return a view of that rank's memory. The rows need only a shape, no memory."""
         numel = self._rows.shape[1]
         dtype = self._rows.dtype
         offer = self._collectives.offered(peer, self._tag, numel * dtype.itemsize, self._label)
@@ -457,5 +457,5 @@ _DONE = _Done()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share memory."""
+    """Return whether two tensors share memory."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

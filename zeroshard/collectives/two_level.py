@@ -46,7 +46,7 @@ Crossing = Callable[[Collectives], Reducer]
 
 
 class OneHost(Exception):
-    """Raised where there is only one host, so that nothing crosses."""
+    """The error when there is only one host, so that nothing crosses."""
 
 
 class TwoLevel(Grouped):
@@ -166,11 +166,11 @@ class TwoLevel(Grouped):
         return _Gather(self, rows, bucket, label)
 
     def start_across(self, rows: Tensor, bucket: int, label: str) -> Work:
-        """Fill this rank's block."""
+        """Start to fill this rank's block."""
         return self._across.all_gather(self._row(self._blocks(rows)[self._place]), bucket, f"{label} across hosts")
 
     def start_inside(self, rows: Tensor, bucket: int, label: str) -> Work:
-        """Fill the other blocks."""
+        """Start to fill the other blocks."""
         return self._inside.all_gather(self._blocks(rows), bucket, f"{label} inside the host")
 
     def workspace_numel(self, rows: Tensor) -> int:
@@ -206,7 +206,7 @@ class TwoLevel(Grouped):
         return found
 
     def _where(self, rank: int) -> tuple[int, int]:
-        """(host, place)."""
+        """Return a rank's (host, place)."""
         return next((number, host.index(rank)) for number, host in enumerate(self._hosts) if rank in host)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -230,7 +230,7 @@ class TwoLevel(Grouped):
 
 
 class CrossingCount(Counter[str]):
-    """Counts what crosses between hosts in another count, under names of its own."""
+    """A counter of bytes between hosts, which it adds to another counter under names of its own."""
 
     def __init__(self, whole: Counter[str]) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _Gather(Work):
 
 
 class _Mean(Reduction):
-    """A reduction that crosses when the next one has started, or it is waited for."""
+    """A reduction that crosses hosts when the next one has started, or when it is waited for."""
 
     def __init__(
         self, across: Reducer, inside: Reduction, partial: Tensor, workspace: Tensor, bucket: int, label: str
@@ -272,7 +272,7 @@ class _Mean(Reduction):
         self._crossing: Reduction | None = None
 
     def cross(self) -> None:
-        """Wait for the sum inside, and start to bring it across."""
+        """Wait for the sum inside the host, and start to reduce it across hosts."""
         if self._crossing is None:
             self._inside.finish(self._partial.view(-1), accumulate=False)
             self._crossing = self._across.reduce_scatter(
@@ -300,7 +300,7 @@ def _wide(rows: Tensor) -> torch.dtype:
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:
-    """The members of each host, where so many neighbours are one.
+    """Return the members of each host, if `within` neighbours are one host.
 
     Raises:
         UsageError: they are not so many.

@@ -1,7 +1,7 @@
 """Owns the watch over waits: long waits, and the operations that they wait for, shared through the store.
 
-One thread for each watch, beside the training: it alone speaks with the store, over a connection of its own, so that a
-store that does not answer never blocks a rank.
+Each watch has one thread beside the training. Only this thread uses the store, over a connection of its own, so that a store that
+does not answer never blocks a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroshard.uncaught import is_users
 NOTICE_SECONDS = 30.0
 NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
 REPEAT_SECONDS = 300.0
-"""A wait that goes on is spoken of again, but not often."""
+"""The seconds until a continuing wait is logged again."""
 REPORT_SECONDS = 5.0
 """How long a rank whose wait failed waits for the others' word."""
 
@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.05
 
 
 def notice_seconds_from(given: float | None) -> float:
-    """The seconds until a wait is spoken of: as given, or as the environment has it, or 30. Infinity is never.
+    """Return the seconds until a wait is logged: as given, or from the environment, or 30. Infinity means never.
 
     Raises:
         UsageError: they are not a positive number.
@@ -77,12 +77,12 @@ def spelled(operation: str | None, label: str) -> str:
 
 
 def code_of(name: str) -> int:
-    """A number from 1 to 15 for a name, but for what is in quotes in it: that may be another on each rank."""
+    """Return a number from 1 to 15 for a name, ignoring it from the first quote on, where ranks may differ."""
     return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
 
 
 def place_of(thread: int) -> str:
-    """The innermost line of the user's program that a thread is in, as `train.py:12`; "" where there is none."""
+    """Return the innermost line of the user's program that a thread runs, as `train.py:12`; "" if there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -113,10 +113,10 @@ class Watch:
     """See the module's docstring.
 
     Args:
-        store: that all members reach. What is told is kept by rank of all ranks, so that it tells of other groups too.
+        store: a store that all members reach. Messages are kept by global rank, so that they cover other groups, too.
         ranks: the members, by rank of all.
         own: this process.
-        notice_seconds: after so long a wait is told.
+        notice_seconds: a wait of so many seconds is logged.
         device: the accelerator on whose events the members wait; None: on none.
     """
 
@@ -156,7 +156,7 @@ class Watch:
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """Waits of this thread inside belong to `name`; the outermost name counts."""
+        """Attribute this thread's waits inside the block to `name`. The outermost name counts."""
         if self.operation_name is not None:
             yield
             return
@@ -167,17 +167,17 @@ class Watch:
             self._operations.name = None
 
     def enter(self, label: str) -> None:
-        """Note that this thread begins to wait."""
+        """Record that this thread begins to wait."""
         self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic())
 
     def leave(self) -> None:
-        """Note that this thread waits no longer."""
+        """Record that this thread no longer waits."""
         self._waits.pop(threading.get_ident(), None)
 
     def follow(self, label: str, is_over: Callable[[], bool]) -> None:
-        """The device will wait for `label`, while this thread goes on: reported as a wait is, until it `is_over`.
+        """Report that the device waits for `label` while this thread continues, until `is_over` returns True.
 
-        A backend that gives up may end the process: so this is told before.
+        A backend that gives up may end the process, so the wait is reported before.
         """
         wait = Wait(self.operation_name, label, time.monotonic())
         with self._behind_lock:
@@ -189,7 +189,7 @@ class Watch:
             self._behind.popleft()
 
     def _present(self) -> list[Wait]:
-        """The waits of all threads, and what the device waits for, if anything."""
+        """Return the waits of all threads, and the first wait of the device, if any."""
         with self._behind_lock:
             self._drop_what_is_over()
             behind = [self._behind[0][0]] if self._behind else []
@@ -201,7 +201,7 @@ class Watch:
         return Told(spelled(operation, label), True, operation, place_of(threading.get_ident()))
 
     def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
-        """Tell the others that a wait failed, and learn what they wait for, by rank of all.
+        """Report a failed wait to the others, and return their messages by global rank.
 
         It takes a few seconds where they do not answer, or the store does not; who is missing in the result said nothing.
 
@@ -252,7 +252,7 @@ class Watch:
     _is_connected = False
 
     def _connect(self, store: Store) -> None:
-        """A connection of its own: a client that waits for a key keeps everybody else from the store."""
+        """Make a connection of its own: a client that waits for a key blocks all others on its connection."""
         try:
             self._store = store.clone()  # type: ignore[attr-defined]
         except (AttributeError, NotImplementedError, RuntimeError):
@@ -264,7 +264,7 @@ class Watch:
         return min(self._notice_seconds, NOTICE_SECONDS) / _LOOKS
 
     def _stagger(self) -> float:
-        """Ranks that began to wait together speak in their order: the first of them is the only one."""
+        """Return this rank's delay. Of ranks that began to wait together, only the first then logs."""
         return self._tick * self.ranks.index(self._own) / len(self.ranks)
 
     def _nap(self) -> float:
@@ -296,7 +296,7 @@ class Watch:
             )
 
     def _may_speak(self) -> bool:
-        """Whether no other rank of the group has just spoken."""
+        """Return whether this rank may log: no other rank of the group has just done so."""
         before = self._read(self._notice_key)
         if before and time.time() - json.loads(before)["time"] < REPEAT_SECONDS:
             return False
@@ -334,7 +334,7 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _read_others(self, known: Sequence[int] = ()) -> dict[int, Told]:
-        """Return the other members' messages, except those that are known."""
+        """Return the other members' messages, except of `known` ranks."""
         found = {}
         for rank in self.ranks:
             if rank != self._own and rank not in known:

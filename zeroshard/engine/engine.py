@@ -177,7 +177,7 @@ class Engine(Saving, Readers, nn.Module):
         return self._step(lambda: self.lr_scheduler.step(**(lr_kwargs or {})))
 
     def _step_of_optimizer(self) -> StepReport:
-        """`optimizer.step()`: its caller moves the scheduler."""
+        """Run `optimizer.step()` without advancing the scheduler."""
         if not self._ends_step:
             raise UsageError(
                 f"optimizer.step() in microbatch {self._microbatches.count + 1} of {self.gradient_accumulation_steps()}: call "
@@ -412,7 +412,7 @@ class Engine(Saving, Readers, nn.Module):
         self.resolved = replace(self.resolved, batch=changed)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set another number of samples in each microbatch, between steps; their number in a step stays."""
+        """Change the samples per microbatch, between steps. The number of microbatches stays the same."""
         if micro_batch_size < 1:
             raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): it must be 1 or more.")
         if self._microbatches.count:

@@ -14,7 +14,7 @@ from zeroshard.step.sharded_step import ShardedStep
 class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine. Its `step()` is the engine's, without the scheduler's; the rest is the user's optimizer.
 
-    Groups, states, hooks and state dicts are the very ones of the user's optimizer, to which every other name leads.
+    Groups, states, hooks and state dicts are those of the user's optimizer. All other attributes are forwarded to it.
     """
 
     def __init__(

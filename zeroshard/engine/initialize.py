@@ -49,7 +49,7 @@ def initialize(
         collate_fn: for the loader.
         config: a path, a dict or any Mapping.
         dist_init_required: initialise torch.distributed; default: where a launcher's environment names several ranks, see `launch`.
-        auto: values for keys that are "auto" in the config and that only you know: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
+        auto: values that you must give for keys that are "auto" in the config: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
             A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
         group: the data-parallel process group; default: all ranks.
         attributes: a class whose properties the parameters show beside their own, see `shard`.

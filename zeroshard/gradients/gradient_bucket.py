@@ -2,7 +2,7 @@
 
 For a bucket of n elements on one of W ranks (S = n / W)
 there is, where gradients are not sharded, a tensor [W, S]: this rank's sum between microbatches, then the mean; where they are, the
-mean [S] of this rank's shard alone. What one microbatch gives is gathered in scratch, or taken as autograd made it.
+mean [S] of only this rank's shard. A microbatch's gradients are collected in scratch, or taken as autograd made them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Microbatch:
 
 @dataclass
 class _Flight:
-    """A reduction in flight: until it lands, its scratch is busy.
+    """A reduction in flight. Its scratch is busy until it lands.
 
     Attributes:
         stays: its sum stays on the accelerator: another microbatch comes.
@@ -111,7 +111,7 @@ class _Flight:
 
 
 class _Release(Transfer):
-    """The scratch of an operation is free when other ranks have read it."""
+    """The transfer that ends when other ranks have read the scratch of an operation."""
 
     def __init__(self, sent: Sent) -> None:
         self._sent = sent
@@ -166,7 +166,7 @@ class GradientBucket:
         return torch.zeros(self._shape, dtype=dtype, device=device)
 
     def _make_shards(self, parameters: ParameterBucket, context: Context) -> tuple[Shard, ...]:
-        """The ranges that this rank updates: its own, or all of them where the optimizer is unsharded."""
+        """Make the shards that this rank updates: its own, or all of them if the optimizer is unsharded."""
         policy = context.policy
         storages = context.storages
         step = storages.step(policy)
@@ -192,7 +192,7 @@ class GradientBucket:
 
     @property
     def is_ready(self) -> bool:
-        """Every parameter of the bucket has its gradient of this microbatch, or will have none."""
+        """Whether every parameter of the bucket has its gradient of this microbatch, or will have none."""
         return not self._microbatch.missing or self._microbatch.is_closed
 
     @property
@@ -206,16 +206,16 @@ class GradientBucket:
 
     @property
     def has_unreduced(self) -> bool:
-        """A gradient arrived in this microbatch that no reduction has taken yet."""
+        """Whether a gradient of this microbatch has arrived that no reduction has taken yet."""
         return self._microbatch.whole is not None
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a reduction of it was started and not finished."""
+        """Whether a reduction of the bucket was started and not finished."""
         return self._flight is not None
 
     def add_gradients(self, gradients: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Take this rank's gradients of several parameters, each flattened and with its place, in this microbatch.
+        """Add this rank's gradients of several parameters, each flattened and with its place, in this microbatch.
 
         No reduction of the bucket is in flight: its scratch would be busy.
         """
@@ -251,7 +251,7 @@ class GradientBucket:
             foreach_copy_(targets, parts)
 
     def local_sum(self, index: int) -> Tensor | None:
-        """Return this rank's sum so far of one parameter's gradient, 1-D, where all of it is here and nothing was reduced yet."""
+        """Return this rank's sum so far of one parameter's gradient, 1-D, if all of it is here and was not reduced yet."""
         if self.holds is not Holds.LOCAL_SUM or index not in self._summed:
             return None
         assert self._rows is not None
@@ -259,7 +259,7 @@ class GradientBucket:
         return self._rows.view(-1)[piece.start : piece.start + piece.numel]
 
     def _room_for(self, piece: Piece, gradient: Tensor) -> Tensor | None:
-        """Scratch for the microbatch's gradient; None where the bucket lies inside this one, and is reduced from there."""
+        """Return scratch for the microbatch's gradient; None if the bucket is part of `gradient`, and is reduced from there."""
         now = self._microbatch
         if now.whole is None:
             is_bucket = piece.numel == self.layout.numel and gradient.dtype == self._dtypes.reduce
@@ -279,19 +279,19 @@ class GradientBucket:
 
     @property
     def _sums_before_reducing(self) -> bool:
-        """Gradients are summed over microbatches first and over ranks once; what comes after that, like sharded ones."""
+        """Whether gradients are summed over microbatches before one reduction. Later ones are reduced like sharded gradients."""
         return not self._policy.gradients.sharded and self.holds in (Holds.NOTHING, Holds.LOCAL_SUM)
 
     # ------------------------------------------------------------------ over ranks
 
     @property
     def nbytes_away(self) -> int:
-        """The bytes of this rank's mean, where it does not rest on the accelerator."""
+        """The bytes of this rank's mean if it does not rest on the accelerator, or 0."""
         gradient = self._own.gradient
         return 0 if gradient.memory_in(self._accelerator) is not None else gradient.nbytes
 
     def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool = False) -> bool:
-        """Every gradient of the microbatch is here (a missing one counts as zeros): start the reduction.
+        """Start the reduction of the microbatch's gradients. Missing ones count as zeros.
 
         Returns whether one was started: unsharded gradients wait for the last microbatch. None is in flight.
 
@@ -336,7 +336,7 @@ class GradientBucket:
         return self._borrow(self.layout.numel).view(self._shape).copy_(self._rows)
 
     def finish_reduction(self) -> None:
-        """Block until the mean over ranks, if any is on its way, is in this rank's shard; scratch goes back to the pool."""
+        """Block until the mean over ranks, if one is in flight, is in this rank's shard, and return scratch to the pool."""
         if self._flight is None:
             return
         self.wait_gather()  # it still reads the shard that is about to change, and another will follow
@@ -379,7 +379,7 @@ class GradientBucket:
             self._pool.release(own, after)
 
     def write_sum(self) -> None:
-        """Bring a mean that stayed on the accelerator to where it rests."""
+        """Write a mean that stayed on the accelerator to its slot at rest."""
         if self._sum is not None:
             self._own.squares = sum_of_squares(self._sum)
             self._own.gradient.write(self._sum)
@@ -393,7 +393,7 @@ class GradientBucket:
         self._flight = None
 
     def _wait_released(self) -> None:
-        """The rows are about to be written to."""
+        """Wait until other ranks have read the rows, before these are written."""
         if self._lent is not None:
             self._lent.wait_released()
             self._lent = None
@@ -414,7 +414,7 @@ class GradientBucket:
             self._gathering = None
 
     def forget(self) -> None:
-        """A new step begins, or this one broke off: nothing of it is wanted any longer."""
+        """Drop all gradients, since a new step begins or this one broke off."""
         self.wait_gather()  # it would write into the next step's sums
         if self._flight is not None:  # its transfers still write to the scratch
             scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)
@@ -444,17 +444,17 @@ class GradientBucket:
                 flat[piece.start : piece.start + piece.numel].zero_()
 
     def tensors(self) -> list[Tensor]:
-        """The gradients at rest that live, as far as they are the accelerator's memory."""
+        """Return the gradients at rest that are allocated in the accelerator's memory."""
         slots = [shard.gradient for shard in self.shards]
         found = [slot.memory_in(self._accelerator) for slot in slots if slot.buffer is None or slot.buffer.nbytes]
         return [memory for memory in found if memory is not None]
 
     def buffers(self) -> list[FlatBuffer]:
-        """Return the memory among these that can be given back and has a content."""
+        """Return the buffers of gradients at rest that have a content and can be freed."""
         found = [shard.gradient.buffer for shard in self.shards if not shard.gradient.is_empty]
         return [buffer for buffer in found if buffer is not None]
 
 
 def _part(piece: Piece, gradient: Tensor) -> Tensor:
-    """Return what lies in the piece of a flattened gradient."""
+    """Return the piece's part of a flattened gradient."""
     return gradient[piece.parameter_start : piece.parameter_start + piece.numel]

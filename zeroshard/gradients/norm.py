@@ -26,7 +26,7 @@ PLACED_NUMEL = 1 << 20
 
 
 def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of squares of each of several 1-D tensors, as fp64 of shape []."""
+    """Return the sum of squares of each of several 1-D tensors, as fp64 of shape []."""
     found: dict[int, Tensor] = {}
     for alike in _by_kind(flats):
         found |= zip(map(id, alike), _sums_of_squares(alike), strict=True)
@@ -34,7 +34,7 @@ def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Apart by device and dtype: one kernel takes those that are alike."""
+    """Group tensors by device and dtype, since one kernel takes those of one kind."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for flat in flats:
         found.setdefault((flat.device, flat.dtype), []).append(flat)
@@ -99,14 +99,14 @@ def clip_coefficient(total_norm: float, max_norm: float) -> float:
 
 
 def norm_of(squares: Tensor) -> float | Tensor:
-    """The norm, of the sums of squares by number of shard, [world_size]. On an accelerator a tensor of shape []."""
+    """Return the norm from sums of squares by number of shard, [world_size]. On an accelerator it is a tensor of shape []."""
     if squares.device.type == "cpu":
         return math.sqrt(sum(squares.tolist()))
     return squares.sum().sqrt()
 
 
 def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
-    """Return the factor for scaled gradients, so that their norm is at most `max_norm`; 1 where the norm is not finite.
+    """Return the factor for scaled gradients, so that their norm is at most `max_norm`; 1 if the norm is not finite.
 
     Args:
         norm: of the gradients without their scale.
@@ -121,7 +121,7 @@ def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: flo
 
 
 def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
-    """Multiply in place; a number 1 touches nothing. A tensor of shape [] is on the same device."""
+    """Multiply in place, except by the number 1. A tensor of shape [] is on the same device."""
     if not isinstance(coefficient, Tensor) and coefficient == 1.0:
         return
     for alike in _by_kind(flats):
@@ -135,6 +135,6 @@ def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
 
 
 def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order of shards, wherever each lies (with a ratio below 1, on two devices)."""
+    """Return the sum in the order of shards, which may be on two devices (with a ratio below 1)."""
     device = parts[0].device
     return torch.stack([part.to(device) for part in parts]).sum()

@@ -1,4 +1,4 @@
-"""Owns the order in which buckets are reduced, and how many reductions travel at once.
+"""Owns the order in which buckets are reduced, and the number of reductions in flight.
 
 [Note: order]
 Collectives of one kind must start in the same order on every rank. Gradients become complete in an order that may differ (a rank
@@ -48,7 +48,7 @@ class Reductions:
         limit_numel: elements of buckets that may be under way while the next gradients are made, or one bucket; 0 waits for each at
             once.
         overlap: gathers run behind the computation. Off: each is waited for where it starts.
-        in_turn: a unit's reductions start when it is closed: several are brought together inside a backward.
+        in_turn: a unit's reductions start when it is closed, since several units are gathered inside a backward.
         accelerator: asked for room, where gradients rest elsewhere. See [Note: room].
         pool: the buckets'.
     """
@@ -89,7 +89,7 @@ class Reductions:
     # ------------------------------------------------------------------ one microbatch
 
     def start_ready(self, buckets: Sequence[GradientBucket]) -> None:
-        """These may have become complete: start to reduce what is, and has its turn."""
+        """Start to reduce those of these buckets that are complete and have their turn."""
         if not self._is_agreed:
             groups = dict.fromkeys(self._order[self._position[bucket]] for bucket in buckets)
             self._completed.update(dict.fromkeys(group for group in groups if self._may_start(group)))
@@ -101,7 +101,7 @@ class Reductions:
         return all(bucket.is_closed for bucket in group) if self._in_turn else _is_ready(group)
 
     def close(self, buckets: Sequence[GradientBucket]) -> None:
-        """Their unit's backward is over on every rank that has come this far: what it did not give counts as zeros."""
+        """Close a unit's buckets when its backward ended, at the same point on every rank: missing gradients count as zeros."""
         closed = [bucket for bucket in buckets if self._position[bucket] >= self._next]
         for bucket in closed:
             bucket.close()
@@ -109,7 +109,7 @@ class Reductions:
             self.start_ready(buckets)
 
     def end_microbatch(self) -> None:
-        """Reduce the rest of this microbatch's gradients, in the fixed order: all of them are here."""
+        """Reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         for group in self._order[self._next :]:
             self._reduce(group)
         for bucket in self._buckets():
@@ -121,7 +121,7 @@ class Reductions:
         return chain.from_iterable(self._order)
 
     def _look_for_room(self) -> None:
-        """Decide what of the accelerator's memory this step takes for speed. See [Note: room]."""
+        """Decide how much of the accelerator's memory this step uses for speed. See [Note: room]."""
         away = sum(bucket.nbytes_away for bucket in self._buckets())
         numel = sum(bucket.layout.numel for bucket in self._buckets())
         if not away:
@@ -207,7 +207,7 @@ class Reductions:
         self._is_agreed = True
 
     def forget(self) -> None:
-        """zero_grad(), or a backward that broke off: nothing of this step is wanted any longer, nor what went wrong with it."""
+        """Drop this step's gradients and errors, at `zero_grad()` or after a backward that broke off."""
         for bucket in self._buckets():
             bucket.forget()
         self._keeps_sums = None

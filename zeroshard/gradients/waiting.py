@@ -1,4 +1,4 @@
-"""Owns the gradients of one unit that wait for each other until their buckets take them.
+"""Owns the waiting gradients of one unit, which their buckets take together.
 
 The way of one gradient through hooks, schedule, unit and bucket takes a CPU as long as the copy of some 10,000 elements. So small
 gradients go that way together. The first that waits goes through all but the bucket; those that follow join it by a short way, in
@@ -21,9 +21,9 @@ TAKEN_AT_ONCE = 1 << 16
 
 
 class Waiting:
-    """Gradients by parameter, and which parameters gave one. See the module's docstring.
+    """The waiting gradients by parameter, and the parameters that have one. See the module's docstring.
 
-    A parameter's hook refers to this, and must not own what owns the parameter: here are no parameters, buckets or units.
+    A parameter's hook refers to this object, so it holds no parameters, buckets or units, which own the parameter.
 
     Args:
         count: parameters that the unit has.
@@ -42,20 +42,20 @@ class Waiting:
         self._backward: Callable[[], object] = _none
 
     def add(self, index: int, gradient: Tensor) -> bool:
-        """Keep the gradient of parameter `index`; return whether it is time to take all that wait."""
+        """Keep the gradient of parameter `index`. Return whether it is time to take all waiting gradients."""
         self.gradients[index] = gradient
         self.received.add(index)
         self._numel += gradient.numel()
         return self._numel >= self._limit or len(self.received) == self._count
 
     def let_join(self, backward: Callable[[], object]) -> None:
-        """Others may join those that wait, for as long as `backward` does not return None: as long as that backward may end."""
+        """Let gradients join until `backward` returns None, when that backward can no longer end."""
         self._backward = backward
 
     def joining(
         self, index: int, otherwise: Callable[[Tensor], None], ordinary: type[nn.Parameter]
     ) -> Callable[[Tensor], None]:
-        """Return a hook for parameter `index`: its gradient joins those that wait, where nobody needs to hear of it.
+        """Return a hook for parameter `index` that adds its gradient to the waiting ones, if no other code must handle it.
 
         Args:
             otherwise: the hook that is called where somebody does: by the first gradient of several, the unit's last, one that
@@ -95,7 +95,7 @@ class Waiting:
         return join
 
     def take(self) -> dict[int, Tensor]:
-        """Return the gradients that waited."""
+        """Remove and return the waiting gradients."""
         taken = dict(self.gradients)
         self.gradients.clear()
         self._numel = 0

@@ -1,8 +1,7 @@
 """Owns the grouping of parameters into buckets: finds the units of any model.
 
-Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks), in models
-without preparation. All other parameters, and those that several units share (tied weights), belong to the root. `Units` overrides
-it.
+Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks). The model needs no
+preparation. All other parameters, and those that several units share (tied weights), belong to the root. `Units` overrides it.
 """
 
 from __future__ import annotations
@@ -62,22 +61,22 @@ class NamedParameter:
 
     @property
     def local(self) -> Tensor:
-        """What this rank shows of it."""
+        """Return this rank's local tensor of it."""
         return local_of(self.parameter) if self.is_distributed else self.parameter.data
 
     def show(self, values: Tensor) -> None:
-        """Have it look at these values."""
+        """Point the parameter at these values."""
         if self.is_distributed:
             show_local(self.parameter, values)
         else:
             self.parameter.data = values
 
     def as_parameter(self, local: Tensor) -> Tensor:
-        """Make a tensor that is distributed as the parameter is, of what this rank has of it."""
+        """Wrap this rank's part in a DTensor with the parameter's placements; an ordinary tensor stays as it is."""
         return distributed_as(self.parameter, local) if self.is_distributed else local
 
     def own_part(self, gradient: Tensor) -> Tensor:
-        """Return this rank's part of a gradient. All ranks of a DTensor must call it: a sum over them may still have to be made."""
+        """Return this rank's part of a gradient. All ranks of a DTensor must call it: it may run a sum over them."""
         return part_as(self.parameter, gradient) if self.is_distributed else gradient
 
 

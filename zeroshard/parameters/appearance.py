@@ -43,48 +43,48 @@ class Owner(Protocol):
     """The unit of a parameter, as these classes know it."""
 
     def before_read(self, parameter: Tensor, what: str) -> None:
-        """Make the parameter's values current for an operation, or raise by name."""
+        """Make the parameter's values current for an operation, or raise an error that names the parameter."""
 
     def taken_gradient(self, parameter: Tensor) -> str | None:
-        """The parameter's fqn, where it got a gradient in this step, which is in `parameter.grad` no longer."""
+        """Return the parameter's fqn if its gradient of this step was taken out of `parameter.grad`."""
 
     def local_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The gradient that this rank has summed over microbatches, where it lies in one piece of the parameter's dtype."""
+        """Return this rank's gradient, summed over microbatches, if it is one piece in the parameter's dtype."""
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on the gradient that was taken. NotImplemented: there is none of this name."""
+        """Run one of torch's operations on the taken gradient. Return NotImplemented for an unknown name."""
 
     def replace_gradient(self, parameter: Tensor) -> None:
-        """The user set the parameter's `grad`, to None or another."""
+        """Note that the user set the parameter's `grad`, to None or to another tensor."""
 
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary copy with the true values; copies of the unit's other parameters go into `memo`."""
+        """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`."""
 
 
 DATA: Any = torch.Tensor.data
 
 
 def grad_of(parameter: Tensor) -> Tensor | None:
-    """Return the tensor that autograd, or the user, has put into `parameter.grad`."""
+    """Return the tensor that autograd or the user stored in `parameter.grad`."""
     with past_torch_function():
         gradient: Tensor | None = GRAD.__get__(parameter)
     return gradient
 
 
 def forget_grad(parameter: Tensor) -> None:
-    """Take it out, without a word to the parameter's owner."""
+    """Clear `parameter.grad` without notifying the parameter's owner."""
     with past_torch_function():
         GRAD.__set__(parameter, None)
 
 
 def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
-    """The class of parameters whose values are here: the `ordinary` one, unless they show `attributes`. Copies are ordinary."""
+    """Return the class of unsharded parameters: `ordinary`, or a subclass of it with `attributes`. Copies are ordinary."""
     # Parameters of a dry run have no values.
     if attributes is None or ordinary not in (nn.Parameter, distributed_class()):
         return ordinary
 
     class Whole(attributes, ordinary):  # type: ignore[misc, valid-type]
-        """A parameter with more attributes. Operations on it cost nothing more."""
+        """A parameter with more attributes. Operations on it have no overhead."""
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -97,7 +97,7 @@ def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Param
 
 
 def notes_data(note: Callable[[], None]) -> type:
-    """Make attributes for `whole_class`: `note` is called when the user reads `data`, and may from then on write unseen."""
+    """Make attributes for `whole_class` that call `note` when the user reads `data`: later writes through it leave no trace."""
 
     class NotesData:
         @property
@@ -117,12 +117,12 @@ def notes_data(note: Callable[[], None]) -> type:
 def classes_of(
     owner: Owner, whole: type[nn.Parameter] = nn.Parameter, ordinary: type[nn.Parameter] = nn.Parameter
 ) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """(the class of parameters whose values are away or arriving, the class of those whose gradient was taken)"""
+    """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken."""
     shown: dict[int, Tensor] = {}
     """By `id` of a parameter, what its `grad` is while its gradient is taken."""
 
     class Taken(whole):  # type: ignore[misc, valid-type]
-        """An `nn.Parameter` whose `grad` says where the gradient is. Operations on it cost nothing more."""
+        """An `nn.Parameter` whose `grad` stands for a gradient that lies in shards. Operations on it have no overhead."""
 
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -178,7 +178,7 @@ def classes_of(
             return self.__reduce_ex__(protocol)
 
     class Away(Taken):
-        """Every torch operation that touches it comes here first, whatever reference it has."""
+        """A parameter without values: every torch operation on it calls `__torch_function__` first, by whatever reference."""
 
         @classmethod
         def __torch_function__(
@@ -203,7 +203,7 @@ def classes_of(
         return Away, Taken
 
     class AwayDistributed(Away):
-        """The methods of DTensors that are no operations of torch, and look at the local tensor, come here."""
+        """A DTensor without values: its methods that are not torch operations, and read the local tensor, are intercepted."""
 
         def to_local(self, **kwargs: Any) -> Tensor:
             return self._read("to_local", **kwargs)
@@ -235,7 +235,7 @@ def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
 
 
 def _is_there_already(touched: list[Any], args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether `parameter.to(...)` is the parameter itself, as `module.to(device)` asks for each."""
+    """Return whether `parameter.to(...)` would return the parameter itself; `module.to(device)` asks this for each."""
     with past_torch_function():
         return len(touched) == 1 and torch.Tensor.to(*args, **(kwargs or {})) is args[0]
 
@@ -308,7 +308,7 @@ def _is_one_for_all(args: tuple[Any, ...]) -> bool:
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Do what torch.amp.GradScaler asks of all gradients of a device: report a value that is not finite, and multiply."""
+    """Run torch.amp.GradScaler's operation on all gradients of a device: report values that are not finite, and multiply."""
     largest = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients if gradient.numel()]
     if not all(torch.isfinite(each) for each in largest):
         found_inf.fill_(1.0)
@@ -378,13 +378,13 @@ class Appearance:
 
     @property
     def placeholders(self) -> Tensor | None:
-        """The data of parameters whose values are away: one NaN for each. None: their values never leave."""
+        """The data of parameters without values, one NaN for each; None if their values never leave."""
         return self._placeholders
 
     # ------------------------------------------------------------------ what they look at
 
     def show_views(self) -> None:
-        """Show the values, where placeholders, or tensors of the user's own, were shown."""
+        """Show the values again, instead of placeholders or of tensors that the user assigned."""
         lost = self._lost_writes()
         self._become(self.whole_class)
         for entry, view in zip(self._named, self._views, strict=True):
@@ -398,7 +398,7 @@ class Appearance:
         self._versions = self.versions()
 
     def hide(self) -> None:
-        """Hide the values: every reader comes to `before_read`."""
+        """Hide the values, so that every read calls `before_read`."""
         if self._absent_views is None:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
@@ -410,9 +410,9 @@ class Appearance:
         self._become(self._away_class)
 
     def outdate_saved(self) -> None:
-        """The values are gone: a parameter that autograd saved where no hook of ours saw it is not read as NaN: torch raises.
+        """Outdate parameters that autograd saved outside of our hooks, so that torch raises instead of a read of NaN.
 
-        Not while somebody looks at views: torch would make their gradients anew, from what the parameter shows now.
+        Not while the user has views: torch would rebuild their gradient functions from the data that the parameter shows now.
         """
         for entry in self._named:
             torch.autograd.graph.increment_version(entry.parameter)
@@ -420,17 +420,17 @@ class Appearance:
         self._versions = self.versions()
 
     def make_readers_wait(self) -> None:
-        """The values arrive while Python goes on."""
+        """Make readers wait for values that arrive while Python continues."""
         self._become(self._away_class)
 
     def show_taken(self, used: Iterable[int]) -> None:
-        """The gradients of the `used` parameters are all taken: `parameter.grad` says where they are."""
+        """Show a `TakenGradient` as `grad` of the `used` parameters, whose gradients were all taken."""
         self._shown_taken = set(used)
         self._in_use = False
         self._exchange(self.whole_class, self._taken_class)
 
     def show_ordinary(self) -> None:
-        """The end of `show_taken`."""
+        """End `show_taken`."""
         self._exchange(self._taken_class, self.whole_class)
         self._shown_taken = set()
 
@@ -440,19 +440,19 @@ class Appearance:
         self._exchange(self._taken_class, self.whole_class)
 
     def end_use(self) -> None:
-        """The end of `begin_use`."""
+        """End `begin_use`."""
         self._in_use = False
         self._exchange(self.whole_class, self._taken_class)
 
     def _exchange(self, before: type[nn.Parameter], after: type[nn.Parameter]) -> None:
-        """Change the class of the parameters that `show_taken` shows; nearly always there are none."""
+        """Change the class of the parameters that `show_taken` shows. Usually there are none."""
         for index in self._shown_taken:
             parameter = self._named[index].parameter
             if type(parameter) is before:
                 parameter.__class__ = after
 
     def release(self) -> None:
-        """Ordinary parameters, each in a storage of its own."""
+        """Make the parameters ordinary again, each in a storage of its own."""
         self._shown_taken = set()
         self._become(self._ordinary)
         for entry in self._named:
@@ -466,27 +466,27 @@ class Appearance:
 
     @property
     def tells_readers(self) -> bool:
-        """Whether no parameter is of a class of the user's own, whose readers cannot be seen."""
+        """Whether all parameters are of zeroshard's classes. Reads of a user's own class cannot be intercepted."""
         return all(type(entry.parameter) in self._ours for entry in self._named)
 
     # ------------------------------------------------------------------ who writes
 
     def versions(self) -> list[int]:
-        """Counts of in-place writes of the user's, by parameter."""
+        """Return the number of the user's in-place writes to each parameter."""
         count = writes_of if self._is_distributed else version_of
         return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
 
     def begin_look(self) -> list[int]:
-        """Start to count writes, until `end_look`: from the counts as they are now, or as `settle` last left them."""
+        """Start to count writes, until `end_look`. `settle` resets the counts to compare with."""
         self._looks.append(self.versions())
         return self._looks[-1]
 
     def end_look(self, look: list[int]) -> None:
-        """The end of a `begin_look`."""
+        """End a `begin_look`."""
         self._looks = [other for other in self._looks if other is not look]
 
     def settle(self) -> None:
-        """Count all writes so far as known: no open look reports them as a change."""
+        """Mark all writes so far as seen: no open look reports them as a change."""
         for look in self._looks:
             look[:] = self.versions()
 
@@ -503,7 +503,7 @@ class Appearance:
             self._own_writes[index] += 1
 
     def take_written(self) -> set[int]:
-        """Which parameters somebody wrote to in place, or gave another tensor as data, since this was last asked."""
+        """Return the parameters that were written in place, or were assigned another `.data`, since the last call."""
         written = self.take_new_data()
         now = self.versions()
         if now != self._versions:
@@ -518,7 +518,7 @@ class Appearance:
         return not is_same_memory(shown, view) and bool(view.numel())
 
     def take_new_data(self) -> set[int]:
-        """Take tensors that the user assigned as `.data`: their values are the parameters'. Returns which."""
+        """Copy tensors that the user assigned as `.data` into the parameters' memory. Return the indices of these parameters."""
         found = set()
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             if self._has_new_data(index):
@@ -540,7 +540,7 @@ class Appearance:
         self._expected_grad = [entry.parameter.requires_grad for entry in self._named]
 
     def refuse_unfrozen(self, optimized: set[int]) -> None:
-        """Raise where a frozen parameter of the optimizer takes gradients now: nobody would reduce them, nor update it."""
+        """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced."""
         for index, entry in enumerate(self._named):
             parameter = entry.parameter
             if parameter.requires_grad and not self._expected_grad[index] and id(parameter) in optimized:
@@ -550,11 +550,11 @@ class Appearance:
                 )
 
     def refuse_lost_writes(self) -> None:
-        """Raise where somebody wrote to a parameter while it showed a placeholder: what rests did not change."""
+        """Raise if a parameter was written while it showed a placeholder: its values at rest did not change."""
         self._refuse_lost(self._lost_writes())
 
     def _lost_writes(self) -> list[str]:
-        """The fqns of the parameters whose placeholders were written to (torch brings `set_` to no class)."""
+        """Return the fqns of parameters whose placeholders were written (torch calls no `__torch_function__` for `set_`)."""
         if self._placeholders is None or not self._versions:
             return []
         now = self.versions()

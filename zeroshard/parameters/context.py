@@ -22,10 +22,10 @@ from zeroshard.storage.storages import Storages
 
 @dataclass
 class Live:
-    """The figures that change while a model trains, and that all its units share.
+    """The values that change while a model trains and that all its units share.
 
     Attributes:
-        numel: elements of sharded units that are unsharded now, and will be given back.
+        numel: elements of sharded units that are unsharded now, and will be resharded.
         parked: the model states that are away until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
@@ -41,7 +41,7 @@ class Live:
     data_was_read: bool = False
 
     def note_data(self) -> None:
-        """Note that the user read some parameter's `data`."""
+        """Record that the user read a parameter's `data`."""
         self.data_was_read = True
 
 
@@ -84,13 +84,13 @@ class Context:
         return self.precision.resolve(own_dtype, self.collectives.sum_dtype)
 
     def close(self) -> None:
-        """Give back connections, memory and files."""
+        """Release connections, memory and files."""
         self.collectives.close()
         self.others.close()
         self.storages.close()
 
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        """Make the flat buffer for a unit's parameters. Memory that is sharded at rest comes and goes all the time."""
+        """Make the flat buffer for a unit's parameters. If they are sharded at rest, it is allocated for each use."""
         return self.storages.accelerator.flat_buffer(
             f"parameters of {label}", numel, dtype, comes_and_goes=self.policy.parameters.sharded
         )

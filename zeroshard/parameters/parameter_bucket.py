@@ -1,4 +1,4 @@
-"""The bytes of parameters: what rests on this rank, and the way from there to the unsharded rows and back.
+"""The bytes of parameters: the shard at rest on this rank, and the copies from it to the unsharded rows and back.
 
 Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
 
@@ -7,7 +7,7 @@ Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
                        holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
 
 and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: what rests, and the
-master weights. They are one slot where the dtype allows, and where the policy has master weights rest alone (`rests_as_masters`):
+master weights. They are one slot where the dtype allows, and where the policy keeps only master weights (`rests_as_masters`):
 then these are rounded on their way to the rows.
 """
 
@@ -124,7 +124,7 @@ class ParameterBucket:
     # ------------------------------------------------------------------ together
 
     def unshard(self, make_room: Callable[[], None] | None = None) -> None:
-        """Start to gather the parameters: they are about to be used.
+        """Start to all-gather the parameters for their next use.
 
         Args:
             make_room: gives the rows their storage when they need it, which may be as late as in `wait_unsharded`. Default: they
@@ -134,7 +134,7 @@ class ParameterBucket:
             self._bring("all-gather of", make_room)
 
     def sync(self) -> None:
-        """The optimizer has updated what rests on this rank: bring what the others hold of it up to date."""
+        """Start to send this rank's updated shard to the ranks that hold a copy of it."""
         if self._resting is None and self._policy.optimizer.sharded:
             self._bring("all-gather of updated")
         self._spread("updated")
@@ -153,7 +153,7 @@ class ParameterBucket:
         self._gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", own, prepare)
 
     def _spread(self, what: str) -> None:
-        """Start to send this rank's changed row of the block to the ranks of other hosts that hold it, and theirs here."""
+        """Start to exchange changed rows of the block with the ranks of other hosts that hold the same block."""
         if self._resting is None or self._replicas is None:
             return
         self.settle()
@@ -167,19 +167,19 @@ class ParameterBucket:
                 self._spreading = spreading
 
     def settle(self) -> None:
-        """Block until what other hosts have updated has arrived where it rests."""
+        """Block until updates of other hosts have arrived in the block at rest."""
         if self._spreading is not None:
             self._spreading.wait()  # which raises again where it did before
             self._spreading = None
 
     def reload(self) -> None:
-        """This rank's row is what rests, wherever that is."""
+        """Set this rank's row to the values at rest, in whichever memory these are."""
         if not self._rows_are_at_rest:
             self.start_reload()
             self._finish_reload()
 
     def start_reload(self) -> None:
-        """Start to bring this rank's part from where it rests to its row."""
+        """Start to copy this rank's part from its slot at rest to its row."""
         if self._reloading is None:
             self.settle()
             self._reloading = (self._resting or self.own_rest).read(self._own_block)
@@ -191,7 +191,7 @@ class ParameterBucket:
             reloading.wait(self.rows.device)
 
     def abandon_unshard(self) -> None:
-        """Forget a gather of the unit that failed: nothing is on its way any longer."""
+        """Abandon a failed gather of the unit: afterwards no transfer is in flight."""
         with suppress(StorageError):
             self._finish_reload()
         if self._gathering is not None:
@@ -199,7 +199,7 @@ class ParameterBucket:
         self._reloading = self._gathering = None
 
     def prefetch(self) -> None:
-        """The shard at rest is needed soon."""
+        """Start to read the shard at rest, which is needed soon."""
         if self._resting is not None:
             self._resting.prefetch()
 
@@ -217,7 +217,7 @@ class ParameterBucket:
     # ------------------------------------------------------------------ who owns a written value
 
     def take_rows(self, *, masters: bool = True) -> None:
-        """The unsharded parameters were written to on this rank: what rests here, and the `masters`, follow."""
+        """Copy unsharded parameters that were written on this rank to the slots and, with `masters`, to the master weights."""
         self.settle()
         if not self._rows_are_at_rest:
             for rank, rest in self._held.items():
@@ -231,19 +231,19 @@ class ParameterBucket:
                     self._take_row(master, self.rows[rank])
 
     def take_rests(self) -> None:
-        """The master weights follow what rests here."""
+        """Copy the parameters at rest here to the master weights."""
         for rank, master in self.masters.items():
             if master is not self.rests[rank]:
                 with self.rests[rank].borrowed(self._accelerator, self._pool) as row:
                     self._take_row(master, row)
 
     def _take_row(self, master: Slot, new: Tensor) -> None:
-        """A master keeps its digits where the value in the parameter's own dtype is what it was."""
+        """Write new values to a master weight, which keeps its digits wherever its rounded value equals the new one."""
         with master.borrowed(self._accelerator, self._pool, write=True) as old:
             torch.where(new == old.to(new.dtype), old, new.to(old.dtype), out=old)
 
     def take_hidden_writes(self) -> bool:
-        """Compare the parameters with the master weights beside them, which follow where they differ. Returns whether they did.
+        """Compare the parameters with separate master weights, and update these where they differ. Return whether any did.
 
         This finds writes that no version counter shows. It reads both, and an accelerator ends its work first.
         """
@@ -259,25 +259,25 @@ class ParameterBucket:
         return found
 
     def take_own_row(self) -> None:
-        """The unsharded parameters leave: where they are the master weights, what the user did to them stays."""
+        """Save unsharded parameters that are their own master weights, so that the user's writes persist when they leave."""
         for rank, master in self.masters.items():
             if master is self.rests[rank]:
                 master.write(self.rows[rank])
 
     def take_parameters(self, source: int) -> None:
-        """The unsharded parameters were changed on rank `source`: make its values everybody's, at rest and in the masters."""
+        """Broadcast rank `source`'s unsharded parameters to all ranks, and store them at rest and in the master weights."""
         self._collectives.broadcast(self.rows, source)
         self.take_rows()
 
     def take_owners_rows(self) -> None:
-        """The unsharded parameters were changed, on some ranks or all: of each element, its owner's value becomes everybody's.
+        """Give every rank the owner's value of each element, after writes to unsharded parameters on any ranks.
 
         Every rank must call it.
         """
         self._collectives.all_gather(self.rows, self.number, f"all-gather of written {self.label}").wait()
 
     def take_owners_masters(self) -> None:
-        """Where every rank updates all master weights beside the parameters, take each from its owner.
+        """Take each master weight from its owner, if every rank updates all of them and they are separate from the parameters.
 
         Another rank may have taken a written row into its own masters already, and so have lost their digits. Every rank must
         call it.
@@ -306,12 +306,12 @@ class ParameterBucket:
                 replicas.broadcast(values)
 
     def take_masters(self, *, regather: bool) -> None:
-        """The master weights were set: what rests follows, and, where the parameters are unsharded now, they do."""
+        """Copy master weights that were set to the parameters at rest and, with `regather`, to the unsharded ones."""
         for rank, master in self.masters.items():
             if master is not self.rests[rank]:
                 with master.borrowed(self._accelerator, self._pool) as values:
                     # no test can miss this wait: `Slot.write` asks for it. What rests beside master weights is of another
-                    # dtype, so a cast copy travels, and nobody reads the scratch that is given back next.
+                    # dtype, so a cast copy is sent, and nothing reads the scratch that is released next.
                     self.rests[rank].write(values).wait(values.device)
         self._spread("set")
         if regather:
@@ -319,7 +319,7 @@ class ParameterBucket:
             self.wait_unsharded()
 
     def differs_from_rest(self) -> bool:
-        """Whether unsharded parameters are no longer what rests, on any rank. Where they are sharded, every rank must ask."""
+        """Return whether unsharded parameters differ from those at rest on any rank. If sharded, every rank must call it."""
         if self._resting is None:
             return False
         self.settle()
@@ -339,21 +339,21 @@ class ParameterBucket:
 
     @property
     def own_shard(self) -> int:
-        """The number of the shard that is this rank's."""
+        """The number of this rank's shard."""
         return self._collectives.shard
 
     @property
     def is_sharded_at_rest(self) -> bool:
-        """Whether only a part of the parameters rests here."""
+        """Whether this rank keeps only a part of the parameters at rest."""
         return self._resting is not None
 
     @property
     def has_copies(self) -> bool:
-        """Whether parameters rest beside their master weights: these are tensors of their own."""
+        """Whether the master weights are tensors separate from the parameters at rest."""
         return any(master is not self.rests[rank] for rank, master in self.masters.items())
 
     def tensors(self, kind: str) -> list[Tensor]:
-        """The tensors at rest, "parameters" or "master", as far as they are the accelerator's memory."""
+        """Return the tensors at rest, "parameters" or "master", that are in the accelerator's memory."""
         if kind == "parameters":
             whole = [] if self.is_sharded_at_rest else [self.rows]
             return whole + self._in_memory(self.rests.values())
@@ -365,30 +365,30 @@ class ParameterBucket:
 
 
 def _shows(row: Tensor, master: Tensor) -> bool:
-    """Whether a row is its master weights in its own dtype. NaN is what it is."""
+    """Return whether a row equals its master weights, rounded to its dtype. NaN equals a NaN of the same bits."""
     parts = zip(row.split(CHUNK_NUMEL), master.split(CHUNK_NUMEL), strict=True)
     return all(torch.equal(shown.view(torch.int16), kept.to(row.dtype).view(torch.int16)) for shown, kept in parts)
 
 
 class Away(ABC):
-    """How parameters come back to the flat buffer, and leave it."""
+    """The way of parameters into the flat buffer and out of it."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start to gather them."""
+        """Start to bring the parameters into the flat buffer."""
 
     def land(self) -> None:
-        """Block until what `start` began has arrived; the buckets' all-gathers are waited for elsewhere."""
+        """Block until the transfers of `start` have arrived, except all-gathers, which the buckets wait for."""
         return
 
     @abstractmethod
     def leave(self, *, changed: bool) -> None:
-        """Bring them to where they rest, if they `changed` since they came, and give the storage back."""
+        """Copy the parameters to their place at rest if they `changed` since `start`, and free the storage."""
 
 
 @final
 class ShardedAway(Away):
-    """The way of parameters of which every rank has only its shard between uses."""
+    """The way of parameters that are sharded between uses."""
 
     def __init__(
         self, flat: FlatBuffer, buckets: Sequence[ParameterBucket], live: Live, collectives: Collectives
@@ -423,13 +423,13 @@ class ShardedAway(Away):
         self.dismiss()
 
     def dismiss(self) -> None:
-        """Stop counting the unsharded memory as live: it is the user's, and will not be given back."""
+        """Stop counting the unsharded memory as live."""
         self._live.numel -= self._flat.tensor.numel()
 
 
 @final
 class InCpuMemory(Away):
-    """The way of parameters that rest in CPU memory between steps, on every rank; a reader brings them back, without other ranks.
+    """The way of parameters that are whole in CPU memory between steps. A read copies them back without other ranks.
 
     Attributes:
         slot: where they rest.

@@ -5,8 +5,8 @@ torch.compile reads Python once, and runs what it made of it wherever its guards
 how many hooks a module has. What our hooks do changes from step to step, so it never becomes part of a graph:
 
 - Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
-- Hooks of the parts inside (a Linear of a block) have nothing to do while the unit is whole: they are passed by, and a block is
-  one graph. What keeps that true is a guard of torch's: a parameter that is away is of another class, and the code is read anew.
+- Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
+  one graph. torch guards this: a parameter without values is of another class, so torch traces the code again.
 - Parameters are of one class whenever a module that uses them runs, see `Appearance.begin_use`. So alike blocks share one graph.
 """
 
@@ -42,7 +42,7 @@ _NEAREST = 12
 
 
 def refuse_cuda_graphs(model: nn.Module) -> None:
-    """Raise where a module was compiled with CUDA graphs."""
+    """Raise if a module was compiled with CUDA graphs."""
     for fqn, module in model.named_modules():
         for compiled in (module, compiled_call_of(module)):
             get = getattr(compiled, _WRAPPER, None)
@@ -51,7 +51,7 @@ def refuse_cuda_graphs(model: nn.Module) -> None:
 
 
 def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
-    """Raise where units have DTensors: torch.compile describes those by their local tensors, whose memory is a unit's.
+    """Raise if units have DTensors: torch.compile describes those by their local tensors, whose memory is a unit's.
 
     Args:
         module: the module that runs in compiled code.
@@ -65,7 +65,7 @@ def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
-    """Whether the code that runs a module now was compiled, by whomever: before or after `shard`, or around a whole step.
+    """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
 
     Args:
         module: that runs.
@@ -101,12 +101,12 @@ def _refuse(config: Any, label: str) -> None:
 
 
 def begin_use(units: Iterable[Unit]) -> None:
-    """Modules with these units' parameters are about to run."""
+    """Show ordinary parameters in these units, whose modules are about to run."""
     for unit in units:
         unit.appearance.begin_use()
 
 
 def end_use(units: Iterable[Unit]) -> None:
-    """The end of `begin_use`."""
+    """End `begin_use`."""
     for unit in units:
         unit.appearance.end_use()

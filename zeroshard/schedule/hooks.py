@@ -1,20 +1,20 @@
 """Owns the hooks on the user's modules and parameters, and the phase they imply.
 
 [Note: when a unit is whole in the backward]
-A module's output tells when its backward begins: its unit comes together then, with the next one on its way. Outputs may escape
-(attributes, dataclasses, features caught by other hooks), so what is right never rests on that: whoever reads a parameter
-that autograd saved comes through saved_parameters.py, and finds the unit whole.
+A hook on a module's output runs when its backward begins. It unshards the module's unit, and starts with the next one. Outputs
+may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook: every read of a
+parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
 [Note: when a unit may be given back in the backward]
 When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
-needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have none to
-tell by; a module that has some is finished when, in addition, the gradients of all its inputs are known. What cannot be
-told is given back when the backward ends.
+needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no
+gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
+resharded when the backward ends.
 
 [Note: recomputation]
-Activation checkpointing runs a module's forward inside the backward. Such a forward brings the unit together, but must
-not give it back: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an
-exception, so nothing here counts on a forward's end.
+Activation checkpointing runs a module's forward inside the backward. Such a forward unshards the unit, but must not
+reshard it: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no
+code here relies on a forward's end.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from zeroshard.torch_private import (
 
 
 class Phase(enum.Enum):
-    """The phase of the model, as far as hooks can see."""
+    """The phase of the model that hooks observe."""
 
     IDLE_OR_FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Hooks:
-    """Connects a model's modules and parameters to a schedule, until `remove`."""
+    """The hooks that connect a model's modules and parameters to a schedule, until `remove`."""
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule: Schedule | Probe = schedule
@@ -136,7 +136,7 @@ class Hooks:
                 self._on_gradients.append((entry.parameter, handle))
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self.is_removed = True
         self._outer.remove()
         on_gradients = [handle for _, handle in self._on_gradients]
@@ -148,7 +148,7 @@ class Hooks:
 
     @contextmanager
     def probe(self, take: Take) -> Iterator[None]:
-        """Backwards inside belong to no step: `take` gets their gradients, and nothing is reduced."""
+        """Keep backwards inside out of any step: pass their gradients to `take`, and reduce nothing."""
         if not in_backward():
             self._forget_what_broke_off()
         schedule = self._schedule
@@ -160,7 +160,7 @@ class Hooks:
             self._schedule = schedule
 
     def _keep_places(self) -> None:
-        """The user's hooks come inside of ours on modules, and before ours on gradients, also those that are registered later."""
+        """Move our hooks outside of the user's on modules, and behind them on gradients, including hooks registered later."""
         self._outer.keep()
         for parameter, handle in self._on_gradients:
             make_last(parameter, handle)
@@ -178,7 +178,7 @@ class Hooks:
         self._pre_forward(module, args, kwargs)
 
     def _forget_what_broke_off(self) -> None:
-        """A forward begins outside of any backward, or another backward, and the last one never reached its end."""
+        """End a backward that never reached its end, when a forward outside of backwards or another backward begins."""
         if self._phase is Phase.BACKWARD:
             schedule = self._schedule
             self._end_phase()
@@ -226,7 +226,7 @@ class Hooks:
             self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
-        """Watch what autograd saves of sharded parameters, until the caller calls `_pop`."""
+        """Hook the tensors that autograd saves of sharded parameters, until the caller calls `_pop`."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and refuses_saved_tensors_hooks():
             # torch.func's transforms allow no hooks: what they save is read from a unit that stays whole.
@@ -238,7 +238,7 @@ class Hooks:
             self._pushed.append(caller)
 
     def _pop(self, caller: object) -> None:
-        """The end of the caller's `_push`, if there was one, and of those that raised since."""
+        """End the caller's `_push`, if there was one, and those of calls inside that raised."""
         while caller in self._pushed[self._base :]:
             self._saved.pop()
             if self._pushed.pop() is caller:
@@ -285,7 +285,7 @@ class Hooks:
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep results differentiable that are computed inside from units that are whole for a while."""
+        """Keep results differentiable that are computed inside from temporarily unsharded units."""
         before = self._base
         own = object()
         self._push(own, units)
@@ -315,7 +315,7 @@ class Hooks:
             at_end_of_backward(ending)
 
     def _end_use_of_broken(self, _: object) -> None:
-        """Autograd has dropped the end of a backward: where it was not called, gradients from before are seen again.
+        """Show earlier gradients again after autograd has dropped the callback for the end of a backward without a call.
 
         The rest of what broke off is forgotten later, and not in the middle of an exception.
         """
@@ -323,10 +323,10 @@ class Hooks:
             end_use(self._schedule.units)
 
     def _reaches_parameters(self) -> bool:
-        """Whether this backward will give any parameter a gradient. One for the sake of inputs (torch.autograd.grad) does not."""
+        """Return whether this backward computes a gradient of any parameter. One of torch.autograd.grad for inputs does not."""
         trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
-            # Asked for anew each time: who keeps these nodes keeps the parameters. The first answer is nearly always yes.
+            # Asked each time, since kept nodes would keep the parameters alive. The first answer is nearly always yes.
             return any(backward_reaches(get_gradient_edge(parameter).node) for parameter in trainable)
         except (
             RuntimeError,
@@ -345,7 +345,7 @@ class Hooks:
             self._schedule.unshard(self._run_of[unit], backward=True)
 
     def _hold_for_graph(self, units: Sequence[Unit]) -> None:
-        """A backward that makes a graph of its own (`create_graph=True`) saves parameters where no hook of ours sees it."""
+        """Hold units in a backward with `create_graph=True`, which saves parameters where none of our hooks can see them."""
         if torch.is_grad_enabled():
             self._leaves_graph = True
             for unit in units:
@@ -367,7 +367,7 @@ class Hooks:
         self._schedule.unshard(self._units[module], backward=True)
 
     def _close_others(self, module: nn.Module) -> None:
-        """A module's backward begins: autograd runs later modules first, so those that began before it are over."""
+        """Close other modules when a module's backward begins. Autograd runs later modules first, so earlier ones ended."""
         over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
         for other in over:
             del self._in_progress[other]
@@ -445,7 +445,7 @@ _NOWHERE = nullcontext()
 
 
 class ForwardStream:
-    """The stream that a model runs on, which may be one of the user's own. On a CPU there is none, and nothing happens.
+    """The stream that a model runs on, which the user may have made. A CPU has none, and its methods do nothing.
 
     Autograd runs a node on the stream of its forward, but adds up gradients where the parameter was first seen, and ends where the
     backward was called. Scratch and units come and go in the order of one stream: that of the forward.
@@ -457,12 +457,12 @@ class ForwardStream:
         self._stream: torch.Stream | None = None
 
     def begin(self) -> None:
-        """Note the stream on which a forward starts."""
+        """Record the stream on which a forward starts."""
         if not self.is_only_one:
             self._stream = torch.accelerator.current_stream(self._device)
 
     def here(self) -> AbstractContextManager[None]:
-        """Run what is started inside on that stream: after earlier work of the stream, and before later work."""
+        """Run the work inside on the forward's stream: after earlier work of that stream, and before later work."""
         if self._stream is None:
             return _NOWHERE
         now = torch.accelerator.current_stream(self._device)

@@ -15,7 +15,7 @@ class KeptInMemory(OrderedDict[str, Any]):
     """A destination for `module.state_dict(destination=...)`, see module_hooks.
 
     Args:
-        keeps: copy what is set into CPU memory. Else a tensor leaves its shape and dtype alone, on the meta device.
+        keeps: copy what is set into CPU memory. Otherwise keep only a tensor's shape and dtype, on the meta device.
     """
 
     def __init__(self, keeps: bool) -> None:
@@ -31,7 +31,7 @@ class KeptInMemory(OrderedDict[str, Any]):
 
 
 def state_dict_in_memory(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
-    """A module's state dict in CPU memory, one unit at a time, where this rank `keeps` it. Every rank must call it.
+    """Return a module's state dict in CPU memory if this rank `keeps` it, unit by unit. Every rank must call it.
 
     Tied parameters are one tensor.
     """

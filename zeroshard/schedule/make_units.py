@@ -12,12 +12,12 @@ from zeroshard.schedule.unit import Unit
 
 
 def frozen_names(units: Sequence[Unit]) -> set[str]:
-    """The fqns of the parameters that take no gradient now."""
+    """Return the fqns of the parameters that take no gradient now."""
     return {entry.fqn for unit in units for entry in unit.named if not entry.parameter.requires_grad}
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
-    """A unit for each group, with buckets numbered from `first_bucket` on. Every rank must call it."""
+    """Make a unit for each group, with buckets numbered from `first_bucket` on. Every rank must call it."""
     units = list[Unit]()
     trained = [sum(entry.shape.numel() for entry in group.named) if group.trainable else 0 for group in groups]
     left = context.policy.offload_optimizer.ratio * sum(trained)
@@ -32,7 +32,7 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
 
 
 def _policy_of(group: Group, policy: Policy, *, leaves: bool) -> Policy:
-    """Small parameters stay unsharded on the accelerator; beyond the ratio that leaves it, so do optimizer states."""
+    """Return a group's policy. Small parameters, and optimizer states beyond the offloaded ratio, stay on the accelerator."""
     here = Place.ACCELERATOR
     if group.persistent:
         policy = replace(policy, parameters=Residency(sharded=False, place=here))

@@ -20,7 +20,7 @@ from zeroshard.torch_private import in_transform, make_outermost, own_parameters
 
 
 class _Hook:
-    """A method of `Hooks` as a module keeps it: a copy of the model, or a pickled one, gets no hook."""
+    """A method of `Hooks` that a module keeps. A copied or pickled model gets no hook."""
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
         self._method = method
@@ -35,9 +35,9 @@ class _Hook:
 
 @functools.cache
 def module_hook() -> type[_Hook]:
-    """Hooks that torch.compile does not look into: its graph breaks there, at the borders of a unit. See compiled.py.
+    """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border. See compiled.py.
 
-    Made at first use: to say so imports the compiler, which takes a second.
+    Made at first use: torch.compiler.disable imports the compiler, which takes a second.
     """
 
     class ModuleHook(_Hook):
@@ -47,11 +47,11 @@ def module_hook() -> type[_Hook]:
 
 
 class PartCall:
-    """The call under way of a part of a unit, as hooks on it know it.
+    """The running call of a part of a unit, for the hooks on it.
 
     Attributes:
         whole: the class of parameters whose values are here.
-        is_open: the call has brought units together, which its end gives back.
+        is_open: the call has unsharded units, which its end reshards.
     """
 
     def __init__(self, whole: type[nn.Parameter]) -> None:
@@ -61,9 +61,9 @@ class PartCall:
 
 @functools.cache
 def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
-    """Hooks before and after what lies inside a unit: `(method, call)`. torch.compile passes them by while they have nothing to do.
+    """Make two classes of hooks `(method, call)` around modules inside a unit. torch.compile skips them while they are idle.
 
-    It reads them alone, too, where the part's module runs outside of a graph. So what they look at must be what torch guards on:
+    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only what torch guards on:
     the classes of parameters, and a plain attribute.
     """
     run = torch.compiler.disable(_Hook.__call__, reason=BORDER)
@@ -122,7 +122,7 @@ def ignore(*_: Any) -> None:
 
 
 class Call:
-    """A call of a module in a forward; counted until its backward begins, or its graph is dropped (a recomputation never is)."""
+    """A call of a module in a forward. It counts until its backward begins or its graph is dropped; recomputations never do."""
 
     def __init__(self, to_come: Counter[nn.Module], module: nn.Module, *, counted: bool) -> None:
         self._to_come = to_come
@@ -131,7 +131,7 @@ class Call:
         to_come[module] += counted
 
     def begin(self) -> None:
-        """Note that its backward begins."""
+        """Record that the call's backward begins."""
         self._to_come[self._module] -= self._counted
         self._counted = False
 
@@ -140,7 +140,7 @@ class Call:
 
 
 class Outermost:
-    """Hooks on forwards that come before all other hooks of a module, and after them, those that are added later included.
+    """The outermost hooks on forwards: before and after all other hooks of a module, including those added later.
 
     weight_norm, spectral_norm and their like compute with parameters in hooks of their own.
     """
@@ -151,7 +151,7 @@ class Outermost:
     def add(
         self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, always: bool = True
     ) -> None:
-        """`before(module, args, kwargs)` and `after(module, args, output)`.
+        """Add hooks `before(module, args, kwargs)` and `after(module, args, output)`.
 
         Args:
             always: the second runs also where the forward raises. (Where torch.compile looks into the module: such a hook has it
@@ -161,12 +161,12 @@ class Outermost:
         self._hooks.append((module, first, module.register_forward_hook(after, always_call=always)))
 
     def keep(self) -> None:
-        """Take the outermost places again, if other hooks came since."""
+        """Move the hooks to the outermost places again, if other hooks were added since."""
         for module, first, last in self._hooks:
             make_outermost(module, first, last)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for _, first, last in self._hooks:
             first.remove()
             last.remove()
@@ -180,7 +180,7 @@ def units_at_rest(units: Mapping[nn.Module, Sequence[Unit]]) -> dict[nn.Module, 
 
 
 def owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """The modules that hold sharded parameters themselves, with those parameters' units."""
+    """Return the modules that hold sharded parameters themselves, with those parameters' units."""
     unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
     found = {}
     for module in model.modules():
@@ -191,7 +191,7 @@ def owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit
 
 
 def refuse_transforms(units: Sequence[Unit]) -> None:
-    """Refuse to gather inside of a transform of torch.func, where nothing can be written to tensors from outside."""
+    """Raise if a unit must be gathered inside a transform of torch.func, which forbids writes to tensors from outside."""
     away = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
     if away and in_transform():
         raise UsageError(
@@ -201,7 +201,7 @@ def refuse_transforms(units: Sequence[Unit]) -> None:
 
 
 def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[RemovableHandle]:
-    """State dicts of sharded modules hold true values, and loading them takes effect: one unit is whole at a time.
+    """Register hooks that make `state_dict` and `load_state_dict` of sharded modules exact, with one unsharded unit at a time.
 
     Every rank must call `state_dict` and `load_state_dict` then.
     """
@@ -220,7 +220,7 @@ def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[
 
 
 class _Held:
-    """The units of one module, whole while a state dict is made of it, or loaded.
+    """The units of one module, which stay unsharded while its state dict is made or loaded.
 
     Args:
         names: of their parameters, as the module has them, and the parameters' `id`s.
@@ -244,7 +244,7 @@ class _Held:
         for name, parameter in self._names.items():
             if isinstance(value := state.get(prefix + name), Tensor):
                 if parameter not in copies:  # of tied parameters there is one
-                    copies[parameter] = value.detach().clone()  # which stays when the unit is given back
+                    copies[parameter] = value.detach().clone()  # which stays when the unit is resharded
                 state[prefix + name] = copies[parameter]
         self._give_back()
 

@@ -10,7 +10,7 @@ from zeroshard.schedule.unit import Unit
 
 
 class OneThread:
-    """Raises where a forward begins while another thread's runs: the one would give back parameters that the other reads.
+    """The check that only one thread runs a forward: another would reshard parameters that the first reads.
 
     Args:
         units: of the model.
@@ -23,7 +23,7 @@ class OneThread:
         """The thread that runs, and the outermost forward that it began."""
 
     def begin(self, forward: Hashable, *, is_outermost: bool) -> None:
-        """A forward begins on this thread.
+        """Record that a forward begins on this thread; raise if another thread's runs.
 
         Args:
             is_outermost: it is the whole model's. One that this thread began before, and did not end, broke off.
@@ -43,12 +43,12 @@ class OneThread:
 
     @property
     def is_another(self) -> bool:
-        """Whether a forward of another thread runs."""
+        """Whether another thread runs a forward."""
         running = self._running
         return running is not None and running[0] != threading.get_ident()
 
     def end(self, forward: Hashable) -> None:
-        """Note that a forward has ended."""
+        """Record that a forward has ended."""
         if self._running is not None and self._running[1] is forward:
             self._running = None
 

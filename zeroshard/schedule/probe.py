@@ -14,7 +14,7 @@ Take = Callable[[Unit, int, Tensor], None]
 
 
 class Probe:
-    """Brings units together as the schedule does, and hands gradients to `take`. Nothing is reduced."""
+    """A stand-in for the schedule that unshards units as it does, passes gradients to `take`, and reduces nothing."""
 
     def __init__(self, schedule: Schedule, take: Take) -> None:
         self.units = schedule.units
@@ -36,11 +36,11 @@ class Probe:
         self._schedule.reshard_after_forward(units, backward_follows=backward_follows)
 
     def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        """Hand the gradient to `take`."""
+        """Pass the gradient to `take`."""
         self._take(unit, index, gradient)
 
     def close(self, unit: Unit) -> None:
-        """Note that the unit is closed; no reduction waits for gradients that it did not give."""
+        """Record that the unit is closed. No reduction waits for its missing gradients."""
         self.closed.append(unit)
 
     def hold(self, unit: Unit) -> None:
@@ -48,11 +48,11 @@ class Probe:
         self._schedule.hold(unit)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
-        """Give all units back, but those that a graph of this backward's own may read."""
+        """Reshard all units, except those that a graph made by this backward may read."""
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph
         self._schedule.give_back()
 
     def break_off(self) -> None:
-        """End a backward that broke off: it was no part of a step."""
+        """End a backward that raised. It did not belong to a step."""
         self._schedule.give_back()

@@ -1,11 +1,9 @@
 """Owns the sharded parameters that autograd saves, so that every reader in a backward finds them whole.
 
-A forward saves views of parameters in its graph, and their storage is given back before the backward reads them. torch's hooks on
-saved tensors see every tensor that is saved, by whichever operation, and every read: of a view of a flat buffer this keeps
-the unit and
-the geometry, and a read brings the unit together first. Nothing else is touched: other tensors are kept as they are, with
-torch's own
-check that nobody wrote to them; hooks of the user's own, or of activation checkpointing, get them as ever.
+A forward saves views of parameters in its graph, and their storage is freed before the backward reads them. torch's hooks on
+saved tensors see every tensor that any operation saves, and every read. Of a view of a flat buffer they keep the unit and the
+geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes. Hooks of the
+user, or of activation checkpointing, get these as before.
 """
 
 from __future__ import annotations
@@ -64,14 +62,14 @@ class _Distributed:
 
 @dataclass(frozen=True, slots=True)
 class _Theirs:
-    """A tensor as another hook packed it, with the function that unpacks it."""
+    """A tensor that another hook packed, with the function that unpacks it."""
 
     packed: Any
     unpack: Callable[[Any], Any]
 
 
 class SavedParameters:
-    """Hooks on saved tensors for the units that are sharded at rest.
+    """The hooks on saved tensors for the units that are sharded at rest.
 
     Args:
         before_read: called with the unit of a saved parameter that is about to be read.
@@ -91,7 +89,7 @@ class SavedParameters:
         """A parameter with which torch computed while its values were elsewhere."""
 
     def push(self, *, unseen: bool = False) -> None:
-        """Pack everything that is saved on this thread from now on.
+        """Pack all tensors that autograd saves on this thread from now on.
 
         Args:
             unseen: compiled code runs, and torch.compile would read these hooks wherever that calls them: it is not to.
@@ -129,7 +127,7 @@ class SavedParameters:
             )
 
     def recover(self, depth: int) -> None:
-        """Remove hooks above `depth` that forwards left which broke off without `pop` (an interrupt that modules do not see)."""
+        """Remove hooks above `depth` that forwards left when they ended without `pop`, such as by an interrupt."""
         while len(self._entered) > depth:
             top = saved_tensors_hooks_in_force()
             if top is None or not self._is_own(top[1]):  # somebody else's lie above: they are popped first
@@ -137,7 +135,7 @@ class SavedParameters:
             self.pop()
 
     def _pack_after(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
-        """Pack as `_pack` does, and give tensors that are not ours to the other hooks in force."""
+        """Pack as `_pack` does, and pass tensors that are not ours to the other active hooks."""
 
         def both(tensor: Tensor) -> Any:
             return self._saved_of(tensor) or _Theirs(pack(tensor), unpack)
@@ -159,7 +157,7 @@ class SavedParameters:
         return None if local is None else _Distributed(local, distribution_of(tensor))
 
     def _view_of(self, tensor: Tensor, caller: FrameType | None) -> _View | None:
-        """Find what a tensor shows of a unit. `caller` saves it; None where that is no autograd function of Python."""
+        """Find the part of a unit that a tensor views. `caller` is the Python autograd function that saves it, or None."""
         try:
             storage = storage_id(tensor)
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as one of torch.func
@@ -190,7 +188,7 @@ class SavedParameters:
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _note_placeholder(self, tensor: Tensor, unit: Unit, caller: FrameType | None) -> None:
-        """Note that torch computed with a placeholder. An autograd function of Python may only have saved it.
+        """Record that torch computed with a placeholder, unless a Python autograd function only saved it.
 
         An error from here would lose its message inside torch.jit.script, so `pop` raises it.
         """
@@ -224,7 +222,7 @@ class SavedParameters:
 
 
 class _Unpacked(Tensor):
-    """A view of a trained parameter, on its way to the autograd function that saved it.
+    """A view of a trained parameter that is returned to the autograd function that saved it.
 
     Where hooks are in force, torch gives the function a detached copy of what was unpacked, and asks the class of this what that
     copy is: one that has the parameter's attributes, as where no hooks are.
@@ -255,7 +253,7 @@ class _Unpacked(Tensor):
 
 
 class _Copy(Tensor):
-    """A parameter's values, and its attributes. What is computed from it is an ordinary tensor."""
+    """A copy of a parameter's values and attributes. Operations on it return ordinary tensors."""
 
     parameter: Tensor
     __torch_function__ = disabled_torch_function
@@ -265,13 +263,13 @@ class _Copy(Tensor):
 
 
 def _saves(caller: FrameType) -> bool:
-    """Whether the caller of a hook is an autograd function of Python; what keeps torch.compile away may lie between."""
+    """Return whether the caller of a hook is a Python autograd function, possibly behind a `torch.compiler.disable` wrapper."""
     between = caller.f_back if is_of_compiler(caller.f_code) else None
     return (between or caller).f_code is FUNCTION_APPLY
 
 
 def _check(then: int, now: int, what: str) -> None:
-    """Raise, as torch does without hooks, where a saved tensor has changed before it is read."""
+    """Raise, as torch does without hooks, if a saved tensor was changed before it is read."""
     if then != now:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} "

@@ -1,7 +1,7 @@
 """Owns the order of events in a step: when each unit is unsharded, how long it is kept, and which calls are legal now.
 
-All-gathers follow the order in which modules run, which is the same on every rank: the last forward tells what comes next in this
-one, and this one tells the backward's. The order of reductions is another matter, see gradients/reductions.py.
+All-gathers follow the order in which modules run, which is the same on every rank. The last forward predicts the order of this one,
+and this one predicts the backward's. For the order of reductions see gradients/reductions.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroshard.schedule.make_units import frozen_names
 from zeroshard.schedule.unit import Unit, UnitState
 
 USED_AT_ONCE = 3
-"""Units that are whole at once, where each is given back after its use: the root, the one that runs, the next."""
+"""The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""
 
 PREFETCHED = 4
 """Modules whose shards may be on their way from disk to CPU memory; how many are depends on the buffers that there are."""
@@ -54,7 +54,7 @@ class StepState(enum.Enum):
 
 
 class Move(enum.Enum):
-    """The moves that a model can make."""
+    """A move of a model from one `StepState` to another."""
 
     GRADIENT = "a backward"
     END_BACKWARD = "the end of a backward"
@@ -96,7 +96,7 @@ def after(state: StepState, move: Move) -> StepState:
     """The state after a move.
 
     Raises:
-        UsageError: the move is not legal in this state; says what to do.
+        UsageError: the move is not legal in this state. The message names the remedy.
     """
     there = MOVES[state][move]
     if isinstance(there, str):
@@ -105,7 +105,7 @@ def after(state: StepState, move: Move) -> StepState:
 
 
 class _Order:
-    """Modules' units in the order in which they ran."""
+    """The order in which the units of modules ran."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -176,7 +176,7 @@ class Schedule:
         self._park_what_was_live()
 
     def _park_what_was_live(self) -> None:
-        """Memory that a unit gives back waits for the next one: as much as this policy lets live at once."""
+        """Keep freed memory for the next unit, up to the amount that this policy lets live at once."""
         policy = self._policy
         units = [(unit.layout.numel, unit.flat.tensor.dtype.itemsize) for unit in self.units if unit.sharded_at_rest]
         numels = sorted((numel for numel, _ in units), reverse=True)
@@ -211,7 +211,7 @@ class Schedule:
 
     @property
     def awaits_step(self) -> bool:
-        """Gradients have arrived that no step has used."""
+        """Whether gradients have arrived that no step has used."""
         return self.state in (StepState.BACKWARD, StepState.GRADIENTS, StepState.BROKEN)
 
     @property
@@ -222,7 +222,7 @@ class Schedule:
     # ------------------------------------------------------------------ parameters
 
     def begin_forward(self) -> None:
-        """The root's forward starts, outside of a backward."""
+        """Begin a forward of the root, outside of a backward."""
         self._backward_ended = False
         self.tree.refuse_replaced_modules()
         for unit in self.units:
@@ -233,7 +233,7 @@ class Schedule:
             self._present = _Order()
 
     def unshard(self, units: Run, *, backward: bool) -> None:
-        """The units of one module are about to be used: wait for them, with the next module's on their way."""
+        """Unshard the units of one module for their use, and start to unshard those of the next modules."""
         self._make_room(units)
         for unit in units:
             unit.start_unshard()
@@ -272,7 +272,7 @@ class Schedule:
             yield from following
 
     def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
-        """These units were used by a forward. The last to run are kept: the backward begins with them."""
+        """Reshard units after their use in a forward, except the last to run, with which the backward begins."""
         if backward_follows and self._is_reused_soon(units) and self._live.numel <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
             return
@@ -280,7 +280,7 @@ class Schedule:
             unit.reshard()
 
     def _is_reused_soon(self, units: Run) -> bool:
-        """Whether few elements are used between a unit's forward and its backward: those of all after it, twice."""
+        """Return whether few elements are used between a unit's forward and its backward: twice those of all units after it."""
         if not self._policy.reshard_after_forward:
             return True
         return 2 * self._last.numel_after(units) <= self._policy.max_reuse_numel
@@ -293,7 +293,7 @@ class Schedule:
         return unit.state is not UnitState.SHARDED or self._live.numel + unit.layout.numel <= self._live_limit
 
     def _make_room(self, units: Run) -> None:
-        """Reshard units that were kept for later, if this run needs the room: the first to have run is needed last."""
+        """Reshard kept units if this run needs the room, in the order in which they ran: the first is needed last."""
         if not self._kept:
             return
         for unit in units:
@@ -303,11 +303,11 @@ class Schedule:
             self._kept.pop(0).reshard()
 
     def hold(self, unit: Unit) -> None:
-        """A graph that outlives this backward may read the unit: it stays whole until a backward ends that leaves no graph."""
+        """Keep the unit whole for a graph that outlives this backward, until a backward ends that leaves no graph."""
         unit.is_held = True
 
     def give_back(self) -> None:
-        """A backward is over: no unit is needed any longer."""
+        """Reshard all units after a backward."""
         self._kept.clear()
         for unit in self.units:
             unit.expect_gradients()
@@ -321,7 +321,7 @@ class Schedule:
     # ------------------------------------------------------------------ gradients
 
     def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        """Keep a gradient, and take it with the others that wait when there are enough of them."""
+        """Keep a gradient, and take all waiting gradients once there are enough of them."""
         if self.state is not StepState.BACKWARD:
             self.refuse_parked("a backward")
             self._move(Move.GRADIENT)
@@ -334,7 +334,7 @@ class Schedule:
             self._take_gradients(unit)
 
     def _take_gradients(self, unit: Unit) -> None:
-        """Take the gradients of the unit that wait; start to reduce what is complete and has its turn."""
+        """Take the unit's waiting gradients, and start to reduce complete buckets that have their turn."""
         if not unit.waiting.gradients:
             return
         self.reductions.finish_up_to(unit.buckets_of_waiting())
@@ -343,7 +343,7 @@ class Schedule:
         self.reductions.start_ready(unit.gradients)
 
     def close(self, unit: Unit) -> None:
-        """The unit's backward is over on every rank that has come this far: what it did not give counts as zeros."""
+        """End the unit's backward, at the same point on every rank: missing gradients count as zeros."""
         if unit.gradients:
             self._move(Move.GRADIENT)
         if self.state is StepState.UNWANTED:
@@ -352,7 +352,7 @@ class Schedule:
         self.reductions.close(unit.gradients)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
-        """Reduce the rest of this microbatch's gradients, in the fixed order: all of them are here."""
+        """Reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         self._move(Move.GRADIENT)  # until the rest is on its way, this backward has not ended
         if self.state is not StepState.UNWANTED:
             for unit in reversed(self.units):
@@ -368,13 +368,13 @@ class Schedule:
             unit.appearance.show_taken(unit.used)
 
     def end_backward_once(self) -> None:
-        """End the backward where torch did not report its end: the loss touched no parameter here."""
+        """End the backward if torch did not report its end, since this rank's loss used no parameter."""
         if not self._backward_ended:
             self.end_backward()
         self._backward_ended = False
 
     def break_off(self) -> None:
-        """A backward broke off with an exception. Where it had given no gradient, nothing is lost; else this step is."""
+        """End a backward that raised an exception. The step is lost if the backward had made a gradient."""
         self._move(Move.BREAK_OFF)
         if self.state is StepState.BROKEN:
             self.reductions.forget()
@@ -398,7 +398,7 @@ class Schedule:
         self.reductions.finish()
 
     def asks_for_gradients(self) -> bool:
-        """Whether the user has put something into a `parameter.grad` that was not taken yet.
+        """Return whether the user has set a `parameter.grad` that was not taken yet.
 
         Raises:
             UsageError: or has put it, or None, where it would go unheard; or a backward broke off.
@@ -410,7 +410,7 @@ class Schedule:
         return any(unit.gradients_of_users() for unit in self.units)
 
     def _take_gradients_of_users(self) -> None:
-        """Take each gradient that the user put into `parameter.grad` as this rank's, as if a backward had made it."""
+        """Take each `parameter.grad` that the user set as this rank's gradient, as if a backward had made it."""
         if after(self.state, Move.GRADIENT) is StepState.UNWANTED:
             after(StepState.UNWANTED, Move.STEP)  # refused with `grad` as it is
         given = [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
@@ -426,7 +426,7 @@ class Schedule:
     # ------------------------------------------------------------------ step
 
     def begin_step(self) -> None:
-        """The optimizer is about to update parameters: none is arriving, none is held."""
+        """Prepare for the optimizer's update: afterwards no parameter is arriving or held."""
         self.refuse_parked("optimizer.step()")
         self.tree.refuse_changes()
         for unit in self.units:
@@ -437,7 +437,7 @@ class Schedule:
         self._collectives.wait_released()
 
     def on_dropped_gradients(self, forget: Callable[[], object]) -> None:
-        """Have this called when the user has set every `grad` to None: `zero_grad()` of a model, or of the user's optimizer."""
+        """Call `forget` when the user has set every `grad` to None, by `zero_grad()` of a model or of the user's optimizer."""
 
         def drop() -> None:
             if all(unit.has_dropped_gradients for unit in reversed(self.units)):  # the last is dropped last
@@ -446,16 +446,16 @@ class Schedule:
         self._live.drop_gradients = drop
 
     def on_later_gradients(self, prepare: Callable[[], None]) -> None:
-        """Have this called when a further backward begins, before its gradients are added to those of the step."""
+        """Call `prepare` when a further backward begins, before its gradients are added to those of the step."""
         self._live.before_later_gradients = prepare
 
     def set_gradient_operation(self, operation: Callable[..., Any]) -> None:
-        """Have this run torch's operations on gradients that were taken."""
+        """Set the function that runs torch's operations on taken gradients."""
         self._live.gradient_operation = operation
 
     @property
     def parked(self) -> frozenset[str]:
-        """The model states that are away until `reload_states`."""
+        """The model states that are parked until `reload_states`."""
         return self._live.parked
 
     @parked.setter
@@ -463,24 +463,24 @@ class Schedule:
         self._live.parked = states
 
     def refuse_unseen_changes(self) -> None:
-        """Raise where the user changed the model so that its states do not follow: files would not have the change."""
+        """Raise if the user changed the model and its states did not follow, so that files would lack the change."""
         self.tree.refuse_changes()
         for unit in self.units:
             if unit.state in (UnitState.SHARDED, UnitState.OFFLOADED):
                 unit.appearance.refuse_lost_writes()
 
     def refuse_parked(self, what: str) -> None:
-        """Raise where model states that `what` needs are away."""
+        """Raise if any model states are parked while `what` runs."""
         if self.parked:
             raise UsageError(f"{what} while {', '.join(sorted(self.parked))} are parked: call reload_states() first.")
 
     def unlisted(self) -> dict[int, str]:
-        """The names of parameters that no optimizer lists, by `id`."""
+        """Return the names of parameters that no optimizer lists, by `id`."""
         entries = chain.from_iterable(unit.named for unit in self.units if not unit.trainable)
         return {id(entry.parameter): entry.fqn for entry in entries if id(entry.parameter) not in self.optimized}
 
     def refuse_pinned(self, what: str) -> None:
-        """Raise where `unsharded` holds a unit whole."""
+        """Raise if `unsharded` or `named_weights` holds a unit whole."""
         for unit in self.units:
             if unit.is_pinned:
                 raise UsageError(
@@ -489,11 +489,11 @@ class Schedule:
                 )
 
     def in_order(self) -> list[Unit]:
-        """The units in the order in which the next forward will use them."""
+        """Return the units in the order in which the next forward will use them."""
         return list(dict.fromkeys([*chain.from_iterable(self._present.runs), *self.units]))
 
     def sync_parameters(self, unit: Unit) -> None:
-        """The optimizer has updated this rank's part of a unit: bring it up to date."""
+        """Bring a unit up to date after the optimizer has updated this rank's part of it."""
         unit.sync_parameters()
         if not self._overlap:
             unit.offload()
@@ -509,7 +509,7 @@ class Schedule:
         self._leaving = None
 
     def end_step(self) -> None:
-        """Every unit was brought up to date."""
+        """End the step, after every unit was brought up to date."""
         if self._leaving is not None:
             self._leave()
         self._move(Move.STEPPED)
@@ -521,7 +521,7 @@ class Schedule:
             unit.appearance.show_taken(unit.used)
 
     def forget_gradients(self) -> None:
-        """zero_grad(): a new step begins."""
+        """Drop the gradients and begin a new step, as `zero_grad()` does."""
         self.reductions.forget()
         for unit in self.units:
             unit.is_held = False

@@ -43,7 +43,7 @@ from zeroshard.torch_private import storage_users
 
 
 class UnitState(enum.Enum):
-    """A state of a unit's parameters, which decides what the user's parameters show (see unit.py)."""
+    """A state of a unit's parameters. It decides which tensors the user's parameters show."""
 
     SHARDED = "sharded"
     GATHERING = "an all-gather, or a copy from CPU memory, is under way"
@@ -143,7 +143,7 @@ class Unit:
         self._written: set[int] = set()
         self.pins = 0
         self.is_held = False
-        """A graph that outlives the present backward may read it (`create_graph=True`): it is not given back until one ends."""
+        """A graph that outlives the present backward may read it (`create_graph=True`): it is not resharded until one ends."""
         self._masters_wait = False
         """Parameters were written while master weights were parked."""
         self._live = context.live
@@ -181,7 +181,7 @@ class Unit:
         return storages.host.slot(self.label, self.layout.numel, dtype)
 
     def _collect(self, dtype: torch.dtype, context: Context) -> Tensor:
-        """The unit's parameters, as rank 0 has them, one after another. One unit whole is what start-up costs."""
+        """Return rank 0's values of the unit's parameters, packed. Start-up needs the memory of one whole unit."""
         device = self.named[0].parameter.device
         whole = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         for start, entry in zip(self.layout.starts, self.named, strict=True):
@@ -202,7 +202,7 @@ class Unit:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the parameters are divided over `others`. Others are whole on each of these ranks, and the same."""
+        """Whether the parameters are divided over `others`. If not, each of these ranks has the same whole parameters."""
         return not self.named[0].placement.is_whole
 
     @property
@@ -210,10 +210,10 @@ class Unit:
         """Whether values are under way to the flat buffer."""
         return self.state in (UnitState.GATHERING, UnitState.UPDATING)
 
-    # ------------------------------------------------------------------ together, and given back
+    # ------------------------------------------------------------------ unshard and reshard
 
     def start_unshard(self) -> None:
-        """Start to unshard the parameters, if they are not. See `unshard`."""
+        """Start to unshard the parameters if they are not unsharded. See `unshard`."""
         if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state in (UnitState.SHARDED, UnitState.OFFLOADED):
@@ -222,13 +222,13 @@ class Unit:
             self._move(UnitMove.GATHER)
 
     def prefetch(self) -> None:
-        """The parameters are needed soon: what rests on disk may start to come."""
+        """Start to read parameters from disk, since they are needed soon."""
         if self.state is UnitState.SHARDED:
             for bucket in self.buckets:
                 bucket.prefetch()
 
     def unshard(self) -> None:
-        """The parameters are about to be used: when this returns they are whole and current."""
+        """Make the parameters whole and current for their next use."""
         if self.state is UnitState.UNSHARDED:
             return
         self.start_unshard()
@@ -244,19 +244,19 @@ class Unit:
             self.appearance.show_views()
 
     def settle_at_rest(self) -> None:
-        """Wait for values that are on their way to where they rest: nobody reads or writes that memory any longer."""
+        """Wait for values in flight to their place at rest, so that nothing reads or writes that memory afterwards."""
         for bucket in self.buckets:
             bucket.settle()
 
     def settle(self) -> None:
-        """Wait for updated values that are still arriving, or on their way to where they rest."""
+        """Wait for updated values in flight, to the unsharded parameters or to their place at rest."""
         self.settle_at_rest()
         if not self.sharded_at_rest and self.is_arriving:
             self.unshard()
 
     def reshard(self) -> None:
-        """Used: where parameters are sharded at rest, give the unsharded ones back. Else nothing."""
-        if self.state is UnitState.SHARDED and self.flat.nbytes:  # somebody looked at it when it was given back
+        """Free the unsharded parameters after their use. Do nothing unless they are sharded at rest."""
+        if self.state is UnitState.SHARDED and self.flat.nbytes:  # the user had a view of it when it was resharded
             self.flat.free()
             self._outdate_saved()
         if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
@@ -287,7 +287,7 @@ class Unit:
 
     @property
     def _may_leave(self) -> bool:
-        """Readers of a class of the user's own could not be made to bring the values back."""
+        """Whether the values may be offloaded. Reads of parameters of a user's own class could not bring them back."""
         return isinstance(self._away, InCpuMemory) and not self.pins and self.appearance.tells_readers
 
     def _leave(self, *, changed: bool) -> None:
@@ -297,12 +297,12 @@ class Unit:
         self._away.leave(changed=changed)
 
     def pin(self) -> None:
-        """Stay unsharded through calls of `reshard`, until `unpin`."""
+        """Keep the unit unsharded through calls of `reshard`, until `unpin`."""
         self.pins += 1
 
     @property
     def is_pinned(self) -> bool:
-        """Whether something holds the unit unsharded."""
+        """Whether a `pin` keeps the unit unsharded."""
         return self.pins > 0
 
     def unpin(self) -> None:
@@ -310,7 +310,7 @@ class Unit:
         self.pins -= 1
 
     def refuse_step(self) -> None:
-        """Raise where the unit is pinned: it would go on showing what it was before the step."""
+        """Raise if the unit is pinned and sharded at rest: it would still show the values from before the step."""
         if self.pins and self.sharded_at_rest:
             raise UsageError(
                 "optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
@@ -318,12 +318,12 @@ class Unit:
             )
 
     def refuse_parked(self, what: str) -> None:
-        """Raise where any of the model states is away."""
+        """Raise if any model states are parked."""
         if self._live.parked:
             raise UsageError(f"{what} {self.label} while model states are parked: call reload_states() first.")
 
     def park(self, *, parameters: bool) -> None:
-        """Model states will be elsewhere for a while; where it is the parameters, they show nothing meanwhile."""
+        """Prepare for parked model states. Parked parameters show placeholders."""
         if self.pins:
             raise UsageError(
                 "offload_states() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
@@ -339,7 +339,7 @@ class Unit:
         self.appearance.hide()
 
     def is_looked_at(self, updated: int) -> bool:
-        """Whether somebody else has a view of the parked parameters, such as `parameter.detach()`.
+        """Return whether the user has a view of the parked parameters, such as `parameter.detach()`.
 
         Args:
             updated: views of the flat buffer that an optimizer updates.
@@ -363,14 +363,14 @@ class Unit:
             self.appearance.show_views()
 
     def release(self) -> None:
-        """Give every parameter back to the user, whole and in a storage of its own."""
+        """Return every parameter to the user, whole and in a storage of its own."""
         self.unshard()
         self.appearance.release()
         if isinstance(self._away, ShardedAway):
             self._away.dismiss()
 
     def written(self, *, owners_follow: bool = False) -> set[int]:
-        """The parameters to which the user wrote on this rank, where they are unsharded; what rests here follows.
+        """Return the unsharded parameters that the user wrote on this rank, and copy them to their place at rest.
 
         A write through `.data` is found by its values: where the parameters have master weights beside them, these are compared,
         from the first time on that the user has read `.data`.
@@ -395,17 +395,17 @@ class Unit:
 
     @property
     def _may_be_written_unseen(self) -> bool:
-        """Parameters of a class of the user's own do not note that their `data` was read."""
+        """Whether `data` was read, so that writes may leave no trace. Parameters of a user's own class cannot record reads."""
         return self._live.data_was_read or not self.appearance.tells_readers
 
     def _take_rows(self) -> None:
-        """Copy unsharded values to the slots and the master weights; to parked master weights when they are back."""
+        """Copy unsharded values to the slots and the master weights. Parked master weights get them in `unpark`."""
         for bucket in self.buckets:
             bucket.take_rows(masters=not self._live.parked)
         self._masters_wait |= bool(self._live.parked)
 
     def write_back(self) -> None:
-        """Copy unsharded values to the slots, where the user may have written to them."""
+        """Copy unsharded values to the slots if the user may have written to them."""
         if self.state is not UnitState.UNSHARDED:
             return
         if self.sharded_at_rest:
@@ -423,7 +423,7 @@ class Unit:
             self._away.slot.write(self.flat.tensor)
 
     def take_written(self) -> None:
-        """The user wrote to the unsharded parameters, on some rank: each element's owner decides. Every rank must call it."""
+        """Give all ranks the owner's value of each element, after the user wrote on any rank. Every rank must call it."""
         if self.is_arriving:
             self.unshard()
         self.appearance.take_written()
@@ -438,7 +438,7 @@ class Unit:
                 bucket.take_first_masters(self.others)
 
     def _take_first_replica(self, bucket: ParameterBucket) -> None:
-        """What is whole on each rank of the other dimensions becomes what the first of them has."""
+        """Broadcast whole parameters over the other dimensions, from the first rank of these."""
         if not self.is_cut:
             self.others.broadcast(bucket.rows)
 
@@ -451,7 +451,7 @@ class Unit:
             bucket.take_parameters(source)
 
     def take_masters(self, updated: Iterable[int] | None = None) -> None:
-        """Master weights (frozen: what rests) were set, all or those `updated`; parameters follow. Every rank must call it."""
+        """Update the parameters from master weights that were set: all, or those `updated`. Every rank must call it."""
         self.appearance.outdate_graphs(updated)
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
@@ -464,7 +464,7 @@ class Unit:
             self._away.is_current = False
 
     def written_since(self, versions: Sequence[int]) -> list[str]:
-        """The fqns of parameters that were written since; all, where they are sharded at rest, and then the writes are undone."""
+        """Return the fqns of parameters written since `versions`. If sharded at rest, return all and undo the writes."""
         replaced = self.appearance.take_new_data()
         if replaced and not self.sharded_at_rest:
             self._written |= replaced
@@ -483,7 +483,7 @@ class Unit:
     # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
 
     def before_read(self, parameter: Tensor, what: str) -> None:
-        """Bring the values, where that takes no other rank; otherwise raise by name."""
+        """Make the values current if that needs no other rank. Otherwise raise an error that names the parameter."""
         if not self.sharded_at_rest and self.state is not UnitState.PARKED:
             self.unshard()
             return
@@ -497,7 +497,7 @@ class Unit:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether the parameters have memory only while they are used."""
+        """Whether the unsharded parameters have memory only while they are used."""
         return self._away is not None
 
     def taken_gradient(self, parameter: Tensor) -> str | None:
@@ -508,7 +508,7 @@ class Unit:
         return self.named[index].fqn
 
     def local_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's sum over the microbatches so far, if nothing has reduced it yet; writes to it count."""
+        """Return this rank's sum over the microbatches so far, if it was not reduced yet. Writes to it take effect."""
         index = self._index_of.get(id(parameter))
         if not parameter.numel():
             return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -531,13 +531,13 @@ class Unit:
 
     @property
     def has_dropped_gradients(self) -> bool:
-        """Whether the user has set every `grad` to None that was taken in this step."""
+        """Whether the user has set every `grad` that was taken in this step to None."""
         return self.used <= self.replaced_gradients and all(
             grad_of(self.named[index].parameter) is None for index in self.used
         )
 
     def replace_gradient(self, parameter: Tensor) -> None:
-        """Note that the user set another gradient, or none, where one was taken in this step."""
+        """Record that the user set `grad`, to a tensor or None, of a parameter whose gradient was taken in this step."""
         index = self._index_of.get(id(parameter))
         if index is None or index not in self.used:
             return
@@ -546,7 +546,7 @@ class Unit:
             self._live.drop_gradients()
 
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a copy with the true values; sharded ones are copied by the whole unit at once, and every rank must copy."""
+        """Return a copy with the true values. Sharded parameters are copied by whole units, and every rank must call it."""
         if id(parameter) not in self._index_of:  # a copy of a copy
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         if self.state is UnitState.PARKED:
@@ -564,13 +564,13 @@ class Unit:
         return copied
 
     def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
-        """Return the trained parameters in whose `grad` the user has put something, with their indices."""
+        """Return the trained parameters whose `grad` the user has set, with their indices."""
         if not self.trainable:
             return []
         return [(index, e.parameter) for index, e in enumerate(self.named) if grad_of(e.parameter) is not None]
 
     def refuse_replaced_gradients(self, indices: Iterable[int] | None = None) -> None:
-        """Raise where the user set another gradient, or none, for a parameter whose gradient is in the mean already.
+        """Raise if the user set `grad`, to a tensor or None, of a parameter whose gradient is already in the mean.
 
         Args:
             indices: the parameters for which that is known; default: those that `replace_gradient` noted.
@@ -586,7 +586,7 @@ class Unit:
             )
 
     def refuse_frozen_gradients(self, optimized: set[int]) -> None:
-        """Raise where a frozen parameter of the optimizer has a gradient all the same: nobody would update it.
+        """Raise if a frozen parameter of the optimizer has a gradient, since it would not be updated.
 
         Warn where a parameter has one that no optimizer lists: another optimizer may update it, differently on each rank.
 
@@ -623,11 +623,11 @@ class Unit:
         return self.waiting.add(index, gradient)
 
     def buckets_of_waiting(self) -> list[GradientBucket]:
-        """Return the buckets in which the gradients that wait lie; others may have reductions in flight."""
+        """Return the buckets of the waiting gradients. Other buckets may have reductions in flight."""
         return [bucket for index in self.waiting.gradients for bucket, _ in self._homes[index]]
 
     def take_gradients(self) -> None:
-        """Hand the gradients that wait to the buckets in which they lie."""
+        """Pass the waiting gradients to their buckets."""
         by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}
         waiting = self.waiting.take()
         self.used.update(waiting)
@@ -640,16 +640,16 @@ class Unit:
 
     @property
     def has_all_gradients(self) -> bool:
-        """Every parameter has its gradient of this microbatch: nothing in the backward reads the unit any more."""
+        """Whether every parameter has its gradient of this microbatch, so that the backward no longer reads the unit."""
         return self.trainable and len(self.waiting.received) == len(self.named)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether no parameter takes a gradient. (One that the optimizer does not update may still take one.)"""
+        """Whether no parameter takes a gradient. A parameter that the optimizer does not update may still take one."""
         return not any(entry.parameter.requires_grad for entry in self.named)
 
     def expect_gradients(self) -> None:
-        """The backward of a call of the unit's module begins (one of several, where it was called so), or the whole is over."""
+        """Expect every gradient again: the backward of a call of the unit's module begins, or the whole backward ended."""
         self.waiting.received.clear()
 
     def forget_gradients(self) -> None:
@@ -661,25 +661,25 @@ class Unit:
         self.appearance.show_ordinary()
 
     def optimizer_shards(self) -> Iterator[Shard]:
-        """The shards that this rank updates, bucket by bucket."""
+        """Yield the shards that this rank updates, bucket by bucket."""
         for bucket in self.gradients:
             yield from bucket.shards
 
     # ------------------------------------------------------------------ the step
 
     def begin_step(self) -> None:
-        """The optimizer is about to step: no value is arriving, and what rests is what the parameters show."""
+        """Prepare for the step: wait for arriving values, and write the shown parameters to their place at rest."""
         self.is_held = False
         self.appearance.show_ordinary()
         self.settle()
         if self.trainable:
             self.write_back()
         if self.trainable and self.state is UnitState.UNSHARDED and self._may_leave:
-            self._leave(changed=False)  # all of it is brought together anew after the step
+            self._leave(changed=False)  # all of it is gathered again after the step
         self.offload()
 
     def sync_parameters(self) -> None:
-        """The optimizer has stepped: what this unit shows from now on is the updated values."""
+        """Show the updated values after the optimizer's step, or make readers wait for them."""
         self.reshard()
         self._forget_cpu_copy()
         if self.state is UnitState.OFFLOADED:
@@ -696,6 +696,6 @@ class Unit:
                 self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
 
     def finish_update(self) -> None:
-        """End the all-gathers of updated values that would wait for a reader."""
+        """End all-gathers of updated values that would otherwise wait for a reader."""
         if not self.sharded_at_rest:
             self.collectives.finish([bucket.gathering for bucket in self.buckets if bucket.gathering is not None])

@@ -128,9 +128,9 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) -> None:
-    """Raise where an attention mask is other than of rows that are padded at their end, which causal attention need not see.
+    """Raise unless the mask hides only padding at the end of rows, which causal attention does not need to see.
 
-    Padding itself sees tokens that a mask would hide. So nothing may be learnt there.
+    Padding itself attends to tokens that a mask would hide. So labels of padding must be ignored.
     """
     if mask is None:
         return

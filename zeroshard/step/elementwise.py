@@ -28,7 +28,7 @@ REFUSED = {
 
 
 def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
-    """Raises `UsageError` where an optimizer on a rank's part of the parameters would compute something else, or wait for ever."""
+    """Raise `UsageError` if an optimizer on a rank's part of the parameters would compute something else, or wait for ever."""
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             raise UsageError(
@@ -38,7 +38,7 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
-    """Whether each parameter must lie whole in one shard for optimizers of this class; None where we do not know."""
+    """Return whether optimizers of this class need each parameter whole in one shard; None if that is unknown."""
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in ELEMENTWISE + WHOLE:
             return base.__name__ in WHOLE
@@ -46,7 +46,7 @@ def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
 
 
 def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool | None = None) -> bool:
-    """Whether each parameter must lie whole in one shard for this optimizer.
+    """Return whether this optimizer needs each parameter whole in one shard.
 
     Args:
         elementwise: the user's word, which goes before what we know.

@@ -27,13 +27,13 @@ class MeanGradients:
         self.reset()
 
     def reset(self) -> None:
-        """A new step begins: nothing is to be scaled."""
+        """Begin a new step, without factors."""
         self._narrow_coefficient: float | Tensor = 1.0
         self._coefficients: list[float | Tensor] = []
 
     @contextmanager
     def opened(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
-        """The mean gradient of a shard as memory where the optimizer steps, as it was reduced."""
+        """Open a shard's mean gradient, as it was reduced, in memory where the optimizer steps."""
         shard.gradient.wait()
         # Scratch that is not kept: the norm of a step needs none, see `Shard.squares`.
         with shard.gradient.borrowed(
@@ -42,7 +42,7 @@ class MeanGradients:
             yield gradient
 
     def get(self, shard: Shard, view: ShardView) -> Tensor:
-        """A view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
+        """Return a view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
         with self.opened(shard) as gradient:
             part = gradient[view.start : view.start + view.numel]
             if _is_narrow(shard):
@@ -55,7 +55,7 @@ class MeanGradients:
             return part
 
     def set(self, shard: Shard, view: ShardView, value: Tensor) -> None:
-        """Overwrite what `get` gives."""
+        """Overwrite the values that `get` returns."""
         if _is_narrow(shard):
             value = value / self._narrow_coefficient
         elif _is_away(shard):
@@ -65,7 +65,7 @@ class MeanGradients:
             gradient[view.start : view.start + view.numel].copy_(value)
 
     def scale(self, shards: Iterable[Shard], coefficient: float | Tensor) -> None:
-        """Multiply the gradients: at once, or as they are lent: in fp32, those in 16 bits; those that are elsewhere.
+        """Multiply fp32 gradients in place. Gradients in 16 bits (then in fp32) or in other memory are multiplied when lent.
 
         Args:
             coefficient: a number, or a tensor of shape [] on the accelerator.
@@ -90,7 +90,7 @@ class MeanGradients:
         return bool(self._coefficients)
 
     def settle(self, shards: Iterable[Shard]) -> None:
-        """Multiply what `scale` has left for later: gradients of another backward are about to be added."""
+        """Apply the factors that `scale` has left for later, before gradients of another backward are added."""
         for shard in shards:
             is_narrow = _is_narrow(shard)
             if not is_narrow and not _is_away(shard):
@@ -103,7 +103,7 @@ class MeanGradients:
         self.reset()
 
     def lent(self, shard: Shard, flat: Tensor) -> Tensor:
-        """A shard's gradient, which is memory where the optimizer steps now, with what is still to be multiplied."""
+        """Return a shard's gradient `flat`, now in memory where the optimizer steps, with the remaining factors applied."""
         if _is_narrow(shard):
             flat = flat.to(shard.master.dtype)
             scale_([flat], self._narrow_coefficient)
@@ -142,10 +142,10 @@ class MeanGradients:
 
 
 def _is_away(shard: Shard) -> bool:
-    """Whether the gradient is not memory where the optimizer steps."""
+    """Return whether the gradient is in other memory than the optimizer's step."""
     return shard.gradient.memory_in(shard.step) is None
 
 
 def _is_narrow(shard: Shard) -> bool:
-    """Whether the gradient has fewer digits than what it updates."""
+    """Return whether the gradient has another dtype than the master weights."""
     return shard.gradient.dtype != shard.master.dtype

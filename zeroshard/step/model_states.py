@@ -41,14 +41,14 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Range:
-    """A contiguous part of one flattened parameter: `tensor` [numel] is live memory, `start` counts elements."""
+    """A contiguous part of one flattened parameter. `tensor` [numel] is live memory, and `start` counts elements."""
 
     start: int
     tensor: Tensor
 
 
 class Trained:
-    """A shard that this rank updates. Its values are memory while it is opened, and, where it `is_here`, always."""
+    """A shard that this rank updates. Its values are in memory while it is opened, or always if it `is_here`."""
 
     def __init__(self, step: ShardedStep, resident: Resident) -> None:
         self._step = step
@@ -56,7 +56,7 @@ class Trained:
         self.is_here = resident.is_in_place
 
     def opened(self, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
-        """Bring it to memory; with `write`, store what is changed inside. Without `read`, all of it must be changed."""
+        """Bring the shard to memory. With `write`, changes inside are stored. Without `read`, all of it must be overwritten."""
         return self._step.opened(self.resident, write=write, read=read)
 
 
@@ -115,7 +115,7 @@ class Held:
 
     @property
     def value(self) -> Tensor:
-        """Master weights, [numel]; of a parameter that is not trained, the parameter itself."""
+        """The master weights, [numel]; for a frozen parameter, the parameter itself."""
         if self.view is not None:
             return self.view.value.view(-1)
         assert isinstance(self.shard, Frozen) and self.shard.memory is not None
@@ -123,7 +123,7 @@ class Held:
 
     @property
     def states(self) -> list[str]:
-        """The states with one number for each element: "parameters", and those of the optimizer."""
+        """The names of states with one number per element: "parameters", and those of the optimizer."""
         return [PARAMETERS, *(name for name in self.state if self._runs_along(name))]
 
     @property
@@ -132,7 +132,7 @@ class Held:
         return {name: value for name, value in self.state.items() if not self._runs_along(name)}
 
     def tensor(self, state: str) -> Tensor | None:
-        """Return one of `states`, flattened, for these elements; None where there is none."""
+        """Return one of `states`, flattened, for these elements; None if there is none."""
         if state == PARAMETERS:
             return self.value
         if not self._runs_along(state):
@@ -164,12 +164,12 @@ class ModelStates:
             self._held.setdefault(held.named.fqn, []).append(held)
 
     def held(self) -> Iterator[Held]:
-        """Yield everything that this rank keeps, parameter by parameter."""
+        """Yield all spans that this rank keeps, parameter by parameter."""
         for parts in self._held.values():
             yield from parts
 
     def names(self, fqn: str) -> list[str]:
-        """The states of a parameter that `get` can return, as far as this rank has them."""
+        """Return the names of a parameter's states that this rank holds and `get` can return."""
         unit, _ = self._find(fqn)
         names = [PARAMETERS]
         if unit.trainable:
@@ -179,13 +179,13 @@ class ModelStates:
         return list(dict.fromkeys(names))
 
     def optimizer_names(self) -> list[str]:
-        """The names of everything that the optimizer keeps, on any rank. Every rank must call it."""
+        """Return the names of all optimizer states on any rank. Every rank must call it."""
         own = list(dict.fromkeys(name for held in self.held() for name in held.state))
         everyone = self._collectives.exchange_json(own, "the names of the optimizer's states")
         return sorted({name for names in everyone for name in names})
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """The ranges of a state that this rank holds: live memory. Gradients in 16 bits, and what rests on disk, are copies.
+        """Return this rank's ranges of a state. They are live memory, except gradients in 16 bits and states on disk (copies).
 
         They count elements of the flattened parameter; of a DTensor, those of its flattened local tensor.
 
@@ -202,7 +202,7 @@ class ModelStates:
         return found
 
     def set_local(self, fqn: str, state: str, ranges: Sequence[Range]) -> None:
-        """Overwrite ranges that this rank holds. Every rank must call it, with its own."""
+        """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges."""
         mine = {(held.span.start, held.span.stop): held for held in self._parts(fqn)}
         self._note_change(state)
         for part in ranges:
@@ -218,7 +218,7 @@ class ModelStates:
             unit.take_masters([index])
 
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
-        """The whole of a state, in the parameter's shape, on every rank; None where there is none. Every rank must call it.
+        """Gather a whole state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
 
         A state without one number for each element (a step count) comes as it is.
         """
@@ -247,7 +247,7 @@ class ModelStates:
         return _of_all(whole.view(entry.shape), entry.placement, unit.others)
 
     def set(self, fqn: str, state: str, value: Tensor) -> None:
-        """Give every rank its part of a whole. Every rank must call it, with the same values."""
+        """Set a state from a whole tensor, of which each rank takes its part. Every rank must call it, with the same values."""
         unit, index = self._find(fqn)
         placement = unit.named[index].placement
         if value.shape != placement.shape:
@@ -267,7 +267,7 @@ class ModelStates:
             unit.take_masters([index])
 
     def restore(self, fqn: str, values: Mapping[str, Tensor | None]) -> None:
-        """Give a parameter wholes of its master weights and of the optimizer's states, if it keeps any. Every rank must call it."""
+        """Set a parameter's master weights and optimizer states, if any, from whole tensors. Every rank must call it."""
         master = values[PARAMETERS]
         assert master is not None
         unit, index = self._find(fqn)
@@ -308,7 +308,7 @@ class ModelStates:
         return self._held.get(unit.named[index].fqn, [])
 
     def _tensor(self, held: Held, state: str) -> Tensor | None:
-        """Return a state's tensor as `Held.tensor` does, and gradients too."""
+        """Return a state's tensor as `Held.tensor` does, including gradients."""
         if state != GRADIENTS:
             return held.tensor(state)
         if self._step is None or held.view is None or not isinstance(held.shard, Trained):
@@ -318,7 +318,7 @@ class ModelStates:
         return self._step.gradients.get(held.shard.resident.shard, held.view)
 
     def _overwrite(self, held: Held, state: str, value: Tensor) -> bool:
-        """Write a state's new values; return whether there is such a state."""
+        """Write a state's new values. Return whether the state exists."""
         if state == GRADIENTS:
             if self._step is None or held.view is None or not isinstance(held.shard, Trained):
                 return False
@@ -334,7 +334,7 @@ class ModelStates:
             return True
 
     def _note_change(self, state: str) -> None:
-        """Count a change of gradients, on ranks that hold no part of them too: all ask for the norm again."""
+        """Count a change of gradients, also on ranks without a part of them, so that all compute the norm again."""
         if state == GRADIENTS and self._step is not None:
             self._step.gradients.changes += 1
 
@@ -359,7 +359,7 @@ class ModelStates:
 
 
 def _of_all(local: Tensor, placement: Placement, others: Collectives) -> Tensor:
-    """Bring the parts of the ranks of another dimension together. Every rank must call it."""
+    """Gather a whole tensor from the ranks of another dimension. Every rank must call it."""
     if placement.is_whole:
         return local
     whole = local.new_empty(placement.shape)
@@ -372,7 +372,7 @@ def _of_all(local: Tensor, placement: Placement, others: Collectives) -> Tensor:
 
 
 def _refuse_different(fqn: str, state: str, value: Tensor, others: Collectives) -> None:
-    """Raise where ranks of another dimension are given different wholes. Every rank must call it."""
+    """Raise if ranks of another dimension were passed different whole tensors. Every rank must call it."""
     if others.world_size == 1:
         return
     own = zlib.crc32(memory_of(value.detach().cpu().contiguous().view(-1)))

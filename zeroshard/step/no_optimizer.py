@@ -17,5 +17,5 @@ class NoOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Raise: there is nothing to update."""
+        """Raise, since there is nothing to update."""
         raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")

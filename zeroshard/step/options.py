@@ -1,4 +1,4 @@
-"""Compares the options of param groups over ranks, as a part of the step's small message.
+"""The comparison of param groups' options over ranks, in the step's small message.
 
 Ranks that update shards at different rates train no model that one rank would train, and unsharded models drift apart.
 """
@@ -44,7 +44,7 @@ class GroupOptions:
         return self._digest
 
     def refuse_different(self, digests: Sequence[bytes]) -> None:
-        """Raise where ranks have different options. Every rank must call it, with all ranks' digests.
+        """Raise if ranks have different options. Every rank must call it, with all ranks' digests.
 
         Raises:
             UsageError: names the first option that differs, and its values.
@@ -70,7 +70,7 @@ class GroupOptions:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Give the numbers of an option. Those on an accelerator stay out: to read them is to wait for it."""
+    """Yield the numbers of an option, except those on an accelerator: a read would wait for it."""
     if isinstance(value, float | int):
         yield float(value)
     elif isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""Owns model states that leave their place for a while, so that something else may use it: `offload_states`, `reload_states`.
+"""Owns model states that are parked to free their memory: `offload_states`, `reload_states`.
 
-What is parked is memory of the accelerator (without one: CPU memory, and the place to park is the disk).
-Its storage is given back; the tensors that the user can see look at placeholders meanwhile.
+Only memory of the accelerator is parked (without one: CPU memory, and the place to park is the disk). Its storage is freed, and
+the user's tensors show placeholders meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class _Parked:
-    """Memory that was given back, unless it is kept for somebody who looks at it.
+    """Parked memory, which was freed unless a user's view keeps it.
 
     `content` is all of it, as bytes, wherever it is now; if transient, until `zero_grad`.
     """
@@ -55,11 +55,11 @@ class Parking:
         self._storage: Storage | None = None
 
     def offload(self, states: Iterable[str], place: Place, offload: Offload) -> int:
-        """Park states; returns the bytes that were given back. On a place that is where they are already, nothing happens.
+        """Park states, and return the number of freed bytes. Nothing happens if they are already in that place.
 
         Raises:
             UsageError: something is parked already, or a step has begun.
-            StorageError: there is no room; what was parked until then is back.
+            StorageError: there is no room. States that were parked until then are reloaded.
         """
         wanted = list(states)
         unknown = [state for state in wanted if state not in STATES]
@@ -105,13 +105,13 @@ class Parking:
         return list(copied.values())
 
     def _looked_at(self) -> set[int]:
-        """Return the storages of parameters of which somebody else has a view: without memory, a read would end the process."""
+        """Return the storages of parameters that the user has a view of: a read of freed memory would end the process."""
         updated = Counter(storage_id(view.value) for view in self._step.views)
         storages = {storage_id(unit.flat.tensor): unit for unit in self._schedule.units if not unit.sharded_at_rest}
         return {storage for storage, unit in storages.items() if unit.is_looked_at(updated[storage])}
 
     def _memory(self, states: Sequence[str]) -> Iterator[tuple[FlatBuffer, bool]]:
-        """Memory of the accelerator, where these states rest, and whether `zero_grad` gives it back."""
+        """Yield the accelerator memory of these states, and whether `zero_grad` frees it."""
         for unit in self._schedule.units:
             if "gradients" not in states:
                 break
@@ -139,7 +139,7 @@ class Parking:
                     yield value
 
     def reload(self) -> None:
-        """Bring back what was parked."""
+        """Reload all parked states."""
         while self._parked:  # what fails stays parked, and may be tried again
             if not (self._parked[-1].is_transient and self._schedule.is_between_steps):  # else forgotten meanwhile
                 self._parked[-1].reload()

@@ -1,4 +1,4 @@
-"""Compares gradients of what is whole on each rank of another dimension of a mesh, as a part of the step's small message.
+"""The comparison of gradients of replicated parameters over another dimension of a mesh, in the step's small message.
 
 Such parameters start equal, and stay so where their gradients are equal. These differ where such ranks get different
 batches, or draw different dropout.
@@ -20,7 +20,7 @@ from zeroshard.step.resident import Resident
 
 
 class Replicas:
-    """See the module's docstring. Where no other dimension is, it takes no part."""
+    """See the module's docstring. Without another dimension it adds nothing to the message."""
 
     def __init__(self, context: Context, gradients: MeanGradients) -> None:
         self._everyone = context.everyone
@@ -28,7 +28,7 @@ class Replicas:
         self._gradients = gradients
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
-        """Return a digest of the mean gradients that this rank has of such parameters."""
+        """Return a digest of this rank's mean gradients of replicated parameters."""
         if self._is_alone:
             return b""
         digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
@@ -49,7 +49,7 @@ class Replicas:
         return zip(names, digests_as_bytes(digests), strict=True)
 
     def refuse_different(self, digests: Sequence[bytes], residents: Sequence[Resident]) -> None:
-        """Raise where two ranks that hold the same shards have different gradients. Every rank must call it, with all digests.
+        """Raise if two ranks that hold the same shards have different gradients. Every rank must call it, with all digests.
 
         Raises:
             UsageError: names the first parameter that differs.

@@ -25,7 +25,7 @@ State = MutableMapping[Any, dict[str, Any]]
 
 
 class Frame:
-    """Memory for one sub-group, where the optimizer steps."""
+    """The memory for one sub-group, where the optimizer steps."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -33,7 +33,7 @@ class Frame:
         self._busy: list[Transfer] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Take room for `numel` elements, aligned for direct I/O. Only the first step needs more than the frame, as new memory."""
+        """Take room for `numel` elements, aligned for direct I/O; new memory if the frame is full, only in the first step."""
         nbytes = numel * dtype.itemsize
         start = self._used
         self._used = self._used + in_pages(nbytes)
@@ -42,11 +42,11 @@ class Frame:
         return self._memory[start : start + nbytes].view(dtype)
 
     def hold(self, transfer: Transfer) -> None:
-        """The frame is not used again before `transfer` is over."""
+        """Keep the frame from reuse until `transfer` is over."""
         self._busy.append(transfer)
 
     def empty(self) -> Frame:
-        """Wait until nothing is on its way from here, and begin again.
+        """Wait until no transfer from the frame is in flight, and free its room.
 
         Raises:
             StorageError: a write failed, and no other caller has been given this error: whoever read the same slot was.
@@ -66,13 +66,13 @@ class Frame:
         return self
 
     def forget(self) -> None:
-        """Forget transfers that failed or are of no use any longer; none of them may land later."""
+        """Wait for transfers that failed or are no longer needed, and ignore their errors. None may land later."""
         with suppress(StorageError):
             self.empty()
 
     @property
     def is_idle(self) -> bool:
-        """Whether `empty` would not block, as far as can be seen."""
+        """Whether all transfers are reported as done, so that `empty` would not block."""
         return all(transfer.is_done for transfer in self._busy)
 
     @property
@@ -82,7 +82,7 @@ class Frame:
 
 
 class Resident:
-    """A shard with everything that the optimizer keeps of it."""
+    """A shard with all states that the optimizer keeps for it."""
 
     def __init__(self, shard: Shard, views: Sequence[ShardView], state: State) -> None:
         self.shard = shard
@@ -105,7 +105,7 @@ class Resident:
         self._look(master)
 
     def look_in(self, state: State) -> None:
-        """The optimizer keeps its states there from now on."""
+        """Use `state` as the optimizer's states from now on."""
         self._state = state
         self._away.clear()
 
@@ -115,7 +115,7 @@ class Resident:
         return len(self._slots)
 
     def park(self) -> None:
-        """Detach the optimizer's tensors from their memory, which will be elsewhere for a while."""
+        """Detach the optimizer's tensors from their memory, which will be parked."""
         self._look(None)
 
     def unpark(self) -> None:
@@ -123,7 +123,7 @@ class Resident:
         self._look(self.shard.master.memory_in(self.shard.step))
 
     def nbytes(self, states: int) -> int:
-        """Compute the bytes that this takes of a frame, with `states` tensors of optimizer state for each parameter."""
+        """Return the bytes that the shard needs in a frame, with `states` tensors of optimizer state for each parameter."""
         shard = self.shard
         slots = [slot for slot in (shard.master, shard.gradient) if slot.memory_in(shard.step) is None]
         if shard.home is not shard.step:
@@ -133,10 +133,10 @@ class Resident:
     # ------------------------------------------------------------------ coming
 
     def start(self, frame: Frame, *, read: bool = True) -> None:
-        """Start to bring master weights and states into the frame. Master weights that the user may write to come last.
+        """Start to read master weights and states into the frame, except master weights that the user may write (see `enter`).
 
         Args:
-            read: False takes the room alone, for what will be overwritten.
+            read: False only takes room, for values that will be overwritten.
         """
         master = self.shard.master
         self._frame = frame
@@ -152,7 +152,7 @@ class Resident:
 
     @property
     def is_stale(self) -> bool:
-        """The master weights were set since they were read, or may have been."""
+        """Whether the master weights were, or may have been, set since they were read."""
         return _MASTER in self._memory and (self.shard.is_shown or self._master_version != self.shard.master.version)
 
     def refresh(self) -> None:
@@ -166,7 +166,7 @@ class Resident:
         self._reading.append(self.shard.master.read(self._memory[_MASTER]))
 
     def start_gradient(self) -> None:
-        """Start to bring the gradient."""
+        """Start to read the gradient into the frame."""
         slot = self.shard.gradient
         if slot.memory_in(self.shard.step) is None:
             assert self._frame is not None
@@ -174,7 +174,7 @@ class Resident:
             self._reading.append(slot.read(self._memory[_GRADIENT]))
 
     def enter(self) -> None:
-        """Block until all is here; the optimizer's tensors look at it.
+        """Block until all reads have arrived, and point the optimizer's tensors at them.
 
         Raises:
             UsageError: somebody wrote to what these tensors looked at meanwhile.
@@ -211,7 +211,7 @@ class Resident:
             )
 
     def abandon(self) -> None:
-        """Drop what is here or on its way, after an error. What rests is what was last written."""
+        """Drop values in the frame and in flight, after an error. The values at rest are those that were last written."""
         for transfer in self._reading:
             with suppress(StorageError):
                 transfer.wait(CPU)
@@ -232,7 +232,7 @@ class Resident:
     # ------------------------------------------------------------------ going
 
     def leave(self, *, write: bool, update_rest: bool) -> None:
-        """Start to bring back what changed; the optimizer's tensors look at nothing.
+        """Start to write changes back, and detach the optimizer's tensors from the frame.
 
         Args:
             write: master weights and states may have changed.
@@ -268,7 +268,7 @@ class Resident:
             self._frame.hold(transfer)
 
     def _adopt(self) -> None:
-        """States that the optimizer has made, or that were set, move into the frame, and have a slot from now on."""
+        """Move states that the optimizer made, or that were set, into the frame, and give each a slot."""
         assert self._frame is not None
         names = [
             name
@@ -316,5 +316,5 @@ def placeholder(tensor: Tensor) -> Tensor:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether nobody has written to it since it was made one."""
+    """Return whether the tensor still shows its placeholder's NaN."""
     return bool(tensor.as_strided((1,), (1,)).isnan())

@@ -14,8 +14,8 @@ from zeroshard.layout.bucketing import NamedParameter
 class ShardView:
     """The part of one parameter in one shard: the tensor that the optimizer updates.
 
-    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` say where it lies in the shard,
-    `parameter_start` where in the flattened parameter.
+    `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` are its place in the shard,
+    and `parameter_start` that in the flattened parameter.
     """
 
     named: NamedParameter
@@ -27,10 +27,10 @@ class ShardView:
     parameter_start: int
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """Its part of a tensor that runs along the shard, in its own shape."""
+        """Return the view's part of a tensor with the shard's elements, in the view's shape."""
         return flat[self.start : self.start + self.numel].view_as(self.value)
 
 
 def runs_along(state: Any, name: str, value: Tensor) -> TypeGuard[Tensor]:
-    """Whether the optimizer's state `name` has one number for each element of `value`."""
+    """Return whether the optimizer's state `name` has one number for each element of `value`."""
     return isinstance(state, Tensor) and state.ndim > 0 and state.numel() == value.numel() and name != "step"

@@ -1,7 +1,7 @@
-"""Owns the step: an unmodified torch optimizer that is handed views of shards.
+"""Owns the step: an unmodified torch optimizer that gets views of shards.
 
 Each parameter that has elements in a shard is one 1-D tensor there, in its own param group: so it keeps its own state, step
-count and hyperparameters, and one that no rank used in a step is left alone, as plain PyTorch leaves it.
+count and hyperparameters, and one that no rank used in a step is skipped, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from zeroshard.torch_private import step_without_hooks
 
 
 class ShardedStep:
-    """Updates this rank's shards with the user's optimizer, once on each `step()` of it.
+    """The update of this rank's shards by the user's optimizer, once in each of its `step()`s.
 
     Args:
         inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
@@ -124,12 +124,12 @@ class ShardedStep:
 
     @property
     def state(self) -> Any:
-        """The optimizer's own: what it keeps, by the views of this rank's shards."""
+        """The optimizer's own states, by the views of this rank's shards."""
         return self.inner.state
 
     @property
     def overflow(self) -> bool:
-        """See above. It is read when it is asked for: a norm may be on its way from an accelerator still."""
+        """Whether the last norm overflowed (see above). The read may wait for a norm that an accelerator still computes."""
         if self._norm is not None:
             self._overflow = not math.isfinite(self._norm)
             self._norm = None
@@ -142,7 +142,7 @@ class ShardedStep:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """Make `step` only the update inside: its caller is the driver."""
+        """Let `step` run only the update inside, since the driver calls it."""
         self._is_driven = True
         self.steps_begun += 1
         try:
@@ -152,7 +152,7 @@ class ShardedStep:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way, with what its driver does for it, or one broke off since model states were loaded."""
+        """Whether a step is running, including its driver's part, or one broke off since model states were loaded."""
         return self._is_driven or self._schedule.is_stepping or self._broke_off
 
     def refuse_inside(self) -> None:
@@ -169,7 +169,7 @@ class ShardedStep:
         self._broke_off = False
 
     def lay_out(self) -> None:
-        """Find what this rank updates of the schedule's units. A view that was there before stays the tensor that it was."""
+        """Find the shards of the schedule's units that this rank updates. Existing views keep their tensors."""
         before = {id(resident.shard): resident for resident in self._residents}
         trainable = [unit for unit in self._schedule.units if unit.trainable]
         self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
@@ -340,7 +340,7 @@ class ShardedStep:
                 step_without_hooks(one.optimizer)
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take our hooks' places on an optimizer of this model, which is about to step.
+        """Move our hooks to their places on an optimizer of this model, which is about to step.
 
         Raises:
             UsageError: it is another, which steps parameters of this model that no optimizer lists: their gradients are each
@@ -362,7 +362,7 @@ class ShardedStep:
                 )
 
     def _flags_that_step(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Flags that say, by parameter, whether it is updated: some rank used it, and its optimizer steps."""
+        """Return, for each parameter, whether it is updated: some rank used it, and its optimizer steps."""
         if len(self._optimizers) == 1:
             return self._used
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
@@ -372,7 +372,7 @@ class ShardedStep:
         ]
 
     def release_inner(self) -> None:
-        """Zeroshard is taken off: the inner optimizer holds shards of a model that is no more."""
+        """Detach from the user's optimizers, when zeroshard is removed from the model."""
         _TAKEN.discard(self)
         for one in self._optimizers:
             one.remove()
@@ -390,7 +390,7 @@ class ShardedStep:
                 view.value.grad = part.detach()  # a use of the memory that shows, if somebody keeps it beyond zero_grad
 
     def zero_grad(self) -> None:
-        """Forget the gradients. Their buffers stay, to be overwritten."""
+        """Drop the gradients. Their buffers stay, to be overwritten."""
         self._used_at = -1
         self._dropped.reset()
         self._mean_gradients.reset()
@@ -410,16 +410,16 @@ class ShardedStep:
 
     @property
     def gradients(self) -> MeanGradients:
-        """The mean over ranks, in this rank's shards, as the user's operations on `parameter.grad` have changed it."""
+        """The mean gradients in this rank's shards, with the user's operations on `parameter.grad` applied."""
         self._taken.apply_factors()
         return self._mean_gradients
 
     def grad_norm(self) -> float:
-        """The L2 norm of the mean gradients of all parameters. Every rank must call it, after the last backward."""
+        """Return the L2 norm of all mean gradients. Every rank must call it, after the last backward."""
         return float(self._exchange(norm=True))
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before.
 
         Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
 
@@ -454,13 +454,13 @@ class ShardedStep:
         return self._taken.operate(flag, name, args, kwargs)
 
     def _before_later_gradients(self) -> None:
-        """Gradients of another microbatch are about to be added to the mean: what multiplies it must not multiply these."""
+        """Apply factors of the mean before gradients of another microbatch, which they must not multiply, are added."""
         if self._taken.has_factors or self._mean_gradients.is_to_be_scaled:
             self._schedule.reductions.land()
             self.gradients.settle(resident.shard for resident in self._residents)
 
     def not_finite(self) -> tuple[str, ...]:
-        """The fqns of the parameters whose gradient has an element that is infinite or NaN. Every rank must call it."""
+        """Return the fqns of parameters whose gradient has an infinite or NaN element. Every rank must call it."""
         self._schedule.finish_gradients()
         own = bytearray(len(self._flags))
         looks: dict[torch.device, list[tuple[int, Tensor]]] = {}
@@ -490,11 +490,11 @@ class ShardedStep:
         }
 
     def has_dropped(self, parameter: Tensor) -> bool:
-        """Whether the one of several optimizers that steps the parameter has dropped its gradient."""
+        """Return whether the parameter's optimizer, one of several, has dropped its gradient."""
         return id(parameter) in self._dropped
 
     def _agree_on_used(self) -> None:
-        """Hear who used which parameter, unless nothing came since that was last asked: of a backward, or of a user's hand."""
+        """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
         is_known = self._used_at == self._schedule.gradients_taken and not self._taken.changed
         if self._schedule.asks_for_gradients() or not is_known:
             self._exchange(norm=False)
@@ -505,15 +505,15 @@ class ShardedStep:
         yield from self._residents
 
     def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
-        """Bring master weights and states of one shard to memory inside, wherever they rest: see `SubGroups.opened`."""
+        """Bring master weights and states of one shard to memory inside the block. See `SubGroups.opened`."""
         return self._sub_groups.opened(resident, write=write, read=read)
 
     def settle(self) -> None:
-        """Wait until every state is where it rests; raises what went wrong on the way."""
+        """Wait until every state is at rest, and raise any error of its transfer."""
         self._sub_groups.settle()
 
     def park(self, *, states: bool) -> None:
-        """The tensors that it updates, and with `states` those that it keeps, will be elsewhere for a while."""
+        """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
         for resident in self._residents:
             resident.park()
         kept = [value for state in self.state.values() for value in state.values()] if states else []
@@ -536,20 +536,20 @@ class ShardedStep:
         return [value for value in kept if isinstance(value, Tensor)]
 
     def refuse_parked(self, what: str) -> None:
-        """Raise where model states that `what` needs are away."""
+        """Raise if any model states are parked while `what` runs."""
         self._schedule.refuse_parked(what)
 
     def abandon(self) -> None:
-        """Forget what an error left behind: states will be loaded again."""
+        """Drop transfers that an error left behind, before states are loaded again."""
         self._sub_groups.abandon()
 
     @property
     def frames_nbytes(self) -> int:
-        """Bytes of memory through which states that rest elsewhere come to the step."""
+        """The bytes of the frames through which offloaded states pass in a step."""
         return self._sub_groups.nbytes
 
     def _exchange(self, norm: bool) -> float | Tensor:
-        """Exchange one small message: the parameters that ranks used or wrote to, and, if asked for, the norm. Returns it."""
+        """Exchange the parameters that ranks used or wrote and, with `norm`, the norm, in one small message. Return the norm."""
         if norm:
             self._dropped.refuse("a gradient norm")
         self._schedule.finish_gradients()
@@ -584,7 +584,7 @@ class ShardedStep:
         return norm_of(self._everyone.by_shard(by_rank))
 
     def _counts(self, resident: Resident) -> bool:
-        """What is whole on every rank of the other dimension counts on the first of them."""
+        """Return whether a shard counts here. A whole one counts only on the first rank of the other dimension."""
         return self._others.rank == 0 or self._unit_of[resident].is_cut
 
     # ------------------------------------------------------------------ what the user's optimizer answers
@@ -668,16 +668,16 @@ class ShardedStep:
 
     @property
     def groups_are_known(self) -> bool:
-        """Whether there is anything to update at all."""
+        """Whether there is an optimizer with parameters to update."""
         return not isinstance(self.inner, NoOptimizer)
 
     def on_added_group(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Have `take` called where the user adds a param group."""
+        """Call `take` when the user adds a param group."""
         for one in self._optimizers:
             one.optimizer.add_param_group = take  # type: ignore[method-assign, assignment]
 
     def list_group(self, param_group: dict[str, Any]) -> None:
-        """Know of another param group, over the user's parameters; `lay_out` gives it their views."""
+        """Register another param group of the user's parameters. `lay_out` gives it their views."""
         if isinstance(self.inner, MuonWithAdamW | Several):
             raise UsageError(
                 "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
@@ -710,6 +710,6 @@ _WATCHED: list[Any] = []
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Tell every sharded model that an optimizer is about to step: torch calls this before the optimizer's own hooks."""
+    """Notify every sharded model before an optimizer steps. torch calls this before the optimizer's own hooks."""
     for step in [*_TAKEN]:
         step.before_step_of(optimizer)

@@ -1,4 +1,4 @@
-"""Owns the way of shards through the step: which are updated by one call, and how what rests elsewhere comes and goes.
+"""Owns the order of shards in the step: the groups that one call updates, and the transfers of offloaded shards.
 
 What is memory where the optimizer steps is updated in place, in one call. The rest goes through
 frames, a fixed amount of CPU memory: while one sub-group is updated, those after it are read and those before it are written.
@@ -34,7 +34,7 @@ LENT_NUMEL = 1 << 26
 
 
 class SubGroup:
-    """Residents that are updated by one call, in one place."""
+    """The residents that one call updates, in one place."""
 
     def __init__(self, residents: list[Resident]) -> None:
         self.residents = residents
@@ -47,22 +47,22 @@ class SubGroup:
 
     @property
     def travels(self) -> bool:
-        """Whether part of it rests away from the optimizer's step."""
+        """Whether part of the group rests in other memory than the optimizer's step."""
         return not all(resident.is_in_place for resident in self.residents)
 
     def start(self, frame: Frame) -> None:
-        """Start to bring what does not wait for the gradients."""
+        """Start to read all values except the gradients."""
         self.frame = frame
         for resident in self.residents:
             resident.start(frame)
 
     def start_gradients(self) -> None:
-        """Start to bring the gradients: all are there."""
+        """Start to read the gradients, which are complete."""
         for resident in self.residents:
             resident.start_gradient()
 
     def leave(self, *, write: bool) -> Frame | None:
-        """Start to bring it back; returns the frame that it was in."""
+        """Start to write the group back, and return its frame."""
         frame = self.frame
         self.frame = None
         for resident in self.residents:
@@ -127,14 +127,14 @@ class SubGroups:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of frames that were made."""
+        """The bytes of all allocated frames."""
         lent = [group.frame for group in self._travelling if group.frame is not None]
         return sum(frame.nbytes for frame in [*chain.from_iterable(self._free.values()), *lent])
 
     # ------------------------------------------------------------------ the step
 
     def run(self, on_left: Callable[[list[Resident]], None]) -> Iterator[list[Resident]]:
-        """Yield each sub-group in its turn, in memory. When the next is asked for, changes go back; `on_left` is called with it."""
+        """Yield each sub-group in turn, in memory. Afterwards its changes are written back, and `on_left` is called with it."""
         with self._abandoned_on_error():
             self._close()
             for group in self._travelling:
@@ -154,7 +154,7 @@ class SubGroups:
             self._notice_other_states()
 
     def _read_ahead(self, waiting: deque[SubGroup], now: SubGroup | None = None) -> Iterator[SubGroup]:
-        """Start the first of those that wait: `now`, whatever it takes, and what comes next, as far as frames are free."""
+        """Start the first waiting groups: `now` even if that blocks, and the next ones while frames are free."""
         while waiting and (waiting[0] is now or self._offload.read_ahead):
             frame = self._take_frame(waiting[0].step, block=waiting[0] is now)
             if frame is None:
@@ -164,7 +164,7 @@ class SubGroups:
             yield group
 
     def prefetch(self) -> None:
-        """The next step will come: start to read for it what does not wait for its gradients."""
+        """Start to read for the next step all values except its gradients, as far as frames are free."""
         if self._open is not None:
             return
         with self._abandoned_on_error():
@@ -193,7 +193,7 @@ class SubGroups:
             raise
 
     def abandon(self) -> None:
-        """Forget what is here and on its way, with its errors: resting values will be read, or written, again."""
+        """Drop values in frames and in flight, with their errors. Values at rest will be read or written again."""
         self._take_back_frames()
         for resident in self._residents:
             resident.abandon()
@@ -213,7 +213,7 @@ class SubGroups:
                 group.frame = None
 
     def _notice_other_states(self) -> None:
-        """Cut the sub-groups again, if the optimizer keeps another number of states than assumed."""
+        """Form the sub-groups again if the optimizer keeps another number of states than assumed."""
         kept = max((resident.states for resident in self._residents), default=0)
         if kept in (0, self._states):
             return
@@ -231,7 +231,7 @@ class SubGroups:
 
     @contextmanager
     def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:
-        """Point the optimizer's tensors at master weights and states of one shard in memory, inside.
+        """Point the optimizer's tensors, inside the block, at one shard's master weights and states in memory.
 
         Args:
             write: what is changed inside, or set in the optimizer's state, comes to rest.
@@ -260,7 +260,7 @@ class SubGroups:
                     self._close()
 
     def _close(self) -> None:
-        """Close the shard that `opened` brought."""
+        """Close the shard that `opened` has in memory."""
         if self._open is not None:
             resident = self._open
             self._open = None
@@ -268,7 +268,7 @@ class SubGroups:
             self._free[resident.shard.step].append(self._open_frame)
 
     def settle(self) -> None:
-        """Forget what was read ahead, and wait for what is being written; raises what went wrong with it."""
+        """Drop values that were read ahead, wait for writes in flight, and raise their errors."""
         with self._abandoned_on_error():
             self._close()
             self._take_back_frames()
@@ -277,7 +277,7 @@ class SubGroups:
 
 
 def _by_step(residents: Sequence[Resident]) -> list[list[Resident]]:
-    """Apart by where the optimizer steps: with a ratio, some step on the accelerator."""
+    """Group residents by the place of the optimizer's step. With a ratio, some step on the accelerator."""
     found: dict[Storage, list[Resident]] = {}
     for resident in residents:
         found.setdefault(resident.shard.step, []).append(resident)
@@ -285,7 +285,7 @@ def _by_step(residents: Sequence[Resident]) -> list[list[Resident]]:
 
 
 def _lent_together(residents: Sequence[Resident]) -> list[list[Resident]]:
-    """Cut where the gradients that are cast would be more than `LENT_NUMEL`."""
+    """Split residents so that each part casts at most `LENT_NUMEL` elements of gradients, or those of one resident."""
     groups: list[list[Resident]] = [[]]
     cast = 0
     for resident in residents:
@@ -299,7 +299,7 @@ def _lent_together(residents: Sequence[Resident]) -> list[list[Resident]]:
 
 
 def _stays_here(resident: Resident) -> bool:
-    """Whether nothing of it is copied to another place in a step."""
+    """Return whether a step copies nothing of the resident to another place."""
     return resident.is_in_place and (
         resident.shard.rest is resident.shard.master or resident.shard.rest.memory_in(resident.shard.step) is not None
     )

@@ -48,7 +48,7 @@ class TakenGradients:
         self.lay_out((), ())
 
     def lay_out(self, flags: Sequence[Flag], residents: Iterable[Resident]) -> None:
-        """Operate on the gradients of these parameters from now on, of which `residents` has this rank's shards."""
+        """Set the parameters whose gradients are operated on, and this rank's shards of them, `residents`."""
         self._flags = list(flags)
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
@@ -70,14 +70,14 @@ class TakenGradients:
         """The number of gradients that the schedule had taken when their mean was last waited for."""
 
     def operate(self, flag: Flag, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on a parameter's gradient. Every rank must run it.
+        """Run one of torch's operations on a parameter's gradient. Every rank must call it.
 
         Args:
             name: of the operation, as torch has it.
             args, kwargs: of the operation; the first is the gradient.
 
         Returns:
-            What the operation returns; NotImplemented: there is no such operation on shards.
+            The operation's result; NotImplemented if shards do not support it.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:
@@ -143,7 +143,7 @@ class TakenGradients:
     # ------------------------------------------------------------------ over ranks
 
     def agree(self, messages: Sequence[bytes]) -> None:
-        """End what `changed` is for: every rank has heard of it.
+        """Check that all ranks changed the same gradients, and clear `changed`.
 
         Args:
             messages: in rank order, of each rank one byte a parameter, which is not 0 where its gradient was changed there.
@@ -166,7 +166,7 @@ class TakenGradients:
                 )
 
     def _finish(self) -> None:
-        """Wait for the mean, and apply what was to be multiplied. Called for each parameter, it looks at all of them once."""
+        """Wait for the mean and apply factors, once for all parameters, although it is called for each."""
         if self._finished_at != self._schedule.gradients_taken:
             self._schedule.finish_gradients()
             self._finished_at = self._schedule.gradients_taken
@@ -174,11 +174,11 @@ class TakenGradients:
 
     @property
     def has_factors(self) -> bool:
-        """Whether gradients are still to be multiplied."""
+        """Whether gradients have factors that are not applied yet."""
         return bool(self._factors)
 
     def apply_factors(self) -> None:
-        """Multiply. Where each gradient has the same factors, the shards are scaled as a whole."""
+        """Multiply gradients by their factors. If all have the same factors, the shards are scaled as a whole."""
         if not self._factors:
             return
         factors = self._factors
@@ -209,7 +209,7 @@ class TakenGradients:
         return self._norms[norm.order]
 
     def _rows_of_all(self, norm: _Norm) -> list[list[float]]:
-        """Return what each shard gives to the norm of each parameter, in the order of shards. Every rank must call it."""
+        """Return each shard's part of the norm of each parameter, in the order of shards. Every rank must call it."""
         rows = self._own_rows(norm)
         count = len(self._flags)
         own = bytes(index in unit.used for unit, index in self._flags)
@@ -226,7 +226,7 @@ class TakenGradients:
         return [rows[number] for number in sorted(rows)]
 
     def _own_rows(self, norm: _Norm) -> dict[int, list[float]]:
-        """Compute, by number of shard and by parameter, this rank's part of the norm.
+        """Return this rank's part of the norm, by number of shard and by parameter.
 
         A parameter that is whole on every rank of another dimension counts on the first of them.
         """
@@ -249,7 +249,7 @@ class _Norm:
     order: float
 
     def of(self, part: Tensor) -> Tensor:
-        """Return what a part gives, in fp64, of shape []."""
+        """Return the contribution of a part, in fp64, of shape []."""
         if self.order == 2.0:
             return sum_of_squares(part)
         norm: Tensor = torch.linalg.vector_norm(part, self.order, dtype=torch.float64)
@@ -258,13 +258,13 @@ class _Norm:
         return norm**self.order
 
     def combined(self, parts: Sequence[float]) -> float:
-        """Return what several parts give together, in their order."""
+        """Return the combined contribution of several parts, in their order."""
         if not math.isinf(self.order) or any(map(math.isnan, parts)):
             return sum(parts)
         return max(parts, default=0.0)
 
     def end(self, total: float) -> float:
-        """Return the norm, of what all parts give together."""
+        """Return the norm, from the combined contribution of all parts."""
         if math.isinf(self.order):
             return total
         if self.order == 2.0:
@@ -285,7 +285,7 @@ def _unpacked(data: bytes, count: int) -> dict[int, list[float]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a factor or a bound as a number; the host waits for a tensor of one element. None: it is something else."""
+    """Return a factor or a bound as a number, or None for other values. For a tensor of one element the host waits."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     return None

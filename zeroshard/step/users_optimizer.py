@@ -15,10 +15,10 @@ from zeroshard.torch_private import make_innermost
 
 
 class UsersOptimizer:
-    """An optimizer that the user made: its `step()` is the sharded step.
+    """An optimizer that the user made, whose `step()` runs the sharded step.
 
     That runs before the optimizer's own, which then finds its param groups empty, and afterwards they are what they were. The
-    user's hooks and schedulers act as ever. After zeroshard was taken off, `step()` is refused.
+    user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
@@ -56,19 +56,19 @@ class UsersOptimizer:
         optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Call the user's `step()`; inside of that, run the sharded step, around which the user's hooks run already."""
+        """Call the user's `step()`. If the user's hooks already run around this call, run only the sharded step."""
         if self._is_inside:
             return self._step(self, closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def remove(self) -> None:
-        """Zeroshard is taken off."""
+        """Remove zeroshard's methods from the optimizer, and refuse its later steps."""
         self.is_removed = True
         for name in ("zero_grad", "add_param_group"):
             vars(self.optimizer).pop(name, None)
 
     def refuse_state_dicts(self) -> None:
-        """Refuse to give and take only this optimizer's states: they lie beside those of the model's other optimizers."""
+        """Refuse state dicts of only this optimizer, whose states share shards with those of the model's other optimizers."""
 
         def refuse(*_: Any) -> None:
             raise UsageError(
@@ -83,7 +83,7 @@ class UsersOptimizer:
         self._zero_grad(self)
 
     def keep_places(self) -> None:
-        """Move our hooks inside of the user's, also of those that were registered later. A step is about to run them."""
+        """Move our hooks inside of the user's, including those registered later, before a step runs them."""
         if not self._is_inside and not self._depth:
             make_innermost(self.optimizer, self._before, self._after)
 
@@ -125,7 +125,7 @@ class UsersOptimizer:
 
 
 class StatesOfAnotherRank(MutableMapping[str, Any]):
-    """The states of a parameter of which this rank has no part: there are none here."""
+    """The states, always empty, of a parameter of which this rank has no part."""
 
     def __getitem__(self, name: str) -> Any:
         raise KeyError(name)
@@ -170,7 +170,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
             return len(self) > 0
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the states of a parameter as `state[parameter]` does, or the default where it has none."""
+        """Return the states of a parameter as `state[parameter]` does, or the default if it has none."""
         if key not in self:
             return default
         return self[key]
@@ -194,7 +194,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
 
 
 class DroppedGradients:
-    """Knows which optimizers had their `zero_grad()` called since the gradients came, where a model has several.
+    """The record of which of several optimizers had `zero_grad()` called since the gradients arrived.
 
     The gradients of one optimizer's parameters lie beside the others, and are given up with them. Until then they take part in
     nothing.
@@ -207,7 +207,7 @@ class DroppedGradients:
         self._dropped_at = 0
 
     def add(self, optimizer: UsersOptimizer) -> bool:
-        """Note a `zero_grad()`. Returns whether the gradients are no longer needed."""
+        """Record a `zero_grad()`. Return whether the gradients are no longer needed."""
         self.refuse_later_backward()
         if self._schedule.is_between_steps:
             for group in optimizer.optimizer.param_groups:
@@ -225,11 +225,11 @@ class DroppedGradients:
         self._dropped = []
 
     def __contains__(self, parameter: int) -> bool:
-        """Whether a parameter's gradient was dropped, by the parameter's `id`."""
+        """Return whether a parameter's gradient was dropped, by the parameter's `id`."""
         return any(parameter in optimizer.parameters for optimizer in self._dropped)
 
     def refuse_later_backward(self) -> None:
-        """Raise where a backward came between `zero_grad()` of the one optimizer and of the other."""
+        """Raise if a backward ran between the `zero_grad()` of one optimizer and that of another."""
         if self._dropped and self._schedule.backwards_ended != self._dropped_at:
             raise UsageError(
                 "a backward came after zero_grad() of one of the model's optimizers, and before that of another: their gradients "
@@ -237,7 +237,7 @@ class DroppedGradients:
             )
 
     def refuse(self, what: str) -> None:
-        """Raise where `what`, which takes the gradients of all parameters, would take some that were dropped."""
+        """Raise if `what`, which uses the gradients of all parameters, would use dropped ones."""
         self.refuse_later_backward()
         if self._dropped:
             raise UsageError(f"{what} after zero_grad() of one of the model's optimizers. Call it before.")

@@ -24,7 +24,7 @@ def names_of_shards(groups: Sequence[Sequence[Tensor]], views: Sequence[ShardVie
 def refuse_other_shards(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]], views: Sequence[ShardView]
 ) -> None:
-    """Raise where a state dict was made of other shards: torch counts parameters, and would take states for others'."""
+    """Raise if a state dict belongs to other shards: torch numbers parameters, and would assign states to wrong ones."""
     own = names_of_shards(groups, views)
     if SHARDS not in state_dict and not _fits(state_dict, groups):
         raise UsageError(

@@ -262,7 +262,7 @@ class BufferPool:
         return scratch
 
     def _without_copies(self, fitting: list[tuple[Tensor, Transfer]], nbytes: int) -> list[tuple[Tensor, Transfer]]:
-        """Of the fitting ones, those without a copy; none, where a new one may be made; otherwise the oldest."""
+        """Return the fitting buffers without a copy in flight. If all have one: none while a new one fits, otherwise the oldest."""
         idle = [entry for entry in fitting if entry[1] is LANDED]
         if idle:
             return idle

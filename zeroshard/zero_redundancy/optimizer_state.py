@@ -52,9 +52,9 @@ def consolidate(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
-    """The whole state by parameter index, in CPU memory, on rank `to`; None elsewhere. Every rank must call it.
+    """Gather the full state by parameter index, in CPU memory, on rank `to`; None elsewhere. Every rank must call it.
 
-    First all ranks tell what they hold, as JSON; then each tensor goes from where it lies to where it belongs.
+    All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank `to`.
     """
     held = [view for view in views if optimizer.state.get(view.value)]
     told = [

@@ -44,11 +44,11 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     or `write_single_file(folder, out)` afterwards. Files that other strategies saved load too, but for their optimizer's state.
 
     Args:
-        stage: of ZeRO, 0 to 3; default 2.
+        stage: the ZeRO stage, 0 to 3; default 2.
         config: a DeepSpeed config (path or mapping) in place of stage, policy and units.
         policy: where model states rest, in place of the stage.
-        units: which parameters are brought together at once, see `zeroshard.shard`.
-        auto: values for keys of the config that are "auto" and that only you know.
+        units: which parameters are gathered at once, see `zeroshard.shard`.
+        auto: values that you must give for keys that are "auto" in the config.
         ddp: arguments of Lightning's DDPStrategy: process_group_backend, timeout, start_method, cluster_environment and so on.
 
     Raises:

@@ -75,7 +75,7 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader whose batches are cut, each rank's in turn: as many steps as ranks for each batch that is loaded."""
+    """A loader that cuts each rank's batch, in turn, over all ranks of a sequence: one step for each rank's batch."""
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         self.dl = dl

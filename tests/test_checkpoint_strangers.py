@@ -305,6 +305,11 @@ def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -
         with pytest.raises(UsageError, match="load a checkpoint"):
             sharded.save(tmp_path, "torn", within_step=True)
         sharded.optimizer.zero_grad()
+        with pytest.raises(CheckpointError):
+            sharded.load(tmp_path, "absent")
+        step(model, sharded, rank, 1)  # it goes on all the same
+        with pytest.raises(UsageError, match="load a checkpoint"):
+            sharded.save(tmp_path, "torn")
         sharded.load(tmp_path)
         step(model, sharded, rank, 1)
         sharded.save(tmp_path, "after")

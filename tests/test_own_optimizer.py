@@ -239,8 +239,13 @@ def test_its_states_are_a_dict_of_parameters(stage: int) -> None:
         with pytest.raises(UsageError, match=r"would replace the states|lie in several parts"):
             optimizer.state[weight] = {}
         if not has_part:
-            with pytest.raises(UsageError, match="another rank updates"):
-                optimizer.state[weight]["mine"] = 1
+            for lost in (
+                lambda: optimizer.state[weight].update(mine=1),
+                lambda: optimizer.state[weight].setdefault("m", 1),
+            ):
+                with pytest.raises(UsageError, match="another rank updates"):
+                    lost()
+        assert len(optimizer.state.copy()) == len(copy.copy(optimizer.state)) == len(optimizer.state)
         optimizer.state_dict()
 
     def same_on_all(value: bool) -> list[bool]:

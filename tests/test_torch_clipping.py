@@ -354,3 +354,57 @@ def test_other_operations_are_refused_by_name(stage: int) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("all_use_it", [True, False])
+def test_gradients_that_are_multiplied_between_backwards(all_use_it: bool) -> None:
+    """Before the first step, when ranks have not agreed on an order: a backward sends no message of its own for it."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Sometimes()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        model(torch.ones(2, 4), is_open=True).sum().backward()
+        for gradient in gradients(model):
+            gradient.mul_(0.5)
+        model(torch.ones(2, 4), is_open=all_use_it or rank == 0).sum().backward()
+        sharded.optimizer.step()
+        assert same_on_all_ranks(whole(model))
+
+    on_ranks(body, 2)
+
+
+def test_a_local_sum_takes_no_other_tensor_for_its_own() -> None:
+    """`p.grad *= x` assigns the sum itself; another shape of the same memory is another gradient, or torch's error."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        with sharded.accumulate():
+            model(torch.ones(2, 4)).sum().backward()
+            model.weight.grad *= 0.5
+            with pytest.raises(RuntimeError):
+                model.weight.grad = model.weight.grad[:1]
+            with pytest.raises(RuntimeError):
+                model.weight.grad = torch.empty(0)
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.clip_grad_norm_(None)
+        mean = sharded.states.get("weight", "gradients")
+        assert mean is not None
+        assert torch.equal(mean, torch.full((4, 4), 3.0))
+
+    on_ranks(body, 2)
+
+
+def test_lists_of_factors_are_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        model(*tokens(rank, 0)).backward()
+        found = [gradient for gradient in gradients(model) if gradient.numel()]
+        with pytest.raises(UsageError, match="_foreach_mul_ does not"):
+            torch._foreach_mul_(found, [0.5] * len(found))
+
+    on_ranks(body, 2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -276,34 +276,23 @@ class ParameterBucket:
         """
         self._collectives.all_gather(self.rows, self.number, f"all-gather of written {self.label}").wait()
 
-    def take_owners_masters(self) -> None:
-        """Take each master weight from its owner, if every rank updates all of them and they are separate from the parameters.
+    def take_owners_masters(self, replicas: Collectives | None) -> None:
+        """Take each master weight beside the parameters from the rank that owns it, where several ranks update it.
 
         Another rank may have taken a written row into its own masters already, and so have lost their digits. Every rank must
         call it.
-        """
-        if self._policy.optimizer.sharded or not self.has_copies:
-            return
-        with ExitStack() as opened:
-            masters = [
-                opened.enter_context(master.borrowed(self._accelerator, self._pool, write=True))
-                for master in self.masters.values()
-            ]
-            values = torch.stack(masters)
-            self._collectives.all_gather(values, self.number, f"all-gather of written masters of {self.label}").wait()
-            for master, value in zip(masters, values, strict=True):
-                master.copy_(value)
 
-    def take_first_masters(self, replicas: Collectives) -> None:
-        """Take the master weights beside the parameters from the first of the ranks that hold the same ones.
-
-        Every one of these ranks must call it.
+        Args:
+            replicas: the ranks of other dimensions, where these hold the same parameters.
         """
-        if replicas.world_size == 1 or not self.has_copies:
+        if not self.has_copies:
             return
-        for master in self.masters.values():
+        for shard, master in self.masters.items():
             with master.borrowed(self._accelerator, self._pool, write=True) as values:
-                replicas.broadcast(values)
+                if not self._policy.optimizer.sharded:
+                    self._collectives.broadcast(values, self._collectives.owner(shard))
+                if replicas is not None:
+                    replicas.broadcast(values)
 
     def take_masters(self, *, regather: bool) -> None:
         """Copy master weights that were set to the parameters at rest and, with `regather`, to the unsharded ones."""

@@ -433,9 +433,7 @@ class Unit:
             bucket.take_owners_rows()
             self._take_first_replica(bucket)
             bucket.take_rows()
-            bucket.take_owners_masters()
-            if not self.is_cut:
-                bucket.take_first_masters(self.others)
+            bucket.take_owners_masters(None if self.is_cut else self.others)
 
     def _take_first_replica(self, bucket: ParameterBucket) -> None:
         """Broadcast whole parameters over the other dimensions, from the first rank of these."""

@@ -365,8 +365,8 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16))
 
 
-def of_own_plan(path: Path, mesh: DeviceMesh) -> nn.Module:
-    model = llama()
+def divide_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Divide attention and MLP of each layer of a Llama."""
     plan = {
         "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.gate_proj": ColwiseParallel(),
@@ -374,6 +374,11 @@ def of_own_plan(path: Path, mesh: DeviceMesh) -> nn.Module:
     }  # fmt: skip
     for layer in model.model.layers:
         parallelize_module(layer, mesh, plan)
+
+
+def of_own_plan(path: Path, mesh: DeviceMesh) -> nn.Module:
+    model = llama()
+    divide_layers(model, mesh)
     plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
@@ -440,13 +445,7 @@ def test_sequences_that_are_cut_beside_matrices_that_are() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
         model = llama()
         sequences = Sequences(mesh["sp"], group=mesh["sp"]).attach(model)
-        plan = {
-            "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel(),
-            "self_attn.o_proj": RowwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.gate_proj": ColwiseParallel(),
-            "mlp.down_proj": RowwiseParallel(),
-        }  # fmt: skip
-        for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], plan)
+        divide_layers(model, mesh["tp"])
         sharded = zeroshard.shard(model, adamw(model), 3, group=mesh["sp"])
         loss = sequences.loss(model, sequences.cut({"input_ids": batch, "labels": batch}), tiles=2)
         loss.backward()

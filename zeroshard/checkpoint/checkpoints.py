@@ -186,8 +186,8 @@ class Checkpoints:
     def _refuse_later_steps(self, steps: int) -> None:
         if self.live.step.steps_begun != steps:
             raise CheckpointError(
-                "a step began while the save copied its values, which would be of two steps: save on the thread that trains, "
-                "after the step, with asynchronous=True where the training shall go on."
+                "a step began while the save copied its values, which would be of two steps. Save on the thread that trains, "
+                "after the step; with asynchronous=True the files are written behind the training."
             )
 
     def _write_behind(self, outline: dict[str, Any], part: Part, to: Destination) -> None:

@@ -141,9 +141,8 @@ def classes_of(
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
-            if value is not None and self._is_own(
-                value
-            ):  # `parameter.grad *= 0.5` assigns what it has changed in place
+            # `parameter.grad *= 0.5` assigns the tensor that it has changed in place.
+            if value is not None and self._is_own(value):
                 return
             with past_torch_function():
                 GRAD.__set__(self, value)
@@ -161,13 +160,7 @@ def classes_of(
             if grad_of(self) is not None or owner.taken_gradient(self) is None:
                 return False
             local = owner.local_gradient(self)
-            if local is None or (value.shape, value.stride(), value.dtype) != (
-                local.shape,
-                local.stride(),
-                local.dtype,
-            ):
-                return False
-            return not value.numel() or value.data_ptr() == local.data_ptr()
+            return local is not None and _is_same_view(value, local)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             return owner.deep_copy(self, memo)
@@ -298,6 +291,12 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_clamp_max_": Tensor.clamp_max_,
 }
 """torch's operations on many gradients at once, which its clipping asks for with `foreach=True`: each is done one by one."""
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype:
+        return False
+    return not one.numel() or one.data_ptr() == other.data_ptr()
 
 
 def _is_one_for_all(args: tuple[Any, ...]) -> bool:

@@ -385,8 +385,7 @@ class Unit:
                 self._take_rows()
             # What is whole on several ranks of another dimension must be found while these can still agree on it.
             is_found_later = owners_follow and self.policy.optimizer.sharded and self.others.world_size == 1
-            looks = not is_found_later
-            if looks and not new and self._may_be_written_unseen and not self._live.parked:
+            if not new and not is_found_later and self._may_be_written_unseen and not self._live.parked:
                 for bucket in self.buckets:
                     if bucket.take_hidden_writes():
                         self._written |= {piece.index for piece in bucket.layout.pieces}

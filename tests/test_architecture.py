@@ -21,6 +21,7 @@ ORDER = [
     {"version", "uncaught", "shim_path"},
     {"errors"},
     {"torch_private"},
+    {"torch_private_tests"},
     {"as_deepspeed"},
     {"policy"},
     {"launch", "emulation"},

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
 from zeroshard.schedule.unit import UnitState
-from zeroshard.step.resident import Frame
+from zeroshard.step.travelling import Frame
 from zeroshard.storage.direct_file import Requests
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,13 +21,15 @@ from zeroshard.testing import run_ranks
 
 PACKAGE = Path(zeroshard.__file__).parent
 HOME = Path(torch_private.__file__)
+SELF_TESTS = HOME.with_name("torch_private_tests.py")
 PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._\w+|\bfrom torch(?:\.\w+)*\._\w+|\b_C\._\w+|\._execution_engine\b|\._version\b|\._parameters\b"
     r"|\._cdata\b|\._local_tensor\b|\._spec\b|(?<!self)\._buffers\b|\._non_persistent_buffers_set\b|\._forward_(?:pre_)?hooks\b|\._compiled_call_impl\b|\._post_accumulate_grad_hooks\b|\._optimizer_step_(?:pre|post)_hooks\b"
 )
 NAMES = sorted(
     node.value
-    for node in ast.walk(ast.parse(HOME.read_text()))
+    for path in (HOME, SELF_TESTS)
+    for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch\.[\w.]+", node.value)
 )
 """Those that the module looks up, or tries out."""
@@ -57,12 +61,14 @@ def remove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def import_anew(*, late: bool = True) -> ModuleType:
-    """Run the module once more, beside the one that is in use; with `late`, ask for the names of the plan too."""
+    """Run the module and its tests once more, beside those in use; with `late`, ask for the names of the plan too."""
     spec = importlib.util.spec_from_file_location("torch_private_anew", HOME)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with patch.dict(sys.modules, {"zeroshard.torch_private": module}):
+        del sys.modules["zeroshard.torch_private_tests"]
+        spec.loader.exec_module(module)
     if late:
         for name in module._AT_FIRST_USE:
             getattr(module, name)
@@ -72,7 +78,7 @@ def import_anew(*, late: bool = True) -> ModuleType:
 def test_no_other_module_uses_private_names() -> None:
     assert PRIVATE.search(HOME.read_text())
     for path in PACKAGE.rglob("*.py"):
-        if path != HOME and not path.is_relative_to(PACKAGE / "shim"):
+        if path not in (HOME, SELF_TESTS) and not path.is_relative_to(PACKAGE / "shim"):
             assert not PRIVATE.findall(path.read_text()), path
 
 

@@ -45,7 +45,7 @@ from zeroshard.layout.model_tree import ModelTree
 from zeroshard.layout.shared_memory import refuse_shared_memory
 from zeroshard.observe.display import Display
 from zeroshard.optim.several import Several
-from zeroshard.parameters.appearance import notes_data, whole_class
+from zeroshard.parameters.classes import notes_data, whole_class
 from zeroshard.parameters.context import Context, Live
 from zeroshard.policy import Place, Policy, Precision, Units
 from zeroshard.schedule.compiled import refuse_cuda_graphs
@@ -55,6 +55,7 @@ from zeroshard.schedule.schedule import Schedule
 from zeroshard.sharded import Sharded
 from zeroshard.step.elementwise import needs_whole_parameters
 from zeroshard.step.no_optimizer import NoOptimizer
+from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.storage.buffers import BufferPool
@@ -220,6 +221,7 @@ def _shard(
     _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     step = ShardedStep(optimizer, schedule, context)
+    OptimizerStates(step)
     schedule.optimized = optimized
     hooks = Hooks(model, schedule)
     register(schedule.units, hooks, step)

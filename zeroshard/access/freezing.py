@@ -9,7 +9,8 @@ from torch import Tensor
 
 from zeroshard.access.unsharded import register
 from zeroshard.errors import UsageError
-from zeroshard.layout.bucketing import Group, NamedParameter
+from zeroshard.layout.bucketing import Group
+from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.make_units import frozen_names, make_units
@@ -48,7 +49,7 @@ class Freezing:
             )
         self._schedule.refuse_parked("update_trainable()")
         self._schedule.refuse_pinned("update_trainable()")
-        listed = {one for group in self._step.groups for one in group}
+        listed = {one for group in self._step.groups.ids for one in group}
         if param_group is not None:
             given = param_group["params"]
             param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}

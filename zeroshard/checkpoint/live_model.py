@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.manifest import ANOTHER, is_folder_name
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.layout.names import name_of
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
@@ -106,7 +106,7 @@ class LiveModel:
     def group_names(self) -> list[list[str]]:
         """The first names of each param group's parameters."""
         fqn_of: Mapping[int, str] = {id(entry.parameter): entry.fqn for unit in self.units for entry in unit.named}
-        return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in self.step.groups]
+        return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in self.step.groups.ids]
 
     @property
     def buffers(self) -> dict[str, Tensor]:

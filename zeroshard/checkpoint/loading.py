@@ -392,7 +392,7 @@ class Loader:
             unit.take_masters()
 
     def _apply_states(self) -> None:
-        on_device = self._live.step.counting_on_device()
+        on_device = self._live.step.groups.counting_on_device()
         for held, state in self._state:
             assert held.view is not None
             key = held.view.value

@@ -14,7 +14,8 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Posted, Transfer
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.watch import Watch, code_of
+from zeroshard.collectives.waits import code_of
+from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 
 _SEQUENCE_BITS = 8

@@ -1,4 +1,4 @@
-"""Owns the watch over waits: long waits, and the operations that they wait for, shared through the store.
+"""Owns the watch over waits: it logs long ones, and shares through the store what each rank waits for.
 
 Each watch has one thread beside the training. Only this thread uses the store, over a connection of its own, so that a store that
 does not answer never blocks a rank.
@@ -12,19 +12,17 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from zeroshard.collectives.report import Told, sentence
+from zeroshard.collectives.waits import Waits, spelled
 from zeroshard.errors import UsageError
 from zeroshard.uncaught import is_users
 
@@ -58,29 +56,6 @@ def notice_seconds_from(given: float | None) -> float:
     raise UsageError(f"{source} is {text!r}: give seconds as a positive number, or inf for never.")
 
 
-class Wait(NamedTuple):
-    """A wait in progress."""
-
-    operation: str | None
-    label: str
-    since: float
-
-    @property
-    def text(self) -> str:
-        """The operation and its part, in words."""
-        return spelled(self.operation, self.label)
-
-
-def spelled(operation: str | None, label: str) -> str:
-    """Return the words for a wait: the whole operation, and the part of it."""
-    return f"{operation} ({label})" if operation else label
-
-
-def code_of(name: str) -> int:
-    """Return a number from 1 to 15 for a name, ignoring it from the first quote on, where ranks may differ."""
-    return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
-
-
 def place_of(thread: int) -> str:
     """Return the innermost line of the user's program that a thread runs, as `train.py:12`; "" if there is none."""
     frame = sys._current_frames().get(thread)
@@ -109,7 +84,7 @@ class _Question:
     answered: threading.Event = field(default_factory=threading.Event)
 
 
-class Watch:
+class Watch(Waits):
     """See the module's docstring.
 
     Args:
@@ -123,14 +98,10 @@ class Watch:
     def __init__(
         self, store: Store, ranks: Sequence[int], own: int, notice_seconds: float, device: torch.device | None = None
     ) -> None:
+        super().__init__()
         self.ranks = tuple(ranks)
         self._own = own
         self._notice_seconds = notice_seconds
-        self._waits: dict[int, Wait] = {}
-        self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
-        """The waits of the device, in its order."""
-        self._behind_lock = threading.Lock()
-        self._operations = threading.local()
         self._question: _Question | None = None
         self.reaches_store = True
         """Whether it did when it was last asked."""
@@ -141,59 +112,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, args=(store, device), name="zeroshard watch", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ what a rank that waits calls
-
-    @property
-    def operation_name(self) -> str | None:
-        """The outermost operation of this thread."""
-        name: str | None = getattr(self._operations, "name", None)
-        return name
-
-    @property
-    def operation_code(self) -> int:
-        """A number from 0 to 15 for the kind of this thread's operation, 0 for none: messages of two kinds never pair."""
-        return 0 if self.operation_name is None else code_of(self.operation_name)
-
-    @contextmanager
-    def operation(self, name: str) -> Iterator[None]:
-        """Attribute this thread's waits inside the block to `name`. The outermost name counts."""
-        if self.operation_name is not None:
-            yield
-            return
-        self._operations.name = name
-        try:
-            yield
-        finally:
-            self._operations.name = None
-
-    def enter(self, label: str) -> None:
-        """Record that this thread begins to wait."""
-        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic())
-
-    def leave(self) -> None:
-        """Record that this thread no longer waits."""
-        self._waits.pop(threading.get_ident(), None)
-
-    def follow(self, label: str, is_over: Callable[[], bool]) -> None:
-        """Report that the device waits for `label` while this thread continues, until `is_over` returns True.
-
-        A backend that gives up may end the process, so the wait is reported before.
-        """
-        wait = Wait(self.operation_name, label, time.monotonic())
-        with self._behind_lock:
-            self._drop_what_is_over()
-            self._behind.append((wait, is_over))
-
-    def _drop_what_is_over(self) -> None:
-        while self._behind and self._behind[0][1]():
-            self._behind.popleft()
-
-    def _present(self) -> list[Wait]:
-        """Return the waits of all threads, and the first wait of the device, if any."""
-        with self._behind_lock:
-            self._drop_what_is_over()
-            behind = [self._behind[0][0]] if self._behind else []
-        return [*self._waits.values(), *behind]
+    # ------------------------------------------------------------------ a wait that failed
 
     def told_of(self, label: str) -> Told:
         """Return this thread's message about a wait that failed."""
@@ -234,7 +153,7 @@ class Watch:
             question = self._question
             self._question = None
             try:
-                if question is None and not self._present() and not self._is_posted:
+                if question is None and not self.present() and not self._is_posted:
                     continue
                 if not self._is_connected:
                     self._connect(store)
@@ -270,12 +189,12 @@ class Watch:
     def _nap(self) -> float:
         now = time.monotonic()
         due = self._notice_seconds + self._stagger()
-        soon = [wait.since + due - now for wait in self._present()]
+        soon = [wait.since + due - now for wait in self.present()]
         return min([self._tick, *(one for one in soon if one > 0)])
 
     def _look(self) -> None:
         now = time.monotonic()
-        long = [wait for wait in self._present() if now - wait.since >= self._tick]
+        long = [wait for wait in self.present() if now - wait.since >= self._tick]
         if not long:
             if self._is_posted:
                 self._store.set(self._key(self._own), "")
@@ -284,7 +203,7 @@ class Watch:
                 self._is_posted = False
                 self._quiet_until = 0.0
             return
-        places = [place for place in map(place_of, [*self._waits]) if place]
+        places = [place for place in map(place_of, self.threads()) if place]
         told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
         self._post(told)
         self._is_posted = True

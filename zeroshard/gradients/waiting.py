@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parameters.appearance import GRAD
-from zeroshard.torch_private import never_compiled
+from zeroshard.torch_private import GRAD, never_compiled
 
 TAKEN_AT_ONCE = 1 << 16
 """Elements that may wait: so many still lie in a core's cache when they are copied."""

@@ -16,7 +16,6 @@ same bits.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,12 +135,8 @@ class UnitLayout:
                         if piece.index == index:
                             yield shard, piece.parameter_start, piece.parameter_start + piece.numel
 
-    def parameter_at(self, offset: int) -> int:
-        """Which parameter holds the element at this place of the flat buffer."""
-        return self._order[bisect_right(self._order, offset, key=self.starts.__getitem__) - 1]
-
     @cached_property
-    def _order(self) -> list[int]:
+    def order(self) -> list[int]:
         """The parameters that have elements, as they lie."""
         return sorted((i for i, numel in enumerate(self.numels) if numel), key=self.starts.__getitem__)
 

@@ -13,8 +13,8 @@ from torch import nn
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.everyone import Everyone
-from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import BucketLayout
+from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.policy import DTypes, Policy, Precision
 from zeroshard.storage.buffers import BufferPool, FlatBuffer
 from zeroshard.storage.storages import Storages

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Work
 from zeroshard.errors import StorageError
+from zeroshard.parameters.at_rest import make_rests
 from zeroshard.parameters.context import BucketSpec, Context, Live
 from zeroshard.storage.base import Slot
 from zeroshard.storage.buffers import FlatBuffer
@@ -47,79 +48,25 @@ class ParameterBucket:
         self.trainable = spec.trainable
         self.rows = rows
         self.storages = context.storages
-        self._dtypes = spec.dtypes
         self._policy = context.policy
         self._collectives = context.collectives
         self._pool = context.pool
         self._accelerator = context.storages.accelerator
-        whole = whole.view(rows.shape)
-        rows.copy_(whole)
-        collectives = context.collectives
-        self._holders = collectives.inside if self._policy.parameters.per_host else collectives
-        """The collectives over whose ranks the parameters are cut at rest."""
-        self._replicas = None if self._holders is collectives else collectives.across
-        """The collectives over the ranks that hold the same block, each of which updates a row of it."""
-        self._blocks = rows.view(self._holders.world_size, -1)
-        self._own_block = self._blocks[self._holders.shard]
-        self._resting: Slot | None = None
-        has_masters = self.trainable and self._dtypes.master != self._dtypes.param
-        if has_masters and self._policy.keeps_masters_only:
-            self._resting = self._new_master(whole[self.own_shard])
-        elif self._policy.parameters.sharded:
-            self._resting = self.storages.parameter_slot(
-                self._policy, self.label, self._own_block.numel(), self._dtypes.param
-            )
-            self._resting.write(self._own_block)
-            self._resting.wait()
-        self._rows_are_at_rest = self._resting is None and whole_at_rest is None
-        self._held = self._make_rests(whole_at_rest)
-        """The slots of the shards that this rank updates or holds, by number."""
-        updated = [self.own_shard] if self._policy.optimizer.sharded else self._held
-        self.rests = {shard: self._held[shard] for shard in updated}
-        """The shards among these that this rank updates."""
-        self.masters = {
-            rank: self._make_master(rest, whole[rank]) for rank, rest in self.rests.items() if self.trainable
-        }
+        at_rest = make_rests(spec, rows, whole, whole_at_rest, context)
+        self._holders = at_rest.holders
+        self._replicas = at_rest.replicas
+        self._blocks = at_rest.blocks
+        self._own_block = at_rest.own_block
+        self._resting = at_rest.block
+        self._rows_are_at_rest = at_rest.are_rows
+        self._held = at_rest.held
+        self.rests = at_rest.rests
+        self.masters = at_rest.masters
         # On their way to the rows: this rank's part from where it rests, and the other ranks' parts.
         self._reloading: Transfer | None = None
         self._gathering: Work | None = None
         self._spreading: Work | None = None
         """The other hosts' rows of the block, on their way to where it rests."""
-
-    def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
-        if self._resting is not None:
-            return self._make_parts(self._resting)
-        ranks = [self.own_shard] if self._policy.optimizer.sharded else range(self.layout.world_size)
-        if whole_at_rest is not None:
-            host = self.storages.host
-            memory = whole_at_rest.memory_in(host)
-            assert memory is not None
-            rows = memory[self.layout.start : self.layout.stop].view_as(self.rows)
-            return {rank: host.around(self.label, rows[rank], whole_at_rest) for rank in ranks}
-        return {rank: self._accelerator.around(self.label, self.rows[rank]) for rank in ranks}
-
-    def _make_parts(self, resting: Slot) -> dict[int, Slot]:
-        if self._replicas is None:
-            return {self.own_shard: resting}
-        place = next(one for one in (self._accelerator, self.storages.host) if resting.memory_in(one) is not None)
-        block = resting.memory_in(place)
-        assert block is not None
-        rows = block.view(-1, self.layout.shard_numel)
-        first = self._holders.shard * len(rows)
-        return {first + number: place.around(self.label, row, resting) for number, row in enumerate(rows)}
-
-    def _make_master(self, rest: Slot, values: Tensor) -> Slot:
-        # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
-        return rest if rest.dtype == self._dtypes.master else self._new_master(values)
-
-    def _new_master(self, values: Tensor) -> Slot:
-        home = self.storages.optimizer(self._policy)
-        master = home.slot(f"master weights of {self.label}", self.layout.shard_numel, self._dtypes.master)
-        master.write(values)
-        # no test can miss this wait: it bounds memory, and orders nothing. Whoever reads the slot waits for the write, which
-        # keeps its source; without it the whole values of many units would be alive at start-up.
-        master.wait()
-        return master
 
     # ------------------------------------------------------------------ together
 

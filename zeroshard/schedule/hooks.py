@@ -20,9 +20,10 @@ code here relies on a forward's end.
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,13 +32,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.parameters.appearance import forget_grad, grad_of
+from zeroshard.errors import UsageError
 from zeroshard.schedule.compiled import begin_use, end_use, is_compiled, refuse_distributed_units
 from zeroshard.schedule.module_hooks import (
     Call,
     Outermost,
     PartCall,
-    hooks_for_state_dicts,
     ignore,
     module_hook,
     owners,
@@ -46,16 +46,19 @@ from zeroshard.schedule.module_hooks import (
     refuse_transforms,
     units_at_rest,
 )
-from zeroshard.schedule.one_thread import OneThread
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
+from zeroshard.schedule.state_dict_hooks import hooks_for_state_dicts
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import (
     at_end_of_backward,
     backward_reaches,
+    forget_grad,
+    grad_of,
     in_backward,
     make_last,
+    past_torch_function,
     refuses_saved_tensors_hooks,
     tree_leaves,
 )
@@ -162,8 +165,9 @@ class Hooks:
     def _keep_places(self) -> None:
         """Move our hooks outside of the user's on modules, and behind them on gradients, including hooks registered later."""
         self._outer.keep()
-        for parameter, handle in self._on_gradients:
-            make_last(parameter, handle)
+        with past_torch_function():  # a parameter whose values are elsewhere has hooks, too
+            for parameter, handle in self._on_gradients:
+                make_last(parameter, handle)
 
     # ------------------------------------------------------------------ forward
 
@@ -476,3 +480,51 @@ class ForwardStream:
                 yield
         finally:  # also after an error: what was begun goes on there
             now.wait_stream(stream)  # type: ignore[attr-defined]
+
+
+class OneThread:
+    """The check that only one thread runs a forward: another would reshard parameters that the first reads.
+
+    Args:
+        units: of the model.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._is_asked = any(unit.comes_and_goes for unit in units)
+        self._lock = threading.Lock()
+        self._running: tuple[int, Hashable] | None = None
+        """The thread that runs, and the outermost forward that it began."""
+
+    def begin(self, forward: Hashable, *, is_outermost: bool) -> None:
+        """Record that a forward begins on this thread; raise if another thread's runs.
+
+        Args:
+            is_outermost: it is the whole model's. One that this thread began before, and did not end, broke off.
+        """
+        if not self._is_asked:
+            return
+        own = threading.get_ident()
+        with self._lock:
+            running = self._running
+            if running is not None and running[0] != own and _is_alive(running[0]):
+                raise UsageError(
+                    "a forward began while one of another thread runs, or broke off there. Under this policy parameters have "
+                    "memory only while a forward uses them: run the model on one thread at a time, or at stage 2 or below."
+                )
+            if is_outermost or running is None or running[0] != own:
+                self._running = own, forward
+
+    @property
+    def is_another(self) -> bool:
+        """Whether another thread runs a forward."""
+        running = self._running
+        return running is not None and running[0] != threading.get_ident()
+
+    def end(self, forward: Hashable) -> None:
+        """Record that a forward has ended."""
+        if self._running is not None and self._running[1] is forward:
+            self._running = None
+
+
+def _is_alive(ident: int) -> bool:
+    return any(thread.ident == ident for thread in threading.enumerate())

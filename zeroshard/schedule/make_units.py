@@ -1,14 +1,22 @@
-"""Owns the way from groups of parameters to units: which policy and dtypes each gets."""
+"""Owns the way from groups of parameters to units: which policy, dtypes, buckets and memory each gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import Group
-from zeroshard.parameters.context import Context
-from zeroshard.policy import Place, Policy, Residency
+from zeroshard.layout.layout import UnitLayout, lay_out, lay_out_whole
+from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket, ShardedAway
+from zeroshard.policy import DTypes, Place, Policy, Residency
 from zeroshard.schedule.unit import Unit
+from zeroshard.schedule.unit_owner import UnitOwner
+from zeroshard.storage.base import Slot
 
 
 def frozen_names(units: Sequence[Unit]) -> set[str]:
@@ -25,10 +33,57 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
         dtypes = context.dtypes(group.dtype)
         left -= numel
         own = replace(context, policy=_policy_of(group, context.policy, leaves=left >= 0))
-        unit = Unit(group, dtypes, first_bucket, own)
+        unit = _make_unit(group, dtypes, first_bucket, own)
         units.append(unit)
         first_bucket += len(unit.buckets)
     return units
+
+
+def _make_unit(group: Group, dtypes: DTypes, first_bucket: int, context: Context) -> Unit:
+    world_size = context.collectives.world_size
+    label = group.label + group.kind
+    numels = [entry.shape.numel() for entry in group.named]
+    if context.whole_parameters:
+        layout = lay_out_whole(numels, world_size)
+    else:
+        layout = lay_out(numels, world_size, context.bucket_numel)
+    whole = _collect(group, layout, dtypes.master, context)
+    flat = context.flat_buffer(label, layout.numel, dtypes.param)
+    cpu_slot = _cpu_slot(label, layout.numel, dtypes.param, context)
+    buckets: list[ParameterBucket] = []
+    gradients: list[GradientBucket] = []
+    for number, part in enumerate(layout.buckets, start=first_bucket):
+        spec = BucketSpec(number, f"{label} [bucket {number}]", part, dtypes, group.trainable)
+        rows = flat.rows(part.start, part.numel, world_size)
+        buckets.append(ParameterBucket(spec, rows, whole[part.start : part.stop], cpu_slot, context))
+        if group.trainable:
+            gradients.append(GradientBucket(spec, buckets[-1], context))
+    away: ShardedAway | InCpuMemory | None = None
+    if context.policy.parameters.sharded:
+        away = ShardedAway(flat, buckets, context.live, context.collectives)
+    elif cpu_slot is not None:
+        away = InCpuMemory(flat, cpu_slot)
+    return Unit(group, layout, flat, buckets, gradients, away, context, lambda unit: UnitOwner(unit, context.live))
+
+
+def _collect(group: Group, layout: UnitLayout, dtype: torch.dtype, context: Context) -> Tensor:
+    """Return rank 0's values of the parameters, packed [layout.numel]. Start-up needs the memory of one whole unit."""
+    device = group.named[0].parameter.device
+    whole = torch.zeros(layout.numel, dtype=dtype, device=device)
+    for start, entry in zip(layout.starts, group.named, strict=True):
+        values = entry.local if entry.is_distributed else entry.parameter.detach()
+        whole[start : start + entry.shape.numel()].copy_(values.reshape(-1))
+    context.collectives.broadcast(whole)
+    return whole
+
+
+def _cpu_slot(label: str, numel: int, dtype: torch.dtype, context: Context) -> Slot | None:
+    """Return the slot for unsharded parameters between steps; None if they rest on the accelerator."""
+    residency = context.policy.parameters
+    storages = context.storages
+    if residency.sharded or residency.place is Place.ACCELERATOR or storages.host is storages.accelerator:
+        return None
+    return storages.host.slot(label, numel, dtype)
 
 
 def _policy_of(group: Group, policy: Policy, *, leaves: bool) -> Policy:

@@ -9,6 +9,7 @@ user, or of activation checkpointing, get these as before.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -168,7 +169,10 @@ class SavedParameters:
                 self._note_placeholder(tensor, self._placeholders[storage], caller)
             return None
         offset = int(tensor.storage_offset())
-        index = unit.layout.parameter_at(offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize)
+        place = offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize
+        starts = unit.layout.starts
+        order = unit.layout.order
+        index = order[bisect_right(order, place, key=starts.__getitem__) - 1]
         size = tensor.size()
         stride = tensor.stride()
         like: Any = unit.named[index].parameter

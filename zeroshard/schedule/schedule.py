@@ -20,11 +20,11 @@ from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.gradients.reductions import Reductions
 from zeroshard.layout.model_tree import ModelTree
-from zeroshard.parameters.appearance import forget_grad, grad_of
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
 from zeroshard.schedule.make_units import frozen_names
 from zeroshard.schedule.unit import Unit, UnitState
+from zeroshard.torch_private import forget_grad, grad_of
 
 USED_AT_ONCE = 3
 """The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""

@@ -19,12 +19,10 @@ unit), it does not leave UNSHARDED to rest. `_masters_wait` may be set only whil
 
 from __future__ import annotations
 
-import copy
 import enum
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +31,13 @@ from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds, Shard
 from zeroshard.gradients.waiting import TAKEN_AT_ONCE, Waiting
 from zeroshard.layout.bucketing import Group
-from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
-from zeroshard.parameters.appearance import Appearance, grad_of
-from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.layout.layout import Piece, UnitLayout
+from zeroshard.parameters.appearance import Appearance
+from zeroshard.parameters.classes import Owner
+from zeroshard.parameters.context import Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket, ShardedAway
-from zeroshard.policy import DTypes, Place
-from zeroshard.storage.base import Slot
-from zeroshard.torch_private import storage_users
+from zeroshard.storage.buffers import FlatBuffer
+from zeroshard.torch_private import grad_of, storage_users
 
 
 class UnitState(enum.Enum):
@@ -98,9 +96,25 @@ class Unit:
 
     Args:
         group: the parameters; all of one dtype, on one device, and all trainable or all frozen.
+        layout: their places in the flat buffer.
+        flat: the flat buffer, which has their values.
+        buckets: of the parameters, in the order of the layout.
+        gradients: the same buckets, of the gradients; none of frozen parameters.
+        away: the place of parameters that are not unsharded; None if they never leave.
+        owner_of: makes what the parameters' classes call when the user touches a parameter.
     """
 
-    def __init__(self, group: Group, dtypes: DTypes, first_bucket: int, context: Context) -> None:
+    def __init__(
+        self,
+        group: Group,
+        layout: UnitLayout,
+        flat: FlatBuffer,
+        buckets: list[ParameterBucket],
+        gradients: list[GradientBucket],
+        away: ShardedAway | InCpuMemory | None,
+        context: Context,
+        owner_of: Callable[[Unit], Owner],
+    ) -> None:
         self.group = group
         self.label = group.label + group.kind
         self.named = group.named
@@ -110,28 +124,18 @@ class Unit:
         self.collectives = context.collectives
         self.others = context.others
         self.sharded_at_rest = context.policy.parameters.sharded
+        dtypes = context.dtypes(group.dtype)
         self.master_dtype = dtypes.master if self.trainable else dtypes.param
-        world_size = context.collectives.world_size
-        numels = [entry.shape.numel() for entry in self.named]
-        self.layout = (
-            lay_out_whole(numels, world_size)
-            if context.whole_parameters
-            else lay_out(numels, world_size, context.bucket_numel)
-        )
-        whole = self._collect(dtypes.master, context)
-        self.flat = context.flat_buffer(self.label, self.layout.numel, dtypes.param)
-        cpu_slot = self._cpu_slot(dtypes.param, context)
-        self.buckets: list[ParameterBucket] = []
-        self.gradients: list[GradientBucket] = []
-        for number, layout in enumerate(self.layout.buckets, start=first_bucket):
-            spec = BucketSpec(number, f"{self.label} [bucket {number}]", layout, dtypes, self.trainable)
-            rows = self.flat.rows(layout.start, layout.numel, world_size)
-            self.buckets.append(ParameterBucket(spec, rows, whole[layout.start : layout.stop], cpu_slot, context))
-            if self.trainable:
-                self.gradients.append(GradientBucket(spec, self.buckets[-1], context))
-        self._away = self._resting_place(cpu_slot, context)
-        self._homes = self._find_homes()
+        self.layout = layout
+        self.flat = flat
+        self.buckets = buckets
+        self.gradients = gradients
+        self._away = away
+        self._homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
         """By parameter, the buckets in which its gradient lies, and where."""
+        for bucket in gradients:
+            for piece in bucket.layout.pieces:
+                self._homes[piece.index].append((bucket, piece))
         is_one_launch = len(self.collectives.launches((0, 1))) == 1
         limit = math.inf if is_one_launch else TAKEN_AT_ONCE
         self.waiting = Waiting(len(self.named), limit)
@@ -147,48 +151,15 @@ class Unit:
         self._masters_wait = False
         """Parameters were written while master weights were parked."""
         self._live = context.live
-        self._index_of = {id(entry.parameter): index for index, entry in enumerate(self.named)}
         self.state = UnitState.UNSHARDED
-        views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
-        self.appearance = Appearance(self.named, views, dtypes.param, self, context.class_of(self.named[0]))
-        self._own_uses = storage_users(self.flat.tensor)
+        views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
+        whole_class = context.class_of(self.named[0])
+        self.appearance = Appearance(self.named, views, flat.tensor.dtype, owner_of(self), whole_class)
+        self._own_uses = storage_users(flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
         self.appearance.show_views()
         self.reshard()
         self.offload()
-
-    def _resting_place(self, cpu_slot: Slot | None, context: Context) -> ShardedAway | InCpuMemory | None:
-        """Return the place of parameters that are not unsharded; None if they never leave."""
-        if self.sharded_at_rest:
-            return ShardedAway(self.flat, self.buckets, context.live, context.collectives)
-        if cpu_slot is not None:
-            return InCpuMemory(self.flat, cpu_slot)
-        return None
-
-    def _find_homes(self) -> list[list[tuple[GradientBucket, Piece]]]:
-        homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
-        for bucket in self.gradients:
-            for piece in bucket.layout.pieces:
-                homes[piece.index].append((bucket, piece))
-        return homes
-
-    def _cpu_slot(self, dtype: torch.dtype, context: Context) -> Slot | None:
-        """Return the slot for unsharded parameters between steps; None if they rest on the accelerator."""
-        residency = context.policy.parameters
-        storages = context.storages
-        if residency.sharded or residency.place is Place.ACCELERATOR or storages.host is storages.accelerator:
-            return None
-        return storages.host.slot(self.label, self.layout.numel, dtype)
-
-    def _collect(self, dtype: torch.dtype, context: Context) -> Tensor:
-        """Return rank 0's values of the unit's parameters, packed. Start-up needs the memory of one whole unit."""
-        device = self.named[0].parameter.device
-        whole = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-        for start, entry in zip(self.layout.starts, self.named, strict=True):
-            values = entry.local if entry.is_distributed else entry.parameter.detach()
-            whole[start : start + entry.shape.numel()].copy_(values.reshape(-1))
-        context.collectives.broadcast(whole)
-        return whole
 
     def _move(self, move: UnitMove) -> None:
         there = UNIT_MOVES[self.state].get(move)
@@ -204,6 +175,11 @@ class Unit:
     def is_cut(self) -> bool:
         """Whether the parameters are divided over `others`. If not, each of these ranks has the same whole parameters."""
         return not self.named[0].placement.is_whole
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the values are elsewhere until `reload_states`."""
+        return self.state is UnitState.PARKED
 
     @property
     def is_arriving(self) -> bool:
@@ -479,52 +455,14 @@ class Unit:
 
     # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
 
-    def before_read(self, parameter: Tensor, what: str) -> None:
-        """Make the values current if that needs no other rank. Otherwise raise an error that names the parameter."""
-        if not self.sharded_at_rest and self.state is not UnitState.PARKED:
-            self.unshard()
-            return
-        fqn = self.named[self._index_of[id(parameter)]].fqn
-        if self.state is UnitState.PARKED:
-            raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
-        raise UsageError(
-            f"{fqn} is sharded at rest, and `{what}` wants its values while its module does not run. Read or write inside "
-            "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
-        )
-
     @property
     def comes_and_goes(self) -> bool:
         """Whether the unsharded parameters have memory only while they are used."""
         return self._away is not None
 
-    def taken_gradient(self, parameter: Tensor) -> str | None:
-        """Return the parameter's fqn, if it got a gradient in this step that the user has not replaced since."""
-        index = self._index_of.get(id(parameter))
-        if index is None or index not in self.used or index in self.replaced_gradients:
-            return None
-        return self.named[index].fqn
-
-    def local_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's sum over the microbatches so far, if it was not reduced yet. Writes to it take effect."""
-        index = self._index_of.get(id(parameter))
-        if not parameter.numel():
-            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        if index is None:
-            return None
-        for bucket in self.gradients:
-            whole = bucket.local_sum(index)
-            entry = self.named[index]
-            if whole is not None and whole.numel() == entry.shape.numel():
-                return entry.as_parameter(whole.view(entry.shape)) if whole.dtype == parameter.dtype else None
-        return None
-
     def is_summed_here(self, index: int) -> bool:
         """Whether this rank holds a sum over microbatches of a parameter's gradient that nothing has reduced yet."""
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
-
-    def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on the mean gradient. Every rank must run it."""
-        return self._live.gradient_operation((self, self._index_of[id(parameter)]), name, args, kwargs)
 
     @property
     def has_dropped_gradients(self) -> bool:
@@ -532,33 +470,6 @@ class Unit:
         return self.used <= self.replaced_gradients and all(
             grad_of(self.named[index].parameter) is None for index in self.used
         )
-
-    def replace_gradient(self, parameter: Tensor) -> None:
-        """Record that the user set `grad`, to a tensor or None, of a parameter whose gradient was taken in this step."""
-        index = self._index_of.get(id(parameter))
-        if index is None or index not in self.used:
-            return
-        self.replaced_gradients.add(index)
-        if self.replaced_gradients >= self.used:
-            self._live.drop_gradients()
-
-    def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a copy with the true values. Sharded parameters are copied by whole units, and every rank must call it."""
-        if id(parameter) not in self._index_of:  # a copy of a copy
-            return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        if self.state is UnitState.PARKED:
-            self.before_read(parameter, "deepcopy")
-        with self.collectives.operation("deepcopy"):
-            self.unshard()
-        new = [entry for entry in self.named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
-        for entry in new:
-            memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
-        self.reshard()
-        for entry in new:
-            memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
-        copied = memo[id(parameter)]
-        assert isinstance(copied, nn.Parameter)
-        return copied
 
     def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
         """Return the trained parameters whose `grad` the user has set, with their indices."""

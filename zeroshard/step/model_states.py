@@ -23,8 +23,8 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Span
+from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.layout.names import name_of
 from zeroshard.layout.placement import Placement
 from zeroshard.schedule.unit import Unit
@@ -278,7 +278,7 @@ class ModelStates:
         self._find(fqn)[0].take_masters(())  # the user sees no change of the values
         if self._step is None:
             return
-        on_device = self._step.counting_on_device()
+        on_device = self._step.groups.counting_on_device()
         for held in self._parts(fqn):
             if held.view is None:
                 continue

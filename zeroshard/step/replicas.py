@@ -11,26 +11,27 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.norm import digest_of, digests_as_bytes
-from zeroshard.parameters.context import Context
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.options import DIGEST_NBYTES
 from zeroshard.step.resident import Resident
 
 
 class Replicas:
-    """See the module's docstring. Without another dimension it adds nothing to the message."""
+    """See the module's docstring.
 
-    def __init__(self, context: Context, gradients: MeanGradients) -> None:
-        self._everyone = context.everyone
-        self._is_alone = context.others.world_size == 1
+    Args:
+        everyone: the ranks of all dimensions.
+    """
+
+    def __init__(self, everyone: Collectives, gradients: MeanGradients) -> None:
+        self._everyone = everyone
         self._gradients = gradients
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
         """Return a digest of this rank's mean gradients of replicated parameters."""
-        if self._is_alone:
-            return b""
         digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
         for name, one in self._digests(residents):
             digest.update(name.encode())
@@ -54,8 +55,6 @@ class Replicas:
         Raises:
             UsageError: names the first parameter that differs.
         """
-        if self._is_alone:
-            return
         everyone = self._everyone
         first: dict[int, bytes] = {}
         places = [everyone.data_rank(rank) for rank in range(everyone.world_size)]

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from zeroshard.layout.bucketing import NamedParameter
+from zeroshard.layout.named_parameter import NamedParameter
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from itertools import chain
@@ -23,9 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.gradients.norm import coefficient_of, norm_of
-from zeroshard.layout.bucketing import NamedParameter
 from zeroshard.layout.layout import Piece
-from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import states_per_parameter
 from zeroshard.parameters.context import Context
@@ -36,11 +35,11 @@ from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.options import DIGEST_NBYTES, GroupOptions
 from zeroshard.step.replicas import Replicas
 from zeroshard.step.resident import Resident, placeholder
-from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.shard_view import ShardView
 from zeroshard.step.sub_groups import SubGroups
 from zeroshard.step.taken_gradients import TakenGradients
-from zeroshard.step.users_optimizer import DroppedGradients, ShardStates, StatesOfAnotherRank, UsersOptimizer
-from zeroshard.step.whose_shards import SHARDS, names_of_shards, refuse_other_shards
+from zeroshard.step.travelling import resident_of
+from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import step_without_hooks
 
@@ -81,12 +80,13 @@ class ShardedStep:
         self._collectives = context.collectives
         self._everyone = context.everyone
         self._others = context.others
-        self._storages = context.storages
         self._policy = context.policy
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._mean_gradients = MeanGradients()
-        self._taken = TakenGradients(schedule, context, self._mean_gradients)
+        self._context = context
+        self._taken: TakenGradients | None = None
+        """The operations on gradients in this step, if there was one."""
         schedule.set_gradient_operation(self._operate)
         schedule.on_later_gradients(self._before_later_gradients)
         self._whole_parameters = context.whole_parameters
@@ -97,8 +97,10 @@ class ShardedStep:
             UsersOptimizer(one, self._step_of, self._zero_grad_of, lambda: schedule.gradients_taken)
             for one in optimizers_of(inner)
         ]
-        self._replicas = Replicas(context, self._mean_gradients)
-        self._options = GroupOptions([one.optimizer for one in self._optimizers], self._everyone)
+        self._replicas: Replicas | None = None
+        if context.others.world_size > 1:
+            self._replicas = Replicas(context.everyone, self._mean_gradients)
+        self._options = GroupOptions(self.users_optimizers(), self._everyone)
         inner.state.clear()
         if isinstance(inner, Several):
             for one in self._optimizers:
@@ -106,21 +108,13 @@ class ShardedStep:
             inner.zero_grad = self._zero_grad_of_all  # type: ignore[method-assign]
         self._dropped = DroppedGradients(self._optimizers, schedule)
         schedule.on_dropped_gradients(self.zero_grad)
-        inner.register_state_dict_pre_hook(self._before_state_dict)
-        inner.register_state_dict_post_hook(self._after_state_dict)
-        inner.register_load_state_dict_pre_hook(self._before_load)
-        inner.register_load_state_dict_post_hook(self._after_load)
-        self._answers_user = False
-        self._users: list[list[Tensor]] = [list(group["params"]) for group in inner.param_groups]
-        """The user's parameters, group by group."""
-        self._shards: list[list[Tensor]] = []
-        """This rank's shards of them, group by group."""
-        self._is_on_shards = False
-        self.groups = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
-        """`id`s of the user's parameters, group by group."""
-        self._take_states()
+        self.groups = ParamGroups(inner, self.users_optimizers())
         self.lay_out()
         _watch_other_optimizers(self)
+
+    def users_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that the user made."""
+        return [one.optimizer for one in self._optimizers]
 
     @property
     def state(self) -> Any:
@@ -184,28 +178,28 @@ class ShardedStep:
                     self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
                     for number, piece in enumerate(shard.pieces)
                 ]
-                resident = there or Resident(shard, views, self.inner.state)
+                resident = there or resident_of(shard, views, self.inner)
                 resident.views = views
                 self._residents.append(resident)
                 self._unit_of[resident] = unit
-        self._taken.lay_out(self._flags, self._residents)
+        self._taken = None
         self.views = [view for resident in self._residents for view in resident.views]
-        self._parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
-            parameter: [] for parameters in self.groups for parameter in parameters
+        self.parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
+            parameter: [] for parameters in self.groups.ids for parameter in parameters
         }
         """This rank's parts of each parameter that the optimizer lists, by the parameter's `id`."""
         for resident in self._residents:
             for view in resident.views:
-                self._parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
-        self._shards = [
-            [view.value for parameter in parameters for _, view in self._parts_of[parameter]]
-            for parameters in self.groups
+                self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
+        self.groups.shards = [
+            [view.value for parameter in parameters for _, view in self.parts_of[parameter]]
+            for parameters in self.groups.ids
         ]
         alive = {view.value for view in self.views}
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
         states = states_per_parameter(self.inner)
-        self._sub_groups = SubGroups(self._residents, self._storages, self._policy, states)
+        self._sub_groups = SubGroups(self._residents, self._policy, states)
         for resident in self._residents:
             new = [view for view in resident.views if view.value not in self.inner.state and self._first_state(view)]
             if new:
@@ -230,46 +224,6 @@ class ShardedStep:
             value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
         return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
 
-    @contextmanager
-    def _on_shards(self) -> Iterator[None]:
-        """Put this rank's shards into the param groups, inside."""
-        if self._is_on_shards:
-            yield
-            return
-        self._enter_shards()
-        try:
-            yield
-        finally:
-            self._leave_shards()
-
-    def _enter_shards(self) -> None:
-        self._is_on_shards = True
-        for group, shards in zip(self.inner.param_groups, self._shards, strict=True):
-            group["params"] = shards
-
-    def _refuse_changed_groups(self) -> None:
-        groups = [group for one in self._optimizers for group in one.optimizer.param_groups]
-        now = [[id(parameter) for parameter in group["params"]] for group in groups]
-        if len(now) != len(self.groups) or any(
-            own and own != taken for own, taken in zip(now, self.groups, strict=True)
-        ):
-            raise UsageError(
-                "the optimizer's param groups are not those that zeroshard took: to free parameters, call "
-                "optimizer.add_param_group(group) on every rank."
-            )
-
-    def _leave_shards(self) -> None:
-        for group, users in zip(self.inner.param_groups, self._users, strict=False):  # the user may have added others
-            group["params"] = users
-        self._is_on_shards = False
-
-    def counting_on_device(self) -> set[int]:
-        """Return the `id`s of shards whose step count torch keeps on their device: those of fused and capturable groups."""
-        groups = zip(self.inner.param_groups, self._shards, strict=True)
-        return {
-            id(value) for group, shards in groups if group.get("fused") or group.get("capturable") for value in shards
-        }
-
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -292,9 +246,8 @@ class ShardedStep:
             return loss
         if self.driver is not None and not self._is_driven:
             return self.driver()
-        if self._is_on_shards:  # an exception of the optimizer's own has left them there
-            self._leave_shards()
-        self._refuse_changed_groups()
+        self.groups.leave_shards()  # an exception of the optimizer's own may have left them there
+        self.groups.refuse_changes()
         self._dropped.refuse_later_backward()
         self._agree_on_used()
         self.steps_begun += 1
@@ -334,7 +287,7 @@ class ShardedStep:
 
     def step_inner(self, users: UsersOptimizer | None = None) -> None:
         """Call the step of an optimizer's class once, or of all of them, with the gradients that their tensors have."""
-        with self._on_shards():
+        with self.groups.on_shards():
             stepping = self._optimizers if users is None else [users]
             for one in stepping:
                 step_without_hooks(one.optimizer)
@@ -376,7 +329,7 @@ class ShardedStep:
         _TAKEN.discard(self)
         for one in self._optimizers:
             one.remove()
-        self._leave_shards()
+        self.groups.leave_shards()
 
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool]) -> None:
         parts = resident.gradient_parts
@@ -394,7 +347,7 @@ class ShardedStep:
         self._used_at = -1
         self._dropped.reset()
         self._mean_gradients.reset()
-        self._taken.reset()
+        self._taken = None
         self._schedule.forget_gradients()
         if not self._schedule.parked:
             self._sub_groups.prefetch()
@@ -411,7 +364,8 @@ class ShardedStep:
     @property
     def gradients(self) -> MeanGradients:
         """The mean gradients in this rank's shards, with the user's operations on `parameter.grad` applied."""
-        self._taken.apply_factors()
+        if self._taken is not None:
+            self._taken.apply_factors()
         return self._mean_gradients
 
     def grad_norm(self) -> float:
@@ -451,11 +405,19 @@ class ShardedStep:
                 f"{name} of the gradient of {unit.named[index].fqn}, whose microbatches are summed on this rank, in another "
                 "dtype or in several parts, and not reduced yet: change gradients after the last backward of a step."
             )
-        return self._taken.operate(flag, name, args, kwargs)
+        return self._operations().operate(flag, name, args, kwargs)
+
+    def _operations(self) -> TakenGradients:
+        if self._taken is None:
+            self._taken = TakenGradients(
+                self._schedule, self._context, self._mean_gradients, self._flags, self._residents
+            )
+        return self._taken
 
     def _before_later_gradients(self) -> None:
         """Apply factors of the mean before gradients of another microbatch, which they must not multiply, are added."""
-        if self._taken.has_factors or self._mean_gradients.is_to_be_scaled:
+        has_factors = self._taken is not None and self._taken.has_factors
+        if has_factors or self._mean_gradients.is_to_be_scaled:
             self._schedule.reductions.land()
             self.gradients.settle(resident.shard for resident in self._residents)
 
@@ -495,10 +457,16 @@ class ShardedStep:
 
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
-        is_known = self._used_at == self._schedule.gradients_taken and not self._taken.changed
+        is_known = self._used_at == self._schedule.gradients_taken and not self._changed
         if self._schedule.asks_for_gradients() or not is_known:
             self._exchange(norm=False)
-        self._taken.apply_factors()
+        if self._taken is not None:
+            self._taken.apply_factors()
+
+    @property
+    def _changed(self) -> set[int]:
+        """The parameters whose gradients the user has changed on this rank, by number, since ranks last agreed on these."""
+        return set() if self._taken is None else self._taken.changed
 
     def residents(self) -> Iterator[Resident]:
         """Yield the shards that this rank updates, with their parts by parameter."""
@@ -557,21 +525,27 @@ class ShardedStep:
             self.gradients.squares_by_shard([one.shard for one in self._residents if self._counts(one)]) if norm else {}
         )
         written = {unit: unit.written(owners_follow=True) for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        changed = self._changed
         own_flags = bytes(
-            (index in unit.used) | (index in written[unit]) << 1 | (number in self._taken.changed) << 2
+            (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
             for number, (unit, index) in enumerate(self._flags)
         )
         collectives = self._collectives
         own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
-        digest = self._options.digest() + self._replicas.digest(self._residents)
+        digest = self._options.digest()
+        if self._replicas is not None:
+            digest += self._replicas.digest(self._residents)
         by_rank, messages = self._everyone.exchange_values(
             own, digest + own_flags, "the gradient norm and the flags of used parameters"
         )
         self._options.refuse_different([message[:DIGEST_NBYTES] for message in messages])
-        self._replicas.refuse_different([message[DIGEST_NBYTES : len(digest)] for message in messages], self._residents)
+        if self._replicas is not None:
+            digests = [message[DIGEST_NBYTES : len(digest)] for message in messages]
+            self._replicas.refuse_different(digests, self._residents)
         messages = [message[len(digest) :] for message in messages]
-        self._taken.agree([bytes(flag & 4 for flag in message) for message in messages])
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
+        if any(flag & 4 for flag in flags):
+            self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.take_written()
@@ -587,85 +561,6 @@ class ShardedStep:
         """Return whether a shard counts here. A whole one counts only on the first rank of the other dimension."""
         return self._others.rank == 0 or self._unit_of[resident].is_cut
 
-    # ------------------------------------------------------------------ what the user's optimizer answers
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory.
-
-        The user's own optimizer answers with the same.
-        """
-        self._schedule.refuse_parked("optimizer.state_dict()")
-        with self._on_shards():
-            whole = {**self.inner.state_dict(), SHARDS: names_of_shards(self._shards, self.views)}
-        number_of = {id(value): number for number, value in enumerate(chain.from_iterable(self._shards))}
-        for resident in self._residents:
-            if resident.is_in_place:
-                continue
-            with self.opened(resident):
-                for view in resident.views:
-                    state = self.state.get(view.value, {})
-                    if state:
-                        whole["state"][number_of[id(view.value)]] = {
-                            name: value.clone() if runs_along(value, name, view.value) else value
-                            for name, value in state.items()
-                        }
-        return whole
-
-    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        if not self._is_on_shards:
-            self._refuse_changed_groups()
-            self._enter_shards()
-            self._answers_user = True
-
-    def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if not self._answers_user:
-            return state_dict
-        self._answers_user = False
-        self._leave_shards()
-        return self.state_dict()
-
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._schedule.refuse_parked("optimizer.load_state_dict()")
-        self._refuse_changed_groups()
-        refuse_other_shards(state_dict, self._shards, self.views)
-        self._sub_groups.settle()
-        self._enter_shards()
-
-    def _take_states(self) -> None:
-        optimizers = [one.optimizer for one in self._optimizers]
-        if all(
-            type(one).__module__.startswith("torch.optim.") for one in optimizers
-        ):  # others may keep it elsewhere, too
-            states = ShardStates(self.inner.state, self._states_of)
-            for one in (self.inner, *optimizers):
-                one.state = states
-
-    def _states_of(self, parameter: int) -> Mapping[str, Any] | None:
-        """Return this rank's part of a parameter's states, by the parameter's `id`; None where no group lists it."""
-        if parameter not in self._parts_of:
-            return None
-        found = self._parts_of[parameter]
-        if not found:
-            return StatesOfAnotherRank()
-        resident, view = found[0]
-        if len(found) > 1 or not resident.is_in_place:
-            why = "lie in several parts" if len(found) > 1 else "rest elsewhere"
-            raise UsageError(
-                f"the states of {view.named.fqn} {why}, and optimizer.state shows what lies here in one: call "
-                f'sharded.states.get("{view.named.fqn}", "exp_avg") or set, on every rank, or local and set_local for this rank\'s.'
-            )
-        states: dict[str, Any] = self.inner.state[view.value]
-        return states
-
-    def _after_load(self, _: torch.optim.Optimizer) -> None:
-        self._leave_shards()
-        self.forget_broken_step()
-        self._take_states()
-        for resident in self._residents:
-            resident.look_in(self.state)
-            with self.opened(resident, write=True):  # what rests elsewhere goes there
-                pass
-
     @property
     def groups_are_known(self) -> bool:
         """Whether there is an optimizer with parameters to update."""
@@ -678,21 +573,8 @@ class ShardedStep:
 
     def list_group(self, param_group: dict[str, Any]) -> None:
         """Register another param group of the user's parameters. `lay_out` gives it their views."""
-        if isinstance(self.inner, MuonWithAdamW | Several):
-            raise UsageError(
-                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
-                "parameters there, frozen as they are."
-            )
-        given = param_group["params"]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
-        known = {parameter for group in self.groups for parameter in group}
-        again = sum(id(parameter) in known for parameter in parameters)
-        if again:
-            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
-        self.groups.append([id(parameter) for parameter in parameters])
-        type(self.inner).add_param_group(self.inner, {**param_group, "params": parameters})
-        self._users.append(self.inner.param_groups[-1]["params"])
-        self._optimizers[0].parameters |= {id(parameter) for parameter in parameters}
+        self.groups.add(param_group)
+        self._optimizers[0].parameters |= set(self.groups.ids[-1])
 
 
 _TAKEN = weakref.WeakSet[ShardedStep]()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -33,22 +33,27 @@ Flag = tuple[Unit, int]
 
 
 class TakenGradients:
-    """See the module's docstring.
+    """The operations of one step, made for the first of them. See the module's docstring.
 
     Args:
         gradients: the mean over ranks, in this rank's shards.
+        flags: the parameters whose gradients are operated on.
+        residents: this rank's shards of them.
     """
 
-    def __init__(self, schedule: Schedule, context: Context, gradients: MeanGradients) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        context: Context,
+        gradients: MeanGradients,
+        flags: Sequence[Flag],
+        residents: Sequence[Resident],
+    ) -> None:
         self._schedule = schedule
         self._collectives = context.collectives
         self._everyone = context.everyone
         self._others = context.others
         self._gradients = gradients
-        self.lay_out((), ())
-
-    def lay_out(self, flags: Sequence[Flag], residents: Iterable[Resident]) -> None:
-        """Set the parameters whose gradients are operated on, and this rank's shards of them, `residents`."""
         self._flags = list(flags)
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
@@ -56,10 +61,6 @@ class TakenGradients:
         for resident in self._residents:
             for view in resident.views:
                 self._parts[view.flag].append((resident, view))
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a new step."""
         self.changed: set[int] = set()
         """The parameters whose gradients the user has changed on this rank, by number; the other ranks have not heard of it."""
         self._factors: dict[int, list[float]] = {}

@@ -1,17 +1,19 @@
-"""Owns the optimizers that the user made, whose steps are the sharded ones."""
+"""Owns the optimizers that the user made: their steps, which are the sharded ones, and their param groups."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroshard.errors import UsageError
-from zeroshard.parameters.appearance import forget_grad
+from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.several import Several
 from zeroshard.schedule.schedule import Schedule
-from zeroshard.torch_private import make_innermost
+from zeroshard.torch_private import forget_grad, make_innermost
 
 
 class UsersOptimizer:
@@ -124,73 +126,93 @@ class UsersOptimizer:
         self._groups = []
 
 
-class StatesOfAnotherRank(MutableMapping[str, Any]):
-    """The states, always empty, of a parameter of which this rank has no part."""
+class ParamGroups:
+    """The param groups of the user's optimizers: they hold this rank's shards while the optimizers' own code runs.
 
-    def __getitem__(self, name: str) -> Any:
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __delitem__(self, name: str) -> None:
-        raise KeyError(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        raise UsageError(
-            f"{name!r} was set in the states of a parameter that another rank updates: it would be lost. Write where the states "
-            "are, or call sharded.states.set on every rank."
-        )
-
-
-class ShardStates(defaultdict[Any, dict[str, Any]]):
-    """The states of this rank's shards, instead of an optimizer's `state`.
+    Otherwise they hold the user's parameters.
 
     Args:
-        find: gives the states of a parameter of the model, by its `id`; None where the model has no such parameter.
+        inner: the user's optimizer, or several as one.
+        optimizers: those that the user made.
+
+    Attributes:
+        ids: `id`s of the user's parameters, group by group.
+        shards: this rank's shards of them, group by group.
     """
 
-    def __init__(self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], Mapping[str, Any] | None]) -> None:
-        super().__init__(dict, states)
-        self._find = find
+    def __init__(self, inner: torch.optim.Optimizer, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._inner = inner
+        self._optimizers = optimizers
+        self._users = [list(group["params"]) for group in inner.param_groups]
+        self.ids = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
+        self.shards: list[list[Tensor]] = []
+        self.are_on_shards = False
 
-    def __missing__(self, key: Any) -> Any:
-        found = self._find(id(key))
-        return super().__missing__(key) if found is None else found
-
-    def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
+    @contextmanager
+    def on_shards(self) -> Iterator[None]:
+        """Put this rank's shards into the param groups, inside."""
+        if self.are_on_shards:
+            yield
+            return
+        self.enter_shards()
         try:
-            return bool(self._find(id(key)))
-        except UsageError:  # they are not to be had in this way, if there are any
-            return len(self) > 0
+            yield
+        finally:
+            self.leave_shards()
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return the states of a parameter as `state[parameter]` does, or the default if it has none."""
-        if key not in self:
-            return default
-        return self[key]
+    def enter_shards(self) -> None:
+        """Put this rank's shards into the param groups."""
+        self.are_on_shards = True
+        for group, shards in zip(self._inner.param_groups, self.shards, strict=True):
+            group["params"] = shards
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if self._find(id(key)) is not None:
+    def leave_shards(self) -> None:
+        """Put the user's parameters into the param groups, if shards are there."""
+        if not self.are_on_shards:
+            return
+        for group, users in zip(self._inner.param_groups, self._users, strict=False):  # the user may have added others
+            group["params"] = users
+        self.are_on_shards = False
+
+    def refuse_changes(self) -> None:
+        """Raise if the user has put other parameters into the groups, or made others of them."""
+        now = [
+            [id(parameter) for parameter in group["params"]] for one in self._optimizers for group in one.param_groups
+        ]
+        are_same = len(now) == len(self.ids)
+        if not are_same or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):
             raise UsageError(
-                "optimizer.state[parameter] = ... would replace the states of this rank's shards: write into the tensors of "
-                "optimizer.state[parameter], or call sharded.states.set on every rank."
+                "the optimizer's param groups are not those that zeroshard took: to free parameters, call "
+                "optimizer.add_param_group(group) on every rank."
             )
-        super().__setitem__(key, value)
 
-    def copy(self) -> Any:
-        """Return an ordinary dict of the same states."""
-        return defaultdict(dict, self.items())
+    def counting_on_device(self) -> set[int]:
+        """Return the `id`s of shards whose step count torch keeps on their device: those of fused and capturable groups."""
+        groups = zip(self._inner.param_groups, self.shards, strict=True)
+        return {
+            id(value) for group, shards in groups if group.get("fused") or group.get("capturable") for value in shards
+        }
 
-    __copy__ = copy
+    def add(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the user's parameters.
 
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
+        Raises:
+            UsageError: the optimizer takes no more groups, or another group has one of the parameters.
+        """
+        if isinstance(self._inner, MuonWithAdamW | Several):
+            raise UsageError(
+                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
+                "parameters there, frozen as they are."
+            )
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        known = {parameter for group in self.ids for parameter in group}
+        again = sum(id(parameter) in known for parameter in parameters)
+        if again:
+            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
+        self.ids.append([id(parameter) for parameter in parameters])
+        type(self._inner).add_param_group(self._inner, {**param_group, "params": parameters})
+        self._users.append(self._inner.param_groups[-1]["params"])
 
 
 class DroppedGradients:

@@ -1,0 +1,101 @@
+"""Owns the record of what this rank waits for. A training step only writes it; the watch's thread reads it (see watch.py)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from zlib import crc32
+
+
+class Wait(NamedTuple):
+    """A wait in progress."""
+
+    operation: str | None
+    label: str
+    since: float
+
+    @property
+    def text(self) -> str:
+        """The operation and its part, in words."""
+        return spelled(self.operation, self.label)
+
+
+def spelled(operation: str | None, label: str) -> str:
+    """Return the words for a wait: the whole operation, and the part of it."""
+    return f"{operation} ({label})" if operation else label
+
+
+def code_of(name: str) -> int:
+    """Return a number from 1 to 15 for a name, ignoring it from the first quote on, where ranks may differ."""
+    return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
+
+
+class Waits:
+    """The waits in progress: of this process's threads, and of its device."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, Wait] = {}
+        self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
+        """The waits of the device, in its order."""
+        self._behind_lock = threading.Lock()
+        self._operations = threading.local()
+
+    @property
+    def operation_name(self) -> str | None:
+        """The outermost operation of this thread."""
+        name: str | None = getattr(self._operations, "name", None)
+        return name
+
+    @property
+    def operation_code(self) -> int:
+        """A number from 0 to 15 for the kind of this thread's operation, 0 for none: messages of two kinds never pair."""
+        return 0 if self.operation_name is None else code_of(self.operation_name)
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """Attribute this thread's waits inside the block to `name`. The outermost name counts."""
+        if self.operation_name is not None:
+            yield
+            return
+        self._operations.name = name
+        try:
+            yield
+        finally:
+            self._operations.name = None
+
+    def enter(self, label: str) -> None:
+        """Record that this thread begins to wait."""
+        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic())
+
+    def leave(self) -> None:
+        """Record that this thread no longer waits."""
+        self._waits.pop(threading.get_ident(), None)
+
+    def follow(self, label: str, is_over: Callable[[], bool]) -> None:
+        """Report that the device waits for `label` while this thread continues, until `is_over` returns True.
+
+        A backend that gives up may end the process, so the wait is reported before.
+        """
+        wait = Wait(self.operation_name, label, time.monotonic())
+        with self._behind_lock:
+            self._drop_what_is_over()
+            self._behind.append((wait, is_over))
+
+    def _drop_what_is_over(self) -> None:
+        while self._behind and self._behind[0][1]():
+            self._behind.popleft()
+
+    def present(self) -> list[Wait]:
+        """Return the waits of all threads, and the first wait of the device, if any."""
+        with self._behind_lock:
+            self._drop_what_is_over()
+            behind = [self._behind[0][0]] if self._behind else []
+        return [*self._waits.values(), *behind]
+
+    def threads(self) -> list[int]:
+        """Return the identifiers of the threads that wait."""
+        return [*self._waits]

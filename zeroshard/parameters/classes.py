@@ -1,0 +1,306 @@
+"""Owns the classes that a user's parameters have for a while, and what an operation on such a parameter does.
+
+A user's parameter stays the object that it is. For a while its class is a subclass of `nn.Parameter` that reports readers to the
+unit, as torch's own lazy parameters change class too. Nothing that is computed from it is of that class.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.torch_private import GRAD, distributed_class, grad_of, is_traced, past_torch_function
+
+METADATA = {
+    "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
+    "_has_compatible_shallow_copy_type", "__hash__", "__len__", "is_signed", "__get__", "__set__", "get_device", "requires_grad_",
+    "register_hook", "register_post_accumulate_grad_hook", "grad", "backward",
+}  # fmt: skip
+"""Operations of torch that describe a tensor without its values; getters and setters of attributes among them."""
+VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+"""Attributes that show values, where all others describe the tensor."""
+
+
+class Owner(ABC):
+    """What a parameter's class calls when the user touches the parameter. Its unit has one."""
+
+    @abstractmethod
+    def before_read(self, parameter: Tensor, what: str) -> None:
+        """Make the parameter's values current for an operation, or raise an error that names the parameter."""
+
+    @abstractmethod
+    def taken_gradient(self, parameter: Tensor) -> str | None:
+        """Return the parameter's fqn if its gradient of this step was taken out of `parameter.grad`."""
+
+    @abstractmethod
+    def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's gradient, summed over microbatches, if it is one piece in the parameter's dtype."""
+
+    @abstractmethod
+    def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of torch's operations on the taken gradient. Return NotImplemented for an unknown name."""
+
+    @abstractmethod
+    def replace_gradient(self, parameter: Tensor) -> None:
+        """Note that the user set the parameter's `grad`, to None or to another tensor."""
+
+    @abstractmethod
+    def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`."""
+
+
+DATA: Any = torch.Tensor.data
+
+
+def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
+    """Return the class of unsharded parameters: `ordinary`, or a subclass of it with `attributes`. Copies are ordinary."""
+    # Parameters of a dry run have no values.
+    if attributes is None or ordinary not in (nn.Parameter, distributed_class()):
+        return ordinary
+
+    class Whole(attributes, ordinary):  # type: ignore[misc, valid-type]
+        """A parameter with more attributes. Operations on it have no overhead."""
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            return copied
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    return Whole
+
+
+def notes_data(note: Callable[[], None]) -> type:
+    """Make attributes for `whole_class` that call `note` when the user reads `data`: later writes through it leave no trace."""
+
+    class NotesData:
+        @property
+        def data(self) -> Tensor:
+            if not is_traced():
+                note()
+            data: Tensor = DATA.__get__(self)
+            return data
+
+        @data.setter
+        def data(self, data: Tensor) -> None:
+            DATA.__set__(self, data)
+
+    return NotesData
+
+
+def classes_of(
+    owner: Owner, whole: type[nn.Parameter] = nn.Parameter, ordinary: type[nn.Parameter] = nn.Parameter
+) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken."""
+    shown: dict[int, Tensor] = {}
+    """By `id` of a parameter, what its `grad` is while its gradient is taken."""
+
+    class Taken(whole):  # type: ignore[misc, valid-type]
+        """An `nn.Parameter` whose `grad` stands for a gradient that lies in shards. Operations on it have no overhead."""
+
+        @property
+        def grad(self) -> Tensor | None:  # type: ignore[override]
+            own = grad_of(self)
+            if own is not None or is_traced():  # torch.compile describes parameters, and reads none
+                return own
+            fqn = owner.taken_gradient(self)
+            if fqn is None:
+                return None
+            local = owner.local_gradient(self)
+            if local is not None:
+                return local
+            if id(self) not in shown:
+                shown[id(self)] = _taken_gradient(owner, self, fqn)
+            return shown[id(self)]
+
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:
+            # `parameter.grad *= 0.5` assigns the tensor that it has changed in place.
+            if value is not None and self._is_own(value):
+                return
+            with past_torch_function():
+                GRAD.__set__(self, value)
+            owner.replace_gradient(self)
+
+        @grad.deleter
+        def grad(self) -> None:
+            with past_torch_function():
+                GRAD.__set__(self, None)
+            owner.replace_gradient(self)
+
+        def _is_own(self, value: Tensor) -> bool:
+            if value is shown.get(id(self)):
+                return owner.taken_gradient(self) is not None
+            if grad_of(self) is not None or owner.taken_gradient(self) is None:
+                return False
+            local = owner.local_gradient(self)
+            return local is not None and _is_same_view(value, local)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            return owner.deep_copy(self, memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            owner.before_read(self, "pickle")
+            self.__class__ = ordinary  # type: ignore[assignment]
+            return self.__reduce_ex__(protocol)
+
+    class Away(Taken):
+        """A parameter without values: every torch operation on it calls `__torch_function__` first, by whatever reference."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if func.__name__ not in METADATA or attribute in VALUES:
+                touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
+                if func.__name__ == "to" and _is_there_already(touched, args, kwargs):
+                    return args[0]
+                if func.__name__ == "__repr__" and not _readable(owner, touched):
+                    return (
+                        f"Parameter of shape {tuple(touched[0].shape)}, {touched[0].dtype}, whose values are not here"
+                    )
+                for one in touched:
+                    owner.before_read(one, attribute or func.__name__)
+                return func(*args, **(kwargs or {}))
+            with past_torch_function():
+                return func(*args, **(kwargs or {}))
+
+    if issubclass(ordinary, nn.Parameter):
+        return Away, Taken
+
+    class AwayDistributed(Away):
+        """A DTensor without values: its methods that are not torch operations, and read the local tensor, are intercepted."""
+
+        def to_local(self, **kwargs: Any) -> Tensor:
+            return self._read("to_local", **kwargs)
+
+        def full_tensor(self, **kwargs: Any) -> Tensor:
+            return self._read("full_tensor", **kwargs)
+
+        def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:
+            return self._read("redistribute", *args, **kwargs)
+
+        def _read(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
+            owner.before_read(self, name)
+            found: Tensor = getattr(super(), name)(*args, **kwargs)
+            return found
+
+        def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+            if not _readable(owner, [self]):
+                return f"DTensor of shape {tuple(self.shape)}, {self.dtype}, whose values are not here"
+            return super().__repr__(**kwargs)
+
+    return AwayDistributed, Taken
+
+
+def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
+    found: list[Any] = []
+    for one in [*args, *(kwargs or {}).values()]:
+        found += one if isinstance(one, list | tuple) else [one]
+    return found
+
+
+def _is_there_already(touched: list[Any], args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Return whether `parameter.to(...)` would return the parameter itself; `module.to(device)` asks this for each."""
+    with past_torch_function():
+        return len(touched) == 1 and torch.Tensor.to(*args, **(kwargs or {})) is args[0]
+
+
+def _readable(owner: Owner, touched: list[Any]) -> bool:
+    try:
+        for one in touched:
+            owner.before_read(one, "repr")
+    except UsageError:
+        return False
+    return True
+
+
+class TakenGradient(Tensor):
+    """The `parameter.grad` from the last backward of a step to `zero_grad`: it has shape and dtype, and no values.
+
+    The mean over ranks lies in shards. Norms, factors and bounds, which torch's clipping asks for, are operations on it.
+    """
+
+    fqn: str
+    parameter: Tensor
+    owner: Owner
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if func.__name__ in METADATA and attribute not in VALUES:
+            with past_torch_function():
+                return func(*args, **(kwargs or {}))
+        own = args[0] if args else None
+        if attribute == "data" or func.__name__ == "detach":
+            return own  # there is no graph to leave
+        if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(*args)
+        if func.__name__ in _FOR_EACH and _is_one_for_all(args):
+            operation = _FOR_EACH[func.__name__]
+            return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
+        if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:
+            answer = own.owner.gradient_operation(own.parameter, func.__name__, args, kwargs or {})
+            if answer is not NotImplemented:
+                return answer
+        fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
+        raise UsageError(
+            f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
+            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it: "
+            f'sharded.states.get("{fqn}", "gradients").'
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TakenGradient of {self.fqn}"
+
+
+_FOR_EACH: dict[str, Callable[..., Tensor]] = {
+    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_mul_": Tensor.mul_,
+    "_foreach_div_": Tensor.div_,
+    "_foreach_clamp_min_": Tensor.clamp_min_,
+    "_foreach_clamp_max_": Tensor.clamp_max_,
+}
+"""torch's operations on many gradients at once, which its clipping asks for with `foreach=True`: each is done one by one."""
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype:
+        return False
+    return not one.numel() or one.data_ptr() == other.data_ptr()
+
+
+def _is_one_for_all(args: tuple[Any, ...]) -> bool:
+    """Whether an operation on many tensors has the same other arguments for each of them."""
+    return (
+        bool(args) and isinstance(args[0], list | tuple) and not any(isinstance(one, list | tuple) for one in args[1:])
+    )
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Run torch.amp.GradScaler's operation on all gradients of a device: report values that are not finite, and multiply."""
+    largest = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients if gradient.numel()]
+    if not all(torch.isfinite(each) for each in largest):
+        found_inf.fill_(1.0)
+    for gradient in gradients:
+        gradient.mul_(inverse_scale)
+
+
+def _taken_gradient(owner: Owner, parameter: Tensor, fqn: str) -> Tensor:
+    with past_torch_function():
+        nothing = torch.empty((1,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+        shown = nothing.expand(parameter.shape).as_subclass(TakenGradient)
+    shown.fqn = fqn
+    shown.parameter = parameter
+    shown.owner = owner
+    return shown

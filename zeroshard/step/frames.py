@@ -1,0 +1,271 @@
+"""Owns the frames through which offloaded shards pass in a step: a fixed amount of memory where the optimizer steps.
+
+While one sub-group is updated, those after it are read and those before it are written:
+
+    frame 0   | read 0 | step 0 | write 0         | read 3 ...
+    frame 1   | read 1          | step 1 | write 1 ...
+    frame 2   | read 2                   | step 2 | write 2 ...
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+
+from zeroshard.errors import UsageError
+from zeroshard.policy import Policy
+from zeroshard.step.resident import Resident
+from zeroshard.step.travelling import Frame, Travelling
+from zeroshard.storage.base import Storage
+from zeroshard.storage.storages import STAGING_SHARE, buffers_nbytes
+
+SUB_GROUP_NUMEL = 1 << 22
+"""Elements of a sub-group, where the policy allows more: large enough for a disk, small enough that several fit in memory."""
+
+
+class SubGroup:
+    """The shards that one call updates in one frame."""
+
+    def __init__(self) -> None:
+        self.residents: list[Travelling] = []
+        self.frame: Frame | None = None
+
+    @property
+    def step(self) -> Storage:
+        """The storage in which the optimizer steps."""
+        return self.residents[0].shard.step
+
+    def start(self, frame: Frame) -> None:
+        """Start to read all values except the gradients."""
+        self.frame = frame
+        for resident in self.residents:
+            resident.start(frame)
+
+    def start_gradients(self) -> None:
+        """Start to read the gradients, which are complete."""
+        for resident in self.residents:
+            resident.start_gradient()
+
+    def leave(self) -> Frame:
+        """Start to write the group back, and return its frame."""
+        frame = self.frame
+        assert frame is not None
+        self.frame = None
+        for resident in self.residents:
+            resident.leave(write=True, update_rest=True)
+        return frame
+
+
+class Frames:
+    """The frames of one model, and the sub-groups of shards that pass through them.
+
+    Args:
+        residents: the shards that rest elsewhere.
+        states: how many tensors of state the optimizer keeps for each parameter.
+
+    Raises:
+        UsageError: a shard does not fit into the buffers that the policy allows, twice.
+    """
+
+    def __init__(self, residents: Sequence[Travelling], policy: Policy, states: int) -> None:
+        self._residents = list(residents)
+        self._offload = policy.offload_optimizer
+        self._states = states
+        self._is_bounded = policy.uses_disk
+        self._open: Travelling | None = None
+        self._open_frame: Frame
+        self._waiting: deque[SubGroup]
+        self._plan()
+        if self._largest > self._limit // 2:
+            self._refuse()
+
+    def _plan(self) -> None:
+        needs = {resident: resident.nbytes(self._states) for resident in self._residents}
+        self._largest = max(needs.values(), default=0)
+        self._limit = buffers_nbytes(self._offload) * (STAGING_SHARE - 1) // STAGING_SHARE
+        if not self._is_bounded:
+            self._limit = max(self._limit, 2 * self._largest)
+        most = min(SUB_GROUP_NUMEL, self._offload.sub_group_numel)
+        numel = sum(resident.shard.numel for resident in self._residents)
+        typical = math.ceil(sum(needs.values()) / max(numel, 1) * most)
+        self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
+        self.groups: list[SubGroup] = []
+        """In the order of the step."""
+        steps = dict.fromkeys(resident.shard.step for resident in self._residents)
+        for step in steps:
+            self.groups += self._pack([resident for resident in self._residents if resident.shard.step is step], most)
+        # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
+        in_flight = 1 + self._offload.read_ahead + self._offload.write_behind
+        frames = self._limit // max(self._frame_nbytes, 1) - 1
+        if in_flight < 3:
+            frames = min(frames, in_flight)
+        frames = max(min(frames, len(self.groups)), 1)
+        self._frames_left = {step: max(frames // len(steps), 1) for step in steps}
+        self._free: dict[Storage, deque[Frame]] = {step: deque() for step in steps}
+
+    def _pack(self, residents: Sequence[Travelling], numel: int) -> list[SubGroup]:
+        """Split residents into groups that fit into a frame, of at most `numel` elements or of one resident."""
+        groups: list[SubGroup] = []
+        room = 0
+        left = 0
+        for resident in residents:
+            need = resident.nbytes(self._states)
+            if not groups or need > room or resident.shard.numel > left:
+                groups.append(SubGroup())
+                room = self._frame_nbytes
+                left = numel
+            groups[-1].residents.append(resident)
+            room -= need
+            left -= resident.shard.numel
+        return groups
+
+    def _refuse(self) -> None:
+        offload = self._offload
+        largest = max(self._residents, key=lambda resident: resident.nbytes(self._states)).shard
+        raise UsageError(
+            f"{largest.master.label} needs {self._largest:,} bytes of CPU memory for the step of this rank's "
+            f"{largest.numel:,} elements, and as much again beside it; {offload.buffer_count} buffers of "
+            f"{offload.buffer_numel:,} elements leave {self._limit:,}. Allow more (in a config, "
+            "offload_optimizer.buffer_size), or cut smaller buckets (bucket_numel; in a config, reduce_bucket_size)."
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all allocated frames."""
+        lent = [group.frame for group in self.groups if group.frame is not None]
+        return sum(frame.nbytes for frame in [*chain.from_iterable(self._free.values()), *lent])
+
+    # ------------------------------------------------------------------ the step
+
+    def begin(self) -> None:
+        """Begin a step: start to read the gradients of what was read ahead, and the next groups while frames are free."""
+        self._close()
+        for group in self.groups:
+            if group.frame is not None:
+                group.start_gradients()
+        self._waiting = deque(group for group in self.groups if group.frame is None)
+        for started in self._read_ahead(self._waiting):
+            started.start_gradients()
+
+    def run(self, on_left: Callable[[list[Resident]], None]) -> Iterator[list[Resident]]:
+        """Yield the shards of each sub-group in turn, in memory, after `begin`. See `SubGroups.run`."""
+        for group in self.groups:
+            for started in self._read_ahead(self._waiting, group):
+                started.start_gradients()
+            for resident in group.residents:
+                resident.enter()
+            residents: list[Resident] = [*group.residents]
+            yield residents
+            frame = group.leave()
+            self._free[group.step].append(frame if self._offload.write_behind else frame.empty())
+            on_left(residents)
+        self._notice_other_states()
+
+    def _read_ahead(self, waiting: deque[SubGroup], now: SubGroup | None = None) -> Iterator[SubGroup]:
+        """Start the first waiting groups: `now` even if that blocks, and the next ones while frames are free."""
+        while waiting and (waiting[0] is now or self._offload.read_ahead):
+            frame = self._take_frame(waiting[0].step, block=waiting[0] is now)
+            if frame is None:
+                return
+            group = waiting.popleft()
+            group.start(frame)
+            yield group
+
+    def prefetch(self) -> None:
+        """Start to read for the next step all values except its gradients, as far as frames are free."""
+        if self._open is not None:
+            return
+        for _ in self._read_ahead(deque(group for group in self.groups if group.frame is None)):
+            pass
+
+    def _take_frame(self, step: Storage, *, block: bool) -> Frame | None:
+        free = self._free[step]
+        idle = next((frame for frame in free if frame.is_idle), None)
+        if idle is None and self._frames_left[step]:
+            self._frames_left[step] -= 1
+            return Frame(step.room(self._frame_nbytes, torch.uint8))
+        if idle is None and not block:
+            return None
+        frame = (idle or free[0]).empty()
+        free.remove(frame)
+        return frame
+
+    def _notice_other_states(self) -> None:
+        """Form the sub-groups again if the optimizer keeps another number of states than assumed."""
+        kept = max((resident.states for resident in self._residents), default=0)
+        if kept in (0, self._states):
+            return
+        self._states = kept
+        self.settle()
+        self._plan()
+        if self._largest > self._limit // 2:
+            warnings.warn(
+                f"the optimizer keeps {kept} states for each parameter, and the largest shard needs {2 * self._largest:,} bytes "
+                f"of CPU memory where the buffers leave {self._limit:,}: allow more (buffer_size), or cut smaller buckets.",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------------ outside of the step
+
+    @contextmanager
+    def opened(self, resident: Travelling, *, write: bool, read: bool) -> Iterator[None]:
+        """See `SubGroups.opened`."""
+        if self._open is resident and read:
+            resident.refresh()
+        else:
+            self.settle()
+            frame = self._take_frame(resident.shard.step, block=True)
+            assert frame is not None
+            self._open = resident
+            self._open_frame = frame
+            resident.start(frame, read=read)
+            resident.enter()
+        try:
+            yield
+        finally:
+            if write:
+                resident.leave(write=True, update_rest=False)
+                self._close()
+
+    def _close(self) -> None:
+        """Close the shard that `opened` has in memory."""
+        if self._open is not None:
+            resident = self._open
+            self._open = None
+            resident.leave(write=False, update_rest=False)
+            self._free[resident.shard.step].append(self._open_frame)
+
+    def settle(self) -> None:
+        """Drop values that were read ahead, wait for writes in flight, and raise their errors."""
+        self._close()
+        self._take_back()
+        for frame in chain.from_iterable(self._free.values()):
+            frame.empty()
+
+    def abandon(self) -> None:
+        """Take back the frames after an error. `forget` ends what is in flight to and from them, once shards are abandoned."""
+        self._take_back()
+        if self._open is not None:
+            self._open.abandon()
+            self._free[self._open.shard.step].append(self._open_frame)
+            self._open = None
+
+    def _take_back(self) -> None:
+        """Take back the frames whose values are no longer needed."""
+        for group in self.groups:
+            if group.frame is not None:
+                for resident in group.residents:
+                    resident.abandon()
+                self._free[group.step].append(group.frame)
+                group.frame = None
+
+    def forget(self) -> None:
+        """Wait for the transfers of all frames, and ignore their errors."""
+        for frame in chain.from_iterable(self._free.values()):
+            frame.forget()

@@ -1,0 +1,216 @@
+"""Owns the states that the user's optimizer shows, saves and loads: those of this rank's shards."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import UsageError
+from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.sharded_step import ShardedStep
+
+SHARDS = "shards"
+"""The key in a state dict for the names of its shards: it loads only into these."""
+
+
+class OptimizerStates:
+    """The states of a sharded step's optimizer. The optimizer's own hooks hold this object."""
+
+    def __init__(self, step: ShardedStep) -> None:
+        self._step = step
+        self._groups = step.groups
+        self._inner = step.inner
+        self._is_asked_by_user = False
+        """A `state_dict()` of the user's is under way."""
+        self._inner.register_state_dict_pre_hook(self._before_state_dict)
+        self._inner.register_state_dict_post_hook(self._after_state_dict)
+        self._inner.register_load_state_dict_pre_hook(self._before_load)
+        self._inner.register_load_state_dict_post_hook(self._after_load)
+        self._take_states()
+
+    def _state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
+        step = self._step
+        step.refuse_parked("optimizer.state_dict()")
+        with self._groups.on_shards():
+            whole = {**self._inner.state_dict(), SHARDS: _names_of_shards(self._groups.shards, step.views)}
+        number_of = {id(value): number for number, value in enumerate(chain.from_iterable(self._groups.shards))}
+        for resident in step.residents():
+            if resident.is_in_place:
+                continue
+            with step.opened(resident):
+                for view in resident.views:
+                    state = step.state.get(view.value, {})
+                    if state:
+                        whole["state"][number_of[id(view.value)]] = {
+                            name: value.clone() if runs_along(value, name, view.value) else value
+                            for name, value in state.items()
+                        }
+        return whole
+
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        if not self._groups.are_on_shards:
+            self._groups.refuse_changes()
+            self._groups.enter_shards()
+            self._is_asked_by_user = True
+
+    def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_asked_by_user:
+            return state_dict
+        self._is_asked_by_user = False
+        self._groups.leave_shards()
+        return self._state_dict()
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._step.refuse_parked("optimizer.load_state_dict()")
+        self._groups.refuse_changes()
+        _refuse_other_shards(state_dict, self._groups.shards, self._step.views)
+        self._step.settle()
+        self._groups.enter_shards()
+
+    def _after_load(self, _: torch.optim.Optimizer) -> None:
+        self._groups.leave_shards()
+        self._step.forget_broken_step()
+        self._take_states()
+        for resident in self._step.residents():
+            resident.expect_new_states()
+            with self._step.opened(resident, write=True):  # what rests elsewhere goes there
+                pass
+
+    def _take_states(self) -> None:
+        """Let `optimizer.state` find the states of the user's parameters, which lie by this rank's shards."""
+        optimizers = self._step.users_optimizers()
+        if all(
+            type(one).__module__.startswith("torch.optim.") for one in optimizers
+        ):  # others may keep it elsewhere, too
+            states = ShardStates(self._inner.state, self._states_of)
+            for one in (self._inner, *optimizers):
+                one.state = states
+
+    def _states_of(self, parameter: int) -> Mapping[str, Any] | None:
+        """Return this rank's part of a parameter's states, by the parameter's `id`; None where no group lists it."""
+        if parameter not in self._step.parts_of:
+            return None
+        found = self._step.parts_of[parameter]
+        if not found:
+            return StatesOfAnotherRank()
+        resident, view = found[0]
+        if len(found) > 1 or not resident.is_in_place:
+            why = "lie in several parts" if len(found) > 1 else "rest elsewhere"
+            raise UsageError(
+                f"the states of {view.named.fqn} {why}, and optimizer.state shows what lies here in one: call "
+                f'sharded.states.get("{view.named.fqn}", "exp_avg") or set, on every rank, or local and set_local for this rank\'s.'
+            )
+        states: dict[str, Any] = self._inner.state[view.value]
+        return states
+
+
+class StatesOfAnotherRank(MutableMapping[str, Any]):
+    """The states, always empty, of a parameter of which this rank has no part."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise UsageError(
+            f"{name!r} was set in the states of a parameter that another rank updates: it would be lost. Write where the states "
+            "are, or call sharded.states.set on every rank."
+        )
+
+
+class ShardStates(defaultdict[Any, dict[str, Any]]):
+    """The states of this rank's shards, instead of an optimizer's `state`.
+
+    Args:
+        find: gives the states of a parameter of the model, by its `id`; None where the model has no such parameter.
+    """
+
+    def __init__(self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], Mapping[str, Any] | None]) -> None:
+        super().__init__(dict, states)
+        self._find = find
+
+    def __missing__(self, key: Any) -> Any:
+        found = self._find(id(key))
+        return super().__missing__(key) if found is None else found
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        try:
+            return bool(self._find(id(key)))
+        except UsageError:  # they are not to be had in this way, if there are any
+            return len(self) > 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the states of a parameter as `state[parameter]` does, or the default if it has none."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._find(id(key)) is not None:
+            raise UsageError(
+                "optimizer.state[parameter] = ... would replace the states of this rank's shards: write into the tensors of "
+                "optimizer.state[parameter], or call sharded.states.set on every rank."
+            )
+        super().__setitem__(key, value)
+
+    def copy(self) -> Any:
+        """Return an ordinary dict of the same states."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _names_of_shards(groups: Sequence[Sequence[Tensor]], views: Sequence[ShardView]) -> list[list[Any]]:
+    """Return [fqn, first element, elements] of each view, in the order of param groups, in which the optimizer counts them."""
+    view_of = {id(view.value): view for view in views}
+    ordered = [view_of[id(value)] for group in groups for value in group]
+    return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]
+
+
+def _refuse_other_shards(
+    state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]], views: Sequence[ShardView]
+) -> None:
+    """Raise if a state dict belongs to other shards: torch numbers parameters, and would assign states to wrong ones."""
+    own = _names_of_shards(groups, views)
+    if SHARDS not in state_dict and not _fits(state_dict, groups):
+        raise UsageError(
+            "this state dict is of an optimizer that zeroshard did not shard, and has states of whole parameters: a sharded "
+            "optimizer takes its own state dicts only. Begin with new states, or load a checkpoint with sharded.load."
+        )
+    if state_dict.get(SHARDS, own) != own:
+        raise UsageError(
+            "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world "
+            "size, policy and frozen parameters. For any other, use sharded.save and load."
+        )
+
+
+def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the groups are as long as this rank's, and each state of a shard has the shard's shape."""
+    if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group) for group in groups]:
+        return False
+    shards = [shard for group in groups for shard in group]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for number, shard in zip(numbers, shards, strict=True):
+        for value in state_dict["state"].get(number, {}).values():
+            if isinstance(value, Tensor) and value.ndim and value.shape != shard.shape:
+                return False
+    return True

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from file_transport import FOLDER, Files, Lending
+from file_transport import FOLDER, Files
+from lending_transport import Lending
 from models import workload
 from ranks import on_ranks
 from torch import Tensor

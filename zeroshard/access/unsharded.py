@@ -200,9 +200,9 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
     written = list[str]()
     for unit, versions in looks:
         if modifier_rank is not None:
-            unit.take_parameters(modifier_rank)
+            unit.writes.take_from(modifier_rank)
         else:
-            written += unit.written_since(versions)
+            written += [unit.named[index].fqn for index in sorted(unit.writes.take_since(versions))]
         unit.appearance.settle()
     return _on_all_dimensions(looks, written)
 
@@ -223,7 +223,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
             unit.appearance.take_new_data()
             unit.flat.tensor.copy_(kept[unit])
         elif unit.pins > 1 or unit not in at_rest:
-            unit.written_since(versions)  # which undoes it
+            unit.writes.take_since(versions)  # which undoes it
         unit.appearance.take_written()
         unit.appearance.settle()
 

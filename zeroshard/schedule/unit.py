@@ -12,9 +12,9 @@ and its class meanwhile, depend on the unit's state (see parameters/appearance.p
                 values back first. No other rank is needed for that
     PARKED      the placeholder: what rests is elsewhere until `reload_states`
 
-`UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Beside the state a unit has three
+`UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Beside the state a unit has two
 flags. While `pins` is not 0 (an `unsharded` block is open), and while `is_held` (a graph that outlives its backward may read the
-unit), it does not leave UNSHARDED to rest. `_masters_wait` may be set only while model states are parked.
+unit), it does not leave UNSHARDED to rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from zeroshard.parameters.appearance import Appearance
 from zeroshard.parameters.classes import Owner
 from zeroshard.parameters.context import Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket, ShardedAway
+from zeroshard.schedule.writes import Writes
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.torch_private import grad_of, storage_users
 
@@ -144,17 +145,17 @@ class Unit:
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self.replaced_gradients: set[int] = set()
         """The parameters among these whose `grad` the user has set since."""
-        self._written: set[int] = set()
         self.pins = 0
         self.is_held = False
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not resharded until one ends."""
-        self._masters_wait = False
-        """Parameters were written while master weights were parked."""
         self._live = context.live
         self.state = UnitState.UNSHARDED
         views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
         whole_class = context.class_of(self.named[0])
         self.appearance = Appearance(self.named, views, flat.tensor.dtype, owner_of(self), whole_class)
+        self.writes = Writes(
+            self.appearance, flat, buckets, away, context, is_cut=self.is_cut, trainable=self.trainable
+        )
         self._own_uses = storage_users(flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
         self.appearance.show_views()
@@ -324,10 +325,7 @@ class Unit:
 
     def unpark(self) -> None:
         """Return to the state from before parking: the model states are in their slots again."""
-        if self._masters_wait:
-            self._masters_wait = False
-            for bucket in self.buckets:
-                bucket.take_rests()
+        self.writes.end_parking()
         if self.state is not UnitState.PARKED:
             return
         if self.sharded_at_rest:
@@ -345,113 +343,31 @@ class Unit:
         if isinstance(self._away, ShardedAway):
             self._away.dismiss()
 
+    # ------------------------------------------------------------------ the user's writes, see writes.py
+
     def written(self, *, owners_follow: bool = False) -> set[int]:
-        """Return the unsharded parameters that the user wrote on this rank, and copy them to their place at rest.
-
-        A write through `.data` is found by its values: where the parameters have master weights beside them, these are compared,
-        from the first time on that the user has read `.data`.
-
-        Args:
-            owners_follow: every rank asks, so that all agree on what was written. A sharded optimizer looks for writes through
-                `.data` later, once a step: its owner's values are gathered after the update in any case.
-        """
+        """Return the parameters, unsharded at rest, that the user wrote on this rank; see `Writes.find`."""
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
-            new = self.appearance.take_written()
-            if new and not owners_follow:  # else theirs come first, see `take_written`: a master would lose digits
-                self._take_rows()
-            # What is whole on several ranks of another dimension must be found while these can still agree on it.
-            is_found_later = owners_follow and self.policy.optimizer.sharded and self.others.world_size == 1
-            if not new and not is_found_later and self._may_be_written_unseen and not self._live.parked:
-                for bucket in self.buckets:
-                    if bucket.take_hidden_writes():
-                        self._written |= {piece.index for piece in bucket.layout.pieces}
-            self._written |= new
-        return self._written
-
-    @property
-    def _may_be_written_unseen(self) -> bool:
-        """Whether `data` was read, so that writes may leave no trace. Parameters of a user's own class cannot record reads."""
-        return self._live.data_was_read or not self.appearance.tells_readers
-
-    def _take_rows(self) -> None:
-        """Copy unsharded values to the slots and the master weights. Parked master weights get them in `unpark`."""
-        for bucket in self.buckets:
-            bucket.take_rows(masters=not self._live.parked)
-        self._masters_wait |= bool(self._live.parked)
+            self.writes.find(owners_follow=owners_follow)
+        return self.writes.found
 
     def write_back(self) -> None:
-        """Copy unsharded values to the slots if the user may have written to them."""
-        if self.state is not UnitState.UNSHARDED:
-            return
-        if self.sharded_at_rest:
-            if self.appearance.take_written():
-                self._take_rows()
-            return
-        if self.trainable:
-            self.written()
-        self.appearance.take_new_data()
-        if not isinstance(self._away, InCpuMemory):
-            return
-        for bucket in self.buckets:
-            bucket.take_own_row()
-        if not self.trainable:
-            self._away.slot.write(self.flat.tensor)
+        """Copy unsharded values to where they rest if the user may have written to them."""
+        if self.state is UnitState.UNSHARDED:
+            self.writes.take_to_rest()
 
     def take_written(self) -> None:
         """Give all ranks the owner's value of each element, after the user wrote on any rank. Every rank must call it."""
         if self.is_arriving:
             self.unshard()
-        self.appearance.take_written()
-        self._written.clear()
-        self._forget_cpu_copy()
-        for bucket in self.buckets:
-            bucket.take_owners_rows()
-            self._take_first_replica(bucket)
-            bucket.take_rows()
-            bucket.take_owners_masters(None if self.is_cut else self.others)
-
-    def _take_first_replica(self, bucket: ParameterBucket) -> None:
-        """Broadcast whole parameters over the other dimensions, from the first rank of these."""
-        if not self.is_cut:
-            self.others.broadcast(bucket.rows)
-
-    def take_parameters(self, source: int) -> None:
-        """Give rank `source`'s values to all ranks, after a write to unsharded parameters. Every rank must call it."""
-        self._forget_cpu_copy()
-        self.appearance.take_written()  # what was given as `.data` goes into the rows first
-        for bucket in self.buckets:
-            self._take_first_replica(bucket)
-            bucket.take_parameters(source)
+        self.writes.take_owners()
 
     def take_masters(self, updated: Iterable[int] | None = None) -> None:
         """Update the parameters from master weights that were set: all, or those `updated`. Every rank must call it."""
         self.appearance.outdate_graphs(updated)
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
-        self._forget_cpu_copy()
-        for bucket in self.buckets:
-            bucket.take_masters(regather=self.state is UnitState.UNSHARDED)
-
-    def _forget_cpu_copy(self) -> None:
-        if isinstance(self._away, InCpuMemory):
-            self._away.is_current = False
-
-    def written_since(self, versions: Sequence[int]) -> list[str]:
-        """Return the fqns of parameters written since `versions`. If sharded at rest, return all and undo the writes."""
-        replaced = self.appearance.take_new_data()
-        if replaced and not self.sharded_at_rest:
-            self._written |= replaced
-            self._take_rows()
-        changed = [bucket.differs_from_rest() for bucket in self.buckets]  # every rank hears the same
-        now = enumerate(zip(versions, self.appearance.versions(), strict=True))
-        written = replaced | {index for index, (before, after) in now if before != after}
-        if self.sharded_at_rest:
-            self.appearance.take_written()
-        for bucket, is_changed in zip(self.buckets, changed, strict=True):
-            if is_changed:
-                bucket.unshard()
-                bucket.wait_unsharded()
-        return [entry.fqn for index, entry in enumerate(self.named) if any(changed) or index in written]
+        self.writes.take_masters(regather=self.state is UnitState.UNSHARDED)
 
     # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
 
@@ -589,7 +505,7 @@ class Unit:
     def sync_parameters(self) -> None:
         """Show the updated values after the optimizer's step, or make readers wait for them."""
         self.reshard()
-        self._forget_cpu_copy()
+        self.writes.outdate_cpu_copy()
         if self.state is UnitState.OFFLOADED:
             self.flat.allocate()
             self._move(UnitMove.REFILL)

@@ -550,7 +550,8 @@ class Unit:
             self.before_read(parameter, "deepcopy")
         with self.collectives.operation("deepcopy"):
             self.unshard()
-        new = [entry for entry in self.named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        ours = [entry for entry in self.named if self.appearance.is_own(entry)]  # others copy themselves
+        new = [entry for entry in ours if id(entry.parameter) not in memo]  # ordinary ones may have been copied
         for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
         self.reshard()

@@ -295,8 +295,8 @@ class ShardedStep:
         if self._is_on_shards:  # an exception of the optimizer's own has left them there
             self._leave_shards()
         self._refuse_changed_groups()
-        self._dropped.refuse_later_backward()
         self._agree_on_used()
+        self._dropped.refuse_later_backward()  # after gradients that the user set were taken, before any update
         self.steps_begun += 1
         self._broke_off |= self._schedule.is_stepping
         self._schedule.begin_step()

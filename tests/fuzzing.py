@@ -25,6 +25,17 @@ class Boom(Exception):
     """What the user's own code raises in the middle of things."""
 
 
+class Special(nn.Parameter):
+    """A parameter of the user's own class, with an attribute."""
+
+    note = ""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> Special:
+        made: Special = super().__new__(cls, data, requires_grad)
+        made.note = f"{tuple(data.shape)}"
+        return made
+
+
 class Block(nn.Module):
     """It keeps a running mean of its inputs, in fp32, and adds a little of it."""
 
@@ -95,6 +106,8 @@ class Setting:
     one_unit: bool = False
     two_optimizers: bool = False
     """One for matrices and one for the rest."""
+    own_class: bool = False
+    """Below stage 3, which refuses them: the blocks' scales are of a class of their own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,6 +130,9 @@ class Side:
     def __init__(self, setting: Setting, folder: Path) -> None:
         torch.manual_seed(0)
         self.setting, self.model, self.folder = setting, Net(), folder
+        if setting.own_class and setting.stage < 3:
+            for block in self.model.blocks:
+                block.scale = Special(block.scale.detach(), block.scale.requires_grad)
         self.losses: list[Tensor] = []
         """Of graphs whose backward is still to come."""
         self.alias: Tensor | None = None
@@ -344,7 +360,8 @@ class Side:
     def read(self, number: int) -> Any:
         with self.whole():
             parameters = {fqn: p.detach().clone() for fqn, p in self.model.named_parameters()}
-        return parameters, {fqn: buffer.clone() for fqn, buffer in self.model.named_buffers()}
+        notes = {fqn: p.note for fqn, p in self.model.named_parameters() if isinstance(p, Special)}
+        return parameters, {fqn: buffer.clone() for fqn, buffer in self.model.named_buffers()}, notes
 
     def read_state_dict(self, number: int) -> Any:
         return {fqn: value.clone() for fqn, value in self.model.state_dict().items()}
@@ -359,7 +376,14 @@ class Side:
         if loss.requires_grad:
             loss.backward()
         flags = torch.tensor([p.requires_grad for p in copied.parameters()])
-        return values, loss.detach(), flags, {fqn: p.grad for fqn, p in copied.named_parameters() if p.grad is not None}
+        notes = [p.note for p in copied.parameters() if isinstance(p, Special)]
+        return (
+            notes,
+            values,
+            loss.detach(),
+            flags,
+            {fqn: p.grad for fqn, p in copied.named_parameters() if p.grad is not None},
+        )
 
 
 def _halve(parameter: Tensor) -> None:

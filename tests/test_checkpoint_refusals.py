@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from inspect import signature
@@ -197,3 +199,27 @@ def test_ranges_with_a_hole_are_refused() -> None:
     for start, stop, missing in ((2, 8, "4 to 8"), (4, 6, "4 to 6"), (9, 12, "10 to 12")):
         with pytest.raises(CheckpointError, match=f"holds no elements {missing} of weight"):
             covering(state, Span("weight", start, stop))
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EROFS, r"Check the folder's permissions and the space on its disk\."),
+        (errno.EMFILE, r"Raise the limit on open files \(`ulimit -n`\)\."),
+    ],
+    ids=["read-only", "descriptors"],
+)
+def test_what_cannot_be_written_has_advice(
+    number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the error comes from: the folder, or a file in it."""
+
+    def fail(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    _, live = sharded(one)
+    for patched, name in ((Path, "mkdir"), (os, "open")):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, name, fail)
+            with pytest.raises(CheckpointError, match=f"{os.strerror(number)}. {advice}"):
+                live.save(tmp_path / name, "one")

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -429,6 +430,15 @@ def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
         watching.notice_seconds_from(-3)
 
 
+def test_a_limit_on_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(UsageError, match=r"can't start new thread. Raise the limit .*ulimit -u"):
+        watching.Watch(dist.HashStore(), [0], 0, 1.0)
+
+
 def test_words() -> None:
     assert spell([3]) == "rank 3"
     assert spell([5, 0, 2, 3, 4]) == "ranks 0, 2-5"
@@ -442,12 +452,14 @@ def test_words() -> None:
     assert "if rank == 0:" in message
     assert "leaf" not in message
     assert "rank 1 closed the connection" in message
+    assert "Read the output of rank 1 first" in message
     assert "ranks 3-5 were not waiting" in message
     assert message.endswith("The backend said: why")
     mine = Told("all-gather of one", True)
     for other, is_leaf in ((Told("all-gather of one", True), False), (Told("all-gather of two", True), True)):
         message = describe_failure(0, range(2), mine, {1: other}, [], timedelta(seconds=3), why)
         assert "the same number of batches" in message
+        assert "Read the output" not in message
         assert ("leaf" in message) is is_leaf
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,22 @@ def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple
         sharded.optimizer.step()
 
     on_ranks(load, target[0])
+
+
+@pytest.mark.parametrize("value", ["x", None, torch.zeros(3)], ids=repr)
+def test_a_value_of_another_type_is_refused_and_nothing_is_taken(value: Any) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(2, steps=1, rank=rank)
+        before = states(sharded, model)
+        state = zeroshard.DistributedState(sharded)
+        read = state.state_dict()
+        read["optim"]["embedding.weight"]["step"] = value
+        with pytest.raises(zeroshard.CheckpointError, match=r"optim\.embedding\.weight\.step of the checkpoint"):
+            state.load_state_dict(read)
+        after = states(sharded, model)
+        assert all(torch.equal(after[key], one) for key, one in before.items())
+
+    on_ranks(body, 1)
 
 
 def test_asking_for_states_before_the_first_step_changes_nothing() -> None:

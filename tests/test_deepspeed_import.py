@@ -258,6 +258,20 @@ def test_a_parameter_that_no_file_holds_is_refused(tmp_path: Path) -> None:
     _refuse(folder, tmp_path / "out", "does not list as trained")
 
 
+def _without_memory() -> list[torch.Tensor]:
+    one = torch.ones(1)
+    return [one.expand(1 << 40), torch.zeros(1 << 40, device="meta"), one.to_sparse()]
+
+
+@pytest.mark.parametrize("tensor", _without_memory(), ids=["expanded", "meta", "sparse"])
+def test_a_tensor_that_the_file_does_not_hold_is_refused_before_it_takes_memory(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    folder = _copy("stage1", tmp_path)
+    _change(folder / MODEL["stage1"], lambda content: content.update(mine=[{"x": tensor}]))
+    _refuse(folder, tmp_path / "out", f"{MODEL['stage1']} .* describes a tensor of")
+
+
 WRONG: list[Any] = ["nothing", None, -1, "x", [], {"x": 3}, torch.zeros(2)]
 """In the place of what DeepSpeed writes; the first: the key is not there."""
 

@@ -195,6 +195,50 @@ def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.Monke
     assert not dist.is_initialized()
 
 
+NOWHERE = "no-such-machine.invalid"
+"""No name below `invalid` ever has an address (RFC 2606)."""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": NOWHERE, "MASTER_PORT": "29500"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": f"{NOWHERE},other"},
+    ],
+    ids=["MASTER_ADDR", "a list of machines"],
+)
+def test_a_machine_without_an_address_is_named_before_the_wait_and_in_the_error(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait(*_: object, **__: object) -> None:
+        assert "has no address on" in caplog.text
+        raise dist.DistStoreError("The client socket has timed out.")
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", wait)
+    with pytest.raises(
+        UsageError, match=f"(?s)timed out. '{NOWHERE}', the machine of rank 0, has no address.*set MASTER_ADDR"
+    ):
+        join_ranks(CPU)
+
+
+def test_a_rank_that_is_not_reached_has_advice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait(*_: object, **__: object) -> None:
+        raise dist.DistStoreError("The client socket has timed out.")
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", wait)
+    with pytest.raises(UsageError, match=r"timed out\. Look whether rank 0 runs there"):
+        join_ranks(CPU)
+    assert not caplog.records
+
+
 def test_one_process_is_joined_with_itself_where_that_is_required() -> None:
     def body(rank: int) -> int:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

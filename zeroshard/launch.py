@@ -13,6 +13,7 @@ import faulthandler
 import logging
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -250,11 +251,15 @@ def join_ranks(
     trap = trap_of_restarts(os.environ)
     if trap is not None and rank == 0:
         logging.getLogger("zeroshard").warning(trap)
+    unknown = None if launch is None else unknown_address(launch)
+    if unknown is not None:
+        logging.getLogger("zeroshard").warning("%s This rank tries again until the timeout.", unknown)
     try:
         dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
+        advice = unknown or "Look whether rank 0 runs there, and whether this machine reaches that port."
         raise UsageError(
-            f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0]}"
+            f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0].rstrip('.')}. {advice}"
         ) from error
     atexit.register(_leave_in, os.getpid())
 
@@ -299,6 +304,21 @@ def _meeting_point(launch: Launch) -> str:
     if not _ADDRESS.fullmatch(address):
         raise UsageError(f"MASTER_ADDR={launch.address!r} is no address: set it to the machine of rank 0.")
     return f"tcp://{address}:{launch.port}"
+
+
+def unknown_address(launch: Launch) -> str | None:
+    """Return a sentence where no address belongs to the name of rank 0's machine; a cluster may add it some seconds later."""
+    if launch.address is None:
+        return None
+    try:
+        socket.getaddrinfo(launch.address.strip("[]"), launch.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return (
+            f"{launch.address!r}, the machine of rank 0, has no address on {socket.gethostname()} ({reason}): set MASTER_ADDR to a "
+            "name or an address that every machine can reach."
+        )
+    return None
 
 
 def leave_ranks() -> None:

@@ -40,6 +40,8 @@ class Freezing:
         return ModelStates(self._schedule.units, self._step, self._context.collectives)
 
     def _update(self, param_group: dict[str, Any] | None) -> None:
+        self._schedule.refuse_parked("update_trainable()")
+        self._schedule.refuse_pinned("update_trainable()")
         if self._schedule.state is StepState.STEPPED:
             self._step.zero_grad()  # a loop that drops gradients before a backward, and not after the step
         if not self._schedule.is_between_steps:
@@ -47,8 +49,6 @@ class Freezing:
                 "parameters are freed or frozen between a backward and its step: their gradients would be lost. End "
                 "the step first, or call zero_grad()."
             )
-        self._schedule.refuse_parked("update_trainable()")
-        self._schedule.refuse_pinned("update_trainable()")
         listed = {one for group in self._step.groups.ids for one in group}
         if param_group is not None:
             given = param_group["params"]

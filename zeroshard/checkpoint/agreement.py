@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zeroshard.checkpoint.manifest import cannot_be_written
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 
@@ -37,5 +38,5 @@ def together(control: Collectives, what: str, failed: str = "") -> Iterator[None
 
 def _explain(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename or 'a file'} cannot be written: {error.strerror}."
+        return cannot_be_written(error.filename or "a file", error)
     return str(error)

@@ -13,6 +13,7 @@ leaves the old checkpoint whole until the new one is. docs/checkpoint_format.md 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -49,7 +50,14 @@ _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]
 # What to do, at the end of errors.
 ANOTHER = "Load another tag, or pass fall_back=True."
 CHECK_DISK = "Check the disk and the file's permissions, or load another tag."
-CHECK_FOLDER = "Check the folder's permissions and the space on its disk."
+
+
+def cannot_be_written(path: object, error: OSError) -> str:
+    """Return the sentences for a file that cannot be written, with what to do."""
+    advice = "Check the folder's permissions and the space on its disk."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "Raise the limit on open files (`ulimit -n`)."
+    return f"{path} cannot be written: {error.strerror or error}. {advice}"
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -396,7 +404,7 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}. {CHECK_FOLDER}") from error
+        raise CheckpointError(cannot_be_written(path, error)) from error
 
 
 def clean(folder: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.manifest import ANOTHER, CHECK_DISK, CHECK_FOLDER, FileRecord
+from zeroshard.checkpoint.manifest import ANOTHER, CHECK_DISK, FileRecord, cannot_be_written
 from zeroshard.errors import CheckpointError
 from zeroshard.observe.display import Advance, ignore
 from zeroshard.storage.buffers import memory_of
@@ -296,7 +296,7 @@ def write_file(
     except OSError as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}. {CHECK_FOLDER}") from error
+        raise CheckpointError(cannot_be_written(path, error)) from error
     return FileRecord(name=path.name, nbytes=file.nbytes, checksums=file.checksums), offsets
 
 

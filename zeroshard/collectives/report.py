@@ -77,6 +77,7 @@ def describe_failure(
     lines = [f"rank {rank} waited for {told.line}" for rank, told in sorted(waiting.items())]
     if closed:
         lines.append(f"{spell(closed)} closed the connection, and said nothing: dead, or finished")
+    ended = f"Read the output of {spell(closed)} first: an error or a signal may have ended it. " if closed else ""
     silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
     if silent and not reaches_store:
         if awaited in silent:
@@ -88,7 +89,7 @@ def describe_failure(
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)
-        + f"\n{_advice(waiting)} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
+        + f"\n{ended}{_advice(waiting)} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
     )
 
 

@@ -110,7 +110,13 @@ class Watch(Waits):
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(store, device), name="zeroshard watch", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise UsageError(
+                f"the thread that watches over waits could not start: {error}. Raise the limit on processes and threads "
+                "(`ulimit -u`, a container's pids limit), or on memory (`ulimit -v`)."
+            ) from error
 
     # ------------------------------------------------------------------ a wait that failed
 

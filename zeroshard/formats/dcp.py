@@ -185,8 +185,17 @@ class DistributedState(Stateful):
         return {"model": model, "optim": optim}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """DCP has read into the memory that `state_dict` showed: the model takes it. Every rank must call it."""
+        """DCP has read into the memory that `state_dict` showed: the model takes it. Every rank must call it.
+
+        Raises:
+            CheckpointError: a value that the optimizer keeps beside its states is of another type. Nothing was taken.
+        """
         optim: Mapping[str, Mapping[str, Any]] = state_dict.get("optim", {})
+        for held in self._live.states.held():
+            for name, before in held.beside.items():
+                _refuse_another_type(
+                    f"optim.{held.named.fqn}.{name}", before, optim.get(held.named.fqn, {}).get(name, before)
+                )
         for held in self._live.states.held():
             for name, value in optim.get(held.named.fqn, {}).items():
                 if not isinstance(value, Parts) and held.view is not None:
@@ -222,3 +231,16 @@ class DistributedState(Stateful):
                 state["mu_product"].fill_(1)
         for group, rate in zip(step.inner.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _refuse_another_type(key: str, before: Any, value: Any) -> None:
+    """Raise where a value that was read cannot stand where `before` was: the optimizer's next step would fail."""
+    numbers = (int, float)
+    fits = type(value) is type(before) or (isinstance(value, numbers) and isinstance(before, numbers))
+    if fits and isinstance(value, Tensor):
+        fits = value.shape == before.shape
+    if not fits:
+        raise CheckpointError(
+            f"{key} of the checkpoint is a {type(value).__name__}, and the optimizer keeps a {type(before).__name__} there: it is "
+            "damaged, or of another optimizer. Load another."
+        )

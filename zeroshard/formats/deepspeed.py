@@ -230,7 +230,25 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, and no dict."
         )
+    _refuse_tensors_without_memory(path, content)
     return content
+
+
+def _refuse_tensors_without_memory(path: Path, content: Any) -> None:
+    """Raise for a tensor whose values are not all in the file: a copy of it could take any amount of memory."""
+    waiting = [content]
+    seen: set[int] = set()  # a pickle may hold itself
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            if one.layout is not torch.strided or one.is_meta or one.nbytes > path.stat().st_size:
+                raise CheckpointError(
+                    f"{path} is no file of a ZeRO checkpoint, or is damaged: it describes a tensor of {one.numel()} elements, "
+                    "which it does not hold. Copy the checkpoint again."
+                )
+        elif isinstance(one, Mapping | list | tuple | set) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one.values() if isinstance(one, Mapping) else one
 
 
 @contextmanager

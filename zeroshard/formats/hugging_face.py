@@ -26,7 +26,7 @@ from torch import Tensor
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.live_model import CONFIG, Description, describe
 from zeroshard.checkpoint.loading import Reader, StoredTensor
-from zeroshard.checkpoint.manifest import CHECK_FOLDER
+from zeroshard.checkpoint.manifest import cannot_be_written
 from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
@@ -160,7 +160,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}. {CHECK_FOLDER}") from error
+        raise CheckpointError(cannot_be_written(path, error)) from error
 
 
 def _begin(folder: Path, plans: Sequence[FilePlan]) -> None:

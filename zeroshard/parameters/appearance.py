@@ -157,14 +157,18 @@ class Appearance:
 
     def _become(self, cls: type[nn.Parameter]) -> None:
         for index, entry in enumerate(self._named):
-            if type(entry.parameter) in self._ours:
+            if self.is_own(entry):
                 is_taken = cls is self.whole_class and index in self._shown_taken and not self._in_use
                 entry.parameter.__class__ = self._taken_class if is_taken else cls
+
+    def is_own(self, entry: NamedParameter) -> bool:
+        """Return whether a parameter is of zeroshard's classes, or an ordinary one, and not of a user's own class."""
+        return type(entry.parameter) in self._ours
 
     @property
     def tells_readers(self) -> bool:
         """Whether all parameters are of zeroshard's classes. Reads of a user's own class cannot be intercepted."""
-        return all(type(entry.parameter) in self._ours for entry in self._named)
+        return all(map(self.is_own, self._named))
 
     # ------------------------------------------------------------------ who writes
 

@@ -83,7 +83,8 @@ class UnitOwner(Owner):
             self.before_read(parameter, "deepcopy")
         with unit.collectives.operation("deepcopy"):
             unit.unshard()
-        new = [entry for entry in unit.named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        ours = [entry for entry in unit.named if unit.appearance.is_own(entry)]  # others copy themselves
+        new = [entry for entry in ours if id(entry.parameter) not in memo]  # ordinary ones may have been copied
         for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
         unit.reshard()

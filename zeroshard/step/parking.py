@@ -73,6 +73,8 @@ class Parking:
         if self._storage is self._storages.accelerator:
             return 0
         try:
+            if "parameters" in wanted:
+                self._refuse_own_classes()
             self._schedule.settle()
             self._step.settle()
             self._pool.clear()
@@ -89,6 +91,14 @@ class Parking:
                 one.memory.free()
         self._parked = pending
         return sum(one.content.nbytes for one in pending if not one.memory.nbytes)
+
+    def _refuse_own_classes(self) -> None:
+        for unit in self._schedule.units:
+            if not unit.appearance.tells_readers:
+                raise UsageError(
+                    f"{unit.label} has a parameter of a class of your own, whose readers would see NaN while it is parked: "
+                    "use nn.Parameter there, or offload the other model states."
+                )
 
     def _copy(self, states: Sequence[str]) -> list[_Parked]:
         assert self._storage is not None

@@ -248,8 +248,8 @@ class ShardedStep:
             return self.driver()
         self.groups.leave_shards()  # an exception of the optimizer's own may have left them there
         self.groups.refuse_changes()
-        self._dropped.refuse_later_backward()
         self._agree_on_used()
+        self._dropped.refuse_later_backward()  # after gradients that the user set were taken, before any update
         self.steps_begun += 1
         self._broke_off |= self._schedule.is_stepping
         self._schedule.begin_step()

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeroshard.errors import UsageError
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.several import Several
-from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.torch_private import forget_grad, make_innermost
 
 
@@ -227,10 +227,17 @@ class DroppedGradients:
         self._schedule = schedule
         self._dropped: list[UsersOptimizer] = []
         self._dropped_at = 0
+        self._is_late = False
+        """When the last of them was recorded, a backward had broken off, or had come after a step."""
 
     def add(self, optimizer: UsersOptimizer) -> bool:
         """Record a `zero_grad()`. Return whether the gradients are no longer needed."""
         self.refuse_later_backward()
+        # What broke off shows as a backward until the next one begins.
+        is_late = self._schedule.state in (StepState.BACKWARD, StepState.BROKEN, StepState.UNWANTED)
+        if is_late and not self._is_late:
+            self._dropped = []  # that backward has given them gradients since, to be dropped, too
+        self._is_late = is_late
         if self._schedule.is_between_steps:
             for group in optimizer.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -254,8 +261,8 @@ class DroppedGradients:
         """Raise if a backward ran between the `zero_grad()` of one optimizer and that of another."""
         if self._dropped and self._schedule.backwards_ended != self._dropped_at:
             raise UsageError(
-                "a backward came after zero_grad() of one of the model's optimizers, and before that of another: their gradients "
-                "lie together. Call zero_grad() of all of them before a backward, or shard the parts as models of their own."
+                "gradients came after zero_grad() of one of the model's optimizers, and before that of another: they lie "
+                "together. Call zero_grad() of all of them before a backward, or shard the parts as models of their own."
             )
 
     def refuse(self, what: str) -> None:

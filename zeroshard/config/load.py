@@ -18,7 +18,14 @@ from torch import nn
 
 from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect, nearest
-from zeroshard.config.schema import KEYS, ActivationCheckpointingBlock, Schema, block_of, walk
+from zeroshard.config.schema import (
+    KEYS,
+    ActivationCheckpointingBlock,
+    Schema,
+    TensorParallelBlock,
+    block_of,
+    walk,
+)
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError
 from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
@@ -270,6 +277,15 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
     block = read(config).get("activation_checkpointing", {})
     try:
         return ActivationCheckpointingBlock.model_validate(block)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
+    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 where there is none."""
+    block = read(config).get("tensor_parallel") or {}
+    try:
+        return max(TensorParallelBlock.model_validate(block).autotp_size, 1)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 

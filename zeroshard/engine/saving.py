@@ -236,6 +236,8 @@ class Saving:
         state = self.consolidated_state_dict(exclude_frozen_parameters)
         return _OnRank0() if state is None else state
 
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name where tensors are divided
+
     def _reshard_adapters(self) -> None:
         """End what `_zero3_consolidated_16bit_state_dict` left whole."""
         self._whole_adapters.close()

@@ -8,9 +8,20 @@ from functools import cache
 
 import torch.distributed as dist
 
+from zeroshard.integrations.accelerate import refuse_divided_by_transformers
+
+
+class _OfTrainings(logging.Logger):
+    """transformers sets its level where a training begins (`deepspeed_init`): it asks nothing else of this package, where it
+    takes a model for one that needs no engine."""
+
+    def setLevel(self, level: int | str) -> None:
+        refuse_divided_by_transformers()
+        super().setLevel(level)
+
 
 def _create() -> logging.Logger:
-    created = logging.getLogger("DeepSpeed")
+    created = _OfTrainings("DeepSpeed")
     created.setLevel(logging.WARNING)
     created.propagate = False
     if not created.handlers:

@@ -908,7 +908,6 @@ def test_other_doors_refuse_dtensors_by_name() -> None:
         parallelize_module(linear, mesh["tp"], ColwiseParallel())
         config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
         found = "parameter weight is a DTensor, whose values are divided over ranks, and {} takes ordinary parameters"
-        assert found.format("initialize()") in refusal(lambda: zeroshard.initialize(model=linear, config=config))
         sharded = zeroshard.shard(copy.deepcopy(linear), None, 0, group=mesh["dp"])
         assert found.format("named_weights()") in refusal(sharded.named_weights)
         sharded.remove()

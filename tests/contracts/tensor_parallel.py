@@ -22,7 +22,7 @@ transformers.logging.set_verbosity_error()
 def arguments(case: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that divide a model, and the data-parallel ranks' share of a batch of two."""
     if case["stage"] is None:
-        return {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 8, "use_cpu": True}
+        return {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 8}
     config = {
         "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
         "tensor_parallel": {"autotp_size": 1 if case.get("without") else 2},
@@ -45,7 +45,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         output_dir=str(folder), max_steps=4, learning_rate=1e-2, eval_steps=2,
         lr_scheduler_type="constant", logging_steps=1, save_steps=2, report_to=[], eval_strategy="steps",
         disable_tqdm=True, seed=0, max_grad_norm=0.5, adam_epsilon=1e-3, bf16=case.get("bf16", False),
-        save_only_model="transformers_plan" in case, **arguments(case),
+        use_cpu=not torch.accelerator.is_available(), save_only_model="transformers_plan" in case, **arguments(case),
     )  # fmt: skip
     gc.collect()  # the config of the case before, which transformers reads while a model is loaded
     made = transformers.TrainingArguments(**options)

@@ -18,14 +18,7 @@ from torch import nn
 
 from zeroshard.config.auto import Facts, resolve_auto
 from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect, nearest
-from zeroshard.config.schema import (
-    KEYS,
-    ActivationCheckpointingBlock,
-    Schema,
-    TensorParallelBlock,
-    block_of,
-    walk,
-)
+from zeroshard.config.schema import KEYS, ActivationCheckpointingBlock, Schema, block_of, walk
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError
 from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
@@ -282,12 +275,12 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
 
 
 def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
-    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 where there is none."""
-    block = read(config).get("tensor_parallel") or {}
+    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 where there is none, or no number."""
+    size = _block(read(config), "tensor_parallel").get("autotp_size")
     try:
-        return max(TensorParallelBlock.model_validate(block).autotp_size, 1)
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        return max(int(size or 1), 1)
+    except (TypeError, ValueError):
+        return 1  # `load_config` reports it
 
 
 def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:

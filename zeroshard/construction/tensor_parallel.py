@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zeroshard.collectives.members import ranks_of
+from zeroshard.collectives.choose import create_collectives
 from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
 from zeroshard.layout.distributed import placement_of
@@ -144,9 +145,15 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Paramete
                 f"parameter {name} has no values here (it was born sharded, or is on the meta device), and tensor parallelism "
                 "divides whole ones: build the model without zero.Init and sharded_init."
             )
-    first = ranks_of(mesh.get_group())[0]
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.data, src=first, group=mesh.get_group())
+    device = next(iter(before.values())).device
+    collectives = create_collectives(mesh.get_group(), device, what="tensor parallelism", lasting=False)
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
+            collectives.broadcast(tensor.data.view(-1).view(torch.uint8))
+    finally:
+        collectives.close()
     for name, style in styles.items():
         module = model.get_submodule(name)
         trained = {key: one.requires_grad for key, one in module.named_parameters(recurse=False)}
@@ -215,13 +222,15 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         UsageError: the meshes of the ranks do not divide the job evenly.
     """
     own = mesh.mesh.flatten().tolist()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    collectives = create_collectives(None, torch.device(mesh.device_type), what="tensor parallelism", lasting=False)
+    try:
+        everyone = collectives.exchange_json(own, "the ranks that divide each model")
+    finally:
+        collectives.close()
     models = sorted({tuple(ranks) for ranks in everyone})
     if sorted(rank for ranks in models for rank in ranks) != list(range(len(everyone))) or len({len(one) for one in models}) > 1:
         raise UsageError(
             f"the ranks divide their models over {[list(ranks) for ranks in models]}: each of the {len(everyone)} ranks of the job "
             "must belong to one group of one size. Or name the data-parallel ranks, group=."
         )
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*models, strict=True)])
-    return group
+    return DeviceMesh(mesh.device_type, models, mesh_dim_names=("dp", "tp"))["dp"].get_group()

@@ -220,6 +220,7 @@ def _shard(
     _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     step = ShardedStep(optimizer, schedule, context)
+    step.replicas.watch(model)
     schedule.optimized = optimized
     hooks = Hooks(model, schedule)
     register(schedule.units, hooks, step)

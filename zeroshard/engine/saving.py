@@ -24,6 +24,7 @@ from zeroshard.formats.consolidated import written
 from zeroshard.layout.names import name_of
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.sharded import Sharded
+from zeroshard.torch_private import is_distributed
 
 
 class Saving:
@@ -209,7 +210,9 @@ class Saving:
         state = {}
         for name, value in self.module.state_dict().items():
             state[name] = value
-            if isinstance(value, Tensor):  # not an extra state
+            if isinstance(value, Tensor) and is_distributed(value):
+                state[name] = value.full_tensor()
+            elif isinstance(value, Tensor):  # not an extra state
                 state[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state
 

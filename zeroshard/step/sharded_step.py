@@ -97,7 +97,7 @@ class ShardedStep:
             UsersOptimizer(one, self._step_of, self._zero_grad_of, lambda: schedule.gradients_taken)
             for one in optimizers_of(inner)
         ]
-        self._replicas = Replicas(context, self._mean_gradients)
+        self.replicas = Replicas(context, self._mean_gradients)
         self._options = GroupOptions([one.optimizer for one in self._optimizers], self._everyone)
         inner.state.clear()
         if isinstance(inner, Several):
@@ -376,6 +376,7 @@ class ShardedStep:
         _TAKEN.discard(self)
         for one in self._optimizers:
             one.remove()
+        self.replicas.release()
         self._leave_shards()
 
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool]) -> None:
@@ -563,12 +564,12 @@ class ShardedStep:
         )
         collectives = self._collectives
         own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
-        digest = self._options.digest() + self._replicas.digest(self._residents)
+        digest = self._options.digest() + self.replicas.digest(self._residents)
         by_rank, messages = self._everyone.exchange_values(
             own, digest + own_flags, "the gradient norm and the flags of used parameters"
         )
         self._options.refuse_different([message[:DIGEST_NBYTES] for message in messages])
-        self._replicas.refuse_different([message[DIGEST_NBYTES : len(digest)] for message in messages], self._residents)
+        self.replicas.refuse_different([message[DIGEST_NBYTES : len(digest)] for message in messages])
         messages = [message[len(digest) :] for message in messages]
         self._taken.agree([bytes(flag & 4 for flag in message) for message in messages])
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]

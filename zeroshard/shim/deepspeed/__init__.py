@@ -151,7 +151,10 @@ def tp_model_init(
     """
     if any(value is not None for value in kwargs.values()):
         raise UsageError(f"tp_model_init({', '.join(kwargs)}=...) is not offered: ranks are neighbours. Leave it out.")
-    if tp_size == 1 or mesh_of_model(model) is not None:
+    mesh = mesh_of_model(model)
+    if mesh is not None and mesh.size() != tp_size:
+        raise UsageError(f"tp_model_init(tp_size={tp_size}): the model is divided over {mesh.size()} ranks already.")
+    if tp_size == 1 or mesh is not None:
         return model
     init_distributed()
     device = torch.device(get_accelerator().current_device_name())

@@ -814,7 +814,9 @@ def test_batches_that_a_divided_embedding_mixes_are_refused_too(cut: Cut) -> Non
             if not step:
                 sharded.optimizer.step()
                 sharded.optimizer.zero_grad()
-        assert "the model got other inputs on rank 1 than on rank 0 of those that divide it" in refusal(sharded.optimizer.step)
+        assert "the model got other inputs on rank 1 than on rank 0 of those that divide it" in refusal(
+            sharded.optimizer.step
+        )
         sharded.remove()
         assert not sharded.model._forward_pre_hooks
 

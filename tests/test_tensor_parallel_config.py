@@ -37,7 +37,9 @@ def phi() -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 3}
-    return Phi3ForCausalLM(Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16))
+    return Phi3ForCausalLM(
+        Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+    )
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
@@ -112,7 +114,10 @@ def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tm
 
 
 def by_parameters(model: nn.Module) -> dict[str, Any]:
-    return {"model_parameters": [{"params": list(model.parameters()), "lr": 1e-3}], "config": settings(1, optimizer=ADAMW)}
+    return {
+        "model_parameters": [{"params": list(model.parameters()), "lr": 1e-3}],
+        "config": settings(1, optimizer=ADAMW),
+    }
 
 
 def by_an_optimizer(model: nn.Module) -> dict[str, Any]:
@@ -148,7 +153,9 @@ def test_each_way_to_name_parameters_is_one_process() -> None:
 def test_loaders_give_the_ranks_of_one_model_the_same_samples() -> None:
     def body(rank: int) -> tuple[list[int], int, str]:
         data = [{"input_ids": torch.tensor([number])} for number in range(8)]
-        engine, _, loader, _ = zeroshard.initialize(model=llama(), config=settings(1, optimizer=ADAMW), training_data=data)
+        engine, _, loader, _ = zeroshard.initialize(
+            model=llama(), config=settings(1, optimizer=ADAMW), training_data=data
+        )
         found = [int(number) for batch in loader for number in batch["input_ids"]]
         engine.destroy()
         return found, len(loader), ""
@@ -193,11 +200,23 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
     on_ranks(body, 2)
 
 
+def test_ranks_that_name_different_numbers_are_refused() -> None:
+    def body(rank: int) -> None:
+        four = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4 if rank == 3 else 2})
+        model = llama()
+        model.config.num_key_value_heads = 4
+        assert "different numbers of tensor-parallel ranks, [2, 2, 2, 4]" in refusal(
+            lambda: zeroshard.initialize(model=model, config=four)
+        )
+
+    on_ranks(body, 4)
+
+
 def test_keys_of_the_block() -> None:
     sizes = {"train_micro_batch_size_per_gpu": 1}
     for block in (None, {}, {"autotp_size": 1}, {"autotp_size": 2, "tp_overlap_comm": True}):
         assert load_config({**sizes, "tensor_parallel": block}, 1).stage == 0
-    with pytest.raises(ConfigError, match="partition_config.*parallelize_module"):
+    with pytest.raises(ConfigError, match=r"partition_config.*parallelize_module"):
         load_config({**sizes, "tensor_parallel": {"autotp_size": 2, "partition_config": {"layers": []}}}, 1)
     with pytest.raises(ConfigError, match=r"tensor_parallel.autotp_sise: unknown key; did you mean 'autotp_size'"):
         zeroshard.initialize(model=nn.Linear(1, 1), config={**sizes, "tensor_parallel": {"autotp_sise": 2}})
@@ -208,3 +227,13 @@ def test_plans_of_common_models_are_carried_out() -> None:
         model = build()
         styles = plan_of(model, 2)
         assert len(styles) >= 4 * model.config.num_hidden_layers
+
+
+def test_doors_that_divide_nothing_refuse_the_key(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
+    with pytest.raises(ConfigError, match=r"autotp_size = 2 is not offered by ZeroTrainer"):
+        ZeroTrainer(llama(), arguments, zero=settings(1), train_dataset=[{"input_ids": [1], "labels": [1]}]).train()

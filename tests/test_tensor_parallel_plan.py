@@ -26,8 +26,8 @@ MOMENTUM = {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}
 
 def settings(stage: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "optimizer": MOMENTUM,
-        "tensor_parallel": {"autotp_size": 2},
+        "train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}, "optimizer": MOMENTUM,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
 
 
@@ -65,7 +65,9 @@ def real(rank: int, build: Any, stages: tuple[int, ...]) -> list[dict[str, Any]]
     return runs
 
 
-@pytest.mark.parametrize("build", [llama, pytest.param(qwen, marks=pytest.mark.full), pytest.param(phi, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "build", [llama, pytest.param(qwen, marks=pytest.mark.full), pytest.param(phi, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_states_and_traffic_are_those_of_a_real_run(ranks: int, build: Any) -> None:
     stages = (1, 2, 3)
@@ -103,7 +105,7 @@ def test_what_cannot_be_planned() -> None:
         planned(3, settings(1))
     with pytest.raises(UsageError, match="must divide the ranks of each host"):
         planned(4, settings(1), hosts=4)
-    with pytest.raises(UsageError, match="tensor_parallel is 4, and the config's tensor_parallel.autotp_size 2"):
+    with pytest.raises(UsageError, match=r"tensor_parallel is 4, and the config's tensor_parallel.autotp_size 2"):
         planned(4, settings(1), tensor_parallel=4)
     with pytest.raises(UsageError, match="beside sequence parallelism or sharded_init"):
         planned(4, settings(1), sharded_init=True)
@@ -116,7 +118,9 @@ def test_the_command(judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     model: Any = llama()
     Path("config.json").write_text(json.dumps({**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}))
-    Path("zero.json").write_text(json.dumps({key: value for key, value in settings(2).items() if key != "tensor_parallel"}))
+    Path("zero.json").write_text(
+        json.dumps({key: value for key, value in settings(2).items() if key != "tensor_parallel"})
+    )
     options = ["plan", "config.json", "--gpus", "4", "--sequence", "8", "--tensor-parallel", "2", "--write", "out.json"]
     options += ["--config", "zero.json", "--quick"] if judged else []
     done = CliRunner().invoke(app, options)

@@ -1,4 +1,4 @@
-"""A stock script whose config divides the model over two ranks, as transformers' guide has it: `tensor_parallel.py CASES.json OUT.json`.
+"""A stock script whose config divides the model over two ranks: `tensor_parallel.py CASES.json OUT.json`.
 
 It knows nothing of zeroshard. With `"stage": null` it is the same training on one process.
 """

@@ -265,6 +265,16 @@ def refuse_without_batch_size(config: Config) -> None:
         )
 
 
+def refuse_tensor_parallel(config: Config, what: str) -> None:
+    """Raise where a config divides models over ranks, and `what` does not."""
+    size = config.schema.tensor_parallel.autotp_size
+    if size > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {size} is not offered by {what}: use zeroshard.initialize, or the stock Trainer under "
+            "`zeroshard run`; or leave tensor_parallel out."
+        )
+
+
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
     """Read only the block `activation_checkpointing` of a DeepSpeed config."""
     block = read(config).get("activation_checkpointing", {})

@@ -61,7 +61,9 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
             raise UsageError(
                 f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of it."
             )
-    names = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {
+        name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)
+    }
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
@@ -111,10 +113,14 @@ def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
     """Make the mesh of the ranks that divide one model: `size` neighbours. Every rank of the job must call it.
 
     Raises:
-        UsageError: the number does not divide the ranks.
+        UsageError: the number does not divide the ranks, or they name different ones.
+        CollectiveError: not every rank came; names them.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse_uneven(size, world)
+    sizes = _exchange(size, device_type, "the number of tensor-parallel ranks")
+    if len(set(sizes)) > 1:
+        raise UsageError(f"the ranks name different numbers of tensor-parallel ranks, {sizes}: name one on every rank.")
     return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "tp"))["tp"]
 
 
@@ -160,6 +166,15 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Paramete
         parallelize_module(module, mesh, _style(style))
         for key, one in module.named_parameters(recurse=False):
             one.requires_grad_(trained[key])
+    return _tied_again(model, before)
+
+
+def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    """Make one of the new parameters in the place of one old one. Returns them, by the old ones.
+
+    Args:
+        before: the model's parameters by each of their names.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in before.items():
         now = model.get_parameter(name)
@@ -212,6 +227,15 @@ def _style(name: str) -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate())  # an embedding, or a matrix that cuts its input itself
 
 
+def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
+    """Return a small value of each rank of the job."""
+    collectives = create_collectives(None, torch.device(device_type), what="tensor parallelism", lasting=False)
+    try:
+        return collectives.exchange_json(value, what)
+    finally:
+        collectives.close()
+
+
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks that hold the same part of a model as this one. Every rank of the job must call it.
 
@@ -222,13 +246,12 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         UsageError: the meshes of the ranks do not divide the job evenly.
     """
     own = mesh.mesh.flatten().tolist()
-    collectives = create_collectives(None, torch.device(mesh.device_type), what="tensor parallelism", lasting=False)
-    try:
-        everyone = collectives.exchange_json(own, "the ranks that divide each model")
-    finally:
-        collectives.close()
+    everyone = _exchange(own, mesh.device_type, "the ranks that divide each model")
     models = sorted({tuple(ranks) for ranks in everyone})
-    if sorted(rank for ranks in models for rank in ranks) != list(range(len(everyone))) or len({len(one) for one in models}) > 1:
+    if (
+        sorted(rank for ranks in models for rank in ranks) != list(range(len(everyone)))
+        or len({len(one) for one in models}) > 1
+    ):
         raise UsageError(
             f"the ranks divide their models over {[list(ranks) for ranks in models]}: each of the {len(everyone)} ranks of the job "
             "must belong to one group of one size. Or name the data-parallel ranks, group=."

@@ -211,7 +211,8 @@ class Saving:
         for name, value in self.module.state_dict().items():
             state[name] = value
             if isinstance(value, Tensor) and is_distributed(value):
-                state[name] = value.full_tensor()
+                distributed: Any = value
+                state[name] = distributed.full_tensor()
             elif isinstance(value, Tensor):  # not an extra state
                 state[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state

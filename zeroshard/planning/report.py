@@ -87,8 +87,10 @@ def _step(plan: Plan) -> Table:
     table.add_row("parameters", f"{count(figures.numel)}, of which {count(figures.trained)} are trained")
     together = plan.job.sequences.ranks
     if plan.job.tensor_parallel > 1:
-        table.add_row("of them a rank has", f"its part of a model that {plan.job.tensor_parallel} ranks divide")
-    who = f"{plan.job.data_ranks} ranks" if together == 1 else f"{plan.job.ranks // together} groups of {together} ranks"
+        table.add_row("of a model", f"that {plan.job.tensor_parallel} ranks divide; these are a rank's")
+    who = f"{plan.job.data_ranks} ranks"
+    if together > 1:
+        who = f"{plan.job.ranks // together} groups of {together} ranks"
     samples = f"{batch.micro} samples x {batch.accumulation} microbatches"
     table.add_row("a step", f"{samples} x {who} = {batch.train // together}")
     table.add_row("CPU memory of a host", size(plan.host_nbytes))

@@ -1,7 +1,7 @@
 """Owns how a dry run divides matrices over tensor-parallel ranks: each divided module has its local matrix, and its messages.
 
-A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps what one rank holds, as an ordinary parameter,
-and makes the activations that torch's styles make: a sum over ranks is a new tensor, and so is what a gather brings together.
+A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part, an ordinary parameter, and
+makes the activations that torch's styles make: a sum over ranks is a new tensor, and so is the result of a gather.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def _all_gather(part: Tensor, size: int, send: Send) -> Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, ranks: int, send: Send) -> Tensor:
+    def forward(_ctx: Any, values: Tensor, ranks: int, send: Send) -> Tensor:
         return _all_reduce(values, ranks, send)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None, None
 
 

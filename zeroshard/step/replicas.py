@@ -24,7 +24,6 @@ from zeroshard.step.options import DIGEST_NBYTES
 from zeroshard.step.resident import Resident
 from zeroshard.torch_private import is_distributed, tree_leaves
 
-
 _INPUTS = ""
 """The name of what is no parameter."""
 _MOST_INPUTS = 4096
@@ -85,7 +84,8 @@ class Replicas:
         return zip(names, digests_as_bytes(digests), strict=True)
 
     def refuse_different(self, digests: Sequence[bytes]) -> None:
-        """Raise if two ranks that hold the same shards have different gradients or inputs. Every rank must call it, with all digests.
+        """Raise if two ranks that hold the same shards have different gradients or inputs. Every rank must call it, with all
+        digests.
 
         Raises:
             UsageError: names the first parameter that differs.
@@ -105,7 +105,8 @@ class Replicas:
                 if expected != found and name == _INPUTS:
                     raise UsageError(
                         f"the model got other inputs on rank {rank} than on rank {reference} of those that divide it: give these "
-                        "ranks the same batches (a sampler of the data-parallel rank), or tensors that are meant to differ as DTensors."
+                        "ranks the same batches (a sampler of the data-parallel rank), and tensors that are meant to differ as "
+                        "DTensors."
                     )
                 if expected != found:
                     raise UsageError(

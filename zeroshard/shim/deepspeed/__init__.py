@@ -104,11 +104,11 @@ def _of_data_parallel_ranks(config: Any) -> Any:
     if config is None or tensor_parallel_ranks(config) == 1:
         return config
     found = dict(read(config))
-    sizes = [found.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    if all(isinstance(size, int) for size in sizes):
-        of_all = dist.get_world_size() * sizes[0] * sizes[1]
-        if found.get("train_batch_size") == of_all:
-            del found["train_batch_size"]
+    micro = found.get("train_micro_batch_size_per_gpu")
+    accumulation = found.get("gradient_accumulation_steps")
+    counts = isinstance(micro, int) and isinstance(accumulation, int)
+    if counts and found.get("train_batch_size") == dist.get_world_size() * micro * accumulation:
+        del found["train_batch_size"]
     return found
 
 

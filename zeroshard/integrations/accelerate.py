@@ -40,7 +40,9 @@ def refuse_tensor_parallel() -> None:
 def refuse_divided_by_transformers() -> None:
     """Raise where a Trainer got a model that transformers loaded with a `tp_plan`: it would train it without an engine."""
     size = _tensor_parallel_size()
-    if size > 1:
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    kind = None if state is None else state._shared_state.get("distributed_type")
+    if size > 1 and getattr(kind, "name", "") == "DEEPSPEED":
         raise UsageError(
             f"the Trainer's model is divided over {size} ranks already (tp_plan, DistributedConfig, or "
             "ParallelismConfig(tp_size=...)), and the Trainer passes such a model to no engine: load it without, and set the "

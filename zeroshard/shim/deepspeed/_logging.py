@@ -12,8 +12,11 @@ from zeroshard.integrations.accelerate import refuse_divided_by_transformers
 
 
 class _OfTrainings(logging.Logger):
-    """transformers sets its level where a training begins (`deepspeed_init`): it asks nothing else of this package, where it
-    takes a model for one that needs no engine."""
+    """A logger that refuses a training without an engine.
+
+    transformers sets its level where a training begins (`deepspeed_init`), and calls nothing else of this package for a model that
+    it divided itself.
+    """
 
     def setLevel(self, level: int | str) -> None:
         refuse_divided_by_transformers()
@@ -21,13 +24,14 @@ class _OfTrainings(logging.Logger):
 
 
 def _create() -> logging.Logger:
-    created = _OfTrainings("DeepSpeed")
+    created = logging.getLogger("DeepSpeed")
     created.setLevel(logging.WARNING)
     created.propagate = False
     if not created.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
         created.addHandler(handler)
+    created.__class__ = _OfTrainings
     return created
 
 

@@ -150,6 +150,24 @@ def test_each_way_to_name_parameters_is_one_process() -> None:
             expect_near(run, expected)
 
 
+def test_bf16_leaves_buffers_as_they_are() -> None:
+    """Rotary frequencies, say; and parameters are converted before they are divided."""
+
+    def body(rank: int) -> None:
+        engine, *_ = zeroshard.initialize(model=llama(), config=settings(2, optimizer=ADAMW, bf16={"enabled": True}))
+        assert {one.dtype for one in engine.module.parameters()} == {torch.bfloat16}
+        assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert engine._sharded.states.get("lm_head.weight").dtype == torch.float32
+        norms = trained(engine, 0)["norms"]
+        assert norms == pytest.approx(in_one_process(llama(), 1)["norms"], rel=0.05)
+        state = engine.module_state_dict()
+        assert not any(isinstance(one, DTensor) for one in state.values())
+        assert state["lm_head.weight"].shape == (32, 32)
+        engine.destroy()
+
+    on_ranks(body, 2)
+
+
 def test_loaders_give_the_ranks_of_one_model_the_same_samples() -> None:
     def body(rank: int) -> tuple[list[int], int, str]:
         data = [{"input_ids": torch.tensor([number])} for number in range(8)]

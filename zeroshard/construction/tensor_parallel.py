@@ -19,6 +19,7 @@ from zeroshard.collectives.choose import create_collectives
 from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
 from zeroshard.layout.distributed import placement_of
+from zeroshard.policy import Precision
 from zeroshard.torch_private import is_distributed
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "tp"))["tp"]
 
 
-def divide(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
+def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.Parameter, nn.Parameter]:
     """Divide a model's matrices over the ranks of a mesh, in place, by its plan. Every rank of the mesh must call it.
 
     The first rank's values are taken, of all parameters and buffers. Parameters that were tied are tied again.
@@ -132,6 +133,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Paramete
     Args:
         model: of transformers, whole on each rank, and not in zeroshard's hands.
         mesh: of one dimension.
+        precision: whose dtypes the parameters get first, since those of DTensors stay. Buffers keep theirs.
 
     Returns:
         Each parameter that was replaced, with the one in its place.
@@ -151,6 +153,8 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Paramete
                 f"parameter {name} has no values here (it was born sharded, or is on the meta device), and tensor parallelism "
                 "divides whole ones: build the model without zero.Init and sharded_init."
             )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision.resolve(parameter.dtype).param)
     device = next(iter(before.values())).device
     collectives = create_collectives(mesh.get_group(), device, what="tensor parallelism", lasting=False)
     try:

@@ -92,7 +92,7 @@ def initialize(
         refuse_without_batch_size(resolved)
     if mesh is None and ranks > 1:
         mesh = tensor_mesh(ranks, device.type)
-        made = divide(model.to(device, resolved.precision.param_dtype), mesh)
+        made = divide(model.to(device), mesh, resolved.precision)
         if isinstance(optimizer, torch.optim.Optimizer):
             replace_parameters(optimizer.param_groups, made)
         if model_parameters is not None:

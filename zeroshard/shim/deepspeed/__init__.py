@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedParameter
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.z3_leaf_module import with_leaf_modules
-from zeroshard import UsageError
+from zeroshard import Precision, UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
 from zeroshard.config.load import read, tensor_parallel_ranks
@@ -159,7 +159,7 @@ def tp_model_init(
     init_distributed()
     device = torch.device(get_accelerator().current_device_name())
     mesh = tensor_mesh(tp_size, device.type)
-    divide(model.to(device, dtype), mesh)
+    divide(model.to(device), mesh, Precision(dtype))
     return model
 
 

@@ -187,6 +187,9 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
     def body(rank: int) -> None:
         divide = partial(zeroshard.initialize, config=settings(1, optimizer=ADAMW))
         assert "has no plan for tensor parallelism" in refusal(lambda: divide(model=nn.Linear(4, 4)))
+        adapted = llama()
+        adapted.peft_config = {}
+        assert "tensor parallelism of a PEFT model" in refusal(lambda: divide(model=adapted))
         model = llama()
         model.config.num_key_value_heads = 1
         assert "num_key_value_heads = 1, which 2 tensor-parallel ranks" in refusal(lambda: divide(model=model))

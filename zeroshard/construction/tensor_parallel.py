@@ -50,6 +50,11 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
         UsageError: the model has no plan, or one that cannot be carried out on so many ranks. It names the module.
     """
     kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise UsageError(
+            f"tensor parallelism of a PEFT model ({kind}) is not offered: each rank would train other adapters of a divided "
+            "matrix. Leave tensor_parallel out of the config, and use stage 3."
+        )
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise UsageError(f"{kind} has no plan for tensor parallelism, `model.tp_plan` of transformers. {_REMEDY}")

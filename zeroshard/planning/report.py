@@ -87,7 +87,7 @@ def _step(plan: Plan) -> Table:
     table.add_row("parameters", f"{count(figures.numel)}, of which {count(figures.trained)} are trained")
     together = plan.job.sequences.ranks
     if plan.job.tensor_parallel > 1:
-        table.add_row("of a model", f"that {plan.job.tensor_parallel} ranks divide; these are a rank's")
+        table.add_row("tensor parallelism", f"{plan.job.tensor_parallel} ranks divide a model; figures are one rank's")
     who = f"{plan.job.data_ranks} ranks"
     if together > 1:
         who = f"{plan.job.ranks // together} groups of {together} ranks"

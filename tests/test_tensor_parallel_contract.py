@@ -48,6 +48,15 @@ def test_checkpoints_optimizers_of_configs_ties_and_bf16(tmp_path: Path) -> None
     assert after["losses"] == whole["losses"] and after["weights"] == whole["weights"]
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_loop_of_accelerates_is_one_process(ranks: int, tmp_path: Path) -> None:
+    (alone,) = run(1, SCRIPT, [case(None, loop=True)], tmp_path / "alone")
+    (found,) = run(ranks, SCRIPT, [case(2, loop=True)], tmp_path / "divided")
+    assert len(found["losses"]) == 4 and found["samples"] == 2
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(alone[what], rel=1e-5), what
+
+
 def test_a_model_of_transformers_own_loading_is_refused_where_training_begins(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from cases import run_all
@@ -39,8 +40,53 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
     return {**sizes, "deepspeed": config}
 
 
+def loop(case: dict[str, Any]) -> dict[str, Any]:
+    """Train in a loop of accelerate's, with the script's own optimizer and loader; on one process without it."""
+    torch.manual_seed(0)
+    model: Any = tiny(case)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    data = [Tokens()[n]["input_ids"] for n in range(8)]
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    if case["stage"] is None:
+        for batch in torch.utils.data.DataLoader(data, batch_size=2):  # type: ignore[arg-type]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            found["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            found["losses"].append(loss.item())
+        return found
+    config = arguments(case)
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config={**config["deepspeed"], "gradient_clipping": 0.5})
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    samples = config["per_device_train_batch_size"]
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=samples)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        found["norms"].append(float(model.get_global_grad_norm()))
+    found["samples"] = model.train_batch_size()
+    return found
+
+
+def tiny(case: dict[str, Any]) -> transformers.LlamaForCausalLM:
+    """Return a model of two layers."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=case.get("tied", False),
+        )
+    )  # fmt: skip
+
+
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, save, load, and train again; the second half begins at a checkpoint."""
+    """Train, evaluate between, and save."""
+    if case.get("loop"):
+        return loop(case)
     options: dict[str, Any] = dict(
         output_dir=str(folder), max_steps=4, learning_rate=1e-2, eval_steps=2,
         lr_scheduler_type="constant", logging_steps=1, save_steps=2, report_to=[], eval_strategy="steps",
@@ -54,12 +100,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         model = transformers.LlamaForCausalLM.from_pretrained(case["loaded"], **plan)
     else:
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=case.get("tied", False),
-            )
-        )  # fmt: skip
+        model = tiny(case)
     trainer = InOrder(model, made, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train(resume_from_checkpoint=case.get("resume"))
     history = trainer.state.log_history

@@ -256,12 +256,6 @@ def test_duplicate_keys_are_an_error(tmp_path: Path) -> None:
         load_config(path, 1)
 
 
-def test_tensor_parallelism_over_one_rank_is_none() -> None:
-    assert load_config({"tensor_parallel": {"autotp_size": 1}, "train_micro_batch_size_per_gpu": 1}, 1).stage == 0
-    with pytest.raises(ConfigError, match=r"tensor_parallel.*parallelize_module"):
-        load_config({"tensor_parallel": {"autotp_size": 2}, "train_micro_batch_size_per_gpu": 1}, 1)
-
-
 def test_every_key_says_what_it_does() -> None:
     config = load_config({}, 1)
     for entry in config.entries():

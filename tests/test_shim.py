@@ -341,7 +341,18 @@ def a_feature_that_is_missing_says_what_to_use() -> None:
         lambda: deepspeed.initialize(model=nn.Linear(1, 1)), zeroshard.UsageError
     )
     del AcceleratorState._shared_state["parallelism_config"]
-    assert "stage 3" in raised(lambda: deepspeed.tp_model_init(None, 2), NotImplementedError)
+    assert "do not divide the 1 ranks" in raised(
+        lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2), zeroshard.UsageError
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    linear = parallelize_module(nn.Linear(1, 1), init_device_mesh("cpu", (1,)), ColwiseParallel())
+    assert deepspeed.tp_model_init(linear, 1) is linear
+    assert "divided over 1 ranks already" in raised(lambda: deepspeed.tp_model_init(linear, 2), zeroshard.UsageError)
+    assert "tp_group=...) is not offered" in raised(
+        lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2, tp_group=1), zeroshard.UsageError
+    )
     assert "engine.export" in raised(lambda: deepspeed.init_inference(None), NotImplementedError)
     assert "AdamW" in raised(lambda: deepspeed.ops.lamb.FusedLamb([]), NotImplementedError)
 

@@ -783,17 +783,42 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_batches_that_differ_inside_one_model_are_refused_at_the_step() -> None:
+def test_labels_that_differ_inside_one_model_are_refused_at_the_step() -> None:
     def body(rank: int) -> None:
         mesh = meshed(2, 1)
         for clip in (True, False):
             sharded = sharded_on(mesh, 2, blocks_only)
-            loss_of(sharded.model, tokens(0, rank)).backward()
+            batch = tokens(0, 0)
+            batch[:, -1] = rank  # a label only
+            loss_of(sharded.model, batch).backward()
             step = partial(sharded.clip_grad_norm_, 1.0) if clip else sharded.optimizer.step
             assert "is whole on the ranks that divide other parameters, and got another gradient on rank 1" in refusal(
                 step
             )
             sharded.remove()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("cut", [vocabulary_too, along_the_sequence])
+def test_batches_that_a_divided_embedding_mixes_are_refused_too(cut: Cut) -> None:
+    """Each rank's lookup of its own tokens is a part of one sum: all gradients of whole parameters are equal, and wrong."""
+
+    def body(rank: int) -> None:
+        mesh = meshed(2, 1)
+        sharded = sharded_on(mesh, 2, cut)
+        for step in range(2):
+            loss_of(sharded.model, tokens(0, rank * step)).backward()
+            with torch.no_grad():
+                sharded.model(tokens(1, rank)[:, 1:])  # an evaluation is not compared
+            if not step:
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+        assert "the model got other inputs on rank 1 than on rank 0 of those that divide it" in refusal(
+            sharded.optimizer.step
+        )
+        sharded.remove()
+        assert not sharded.model._forward_pre_hooks
 
     on_ranks(body, 2)
 
@@ -908,7 +933,6 @@ def test_other_doors_refuse_dtensors_by_name() -> None:
         parallelize_module(linear, mesh["tp"], ColwiseParallel())
         config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
         found = "parameter weight is a DTensor, whose values are divided over ranks, and {} takes ordinary parameters"
-        assert found.format("initialize()") in refusal(lambda: zeroshard.initialize(model=linear, config=config))
         sharded = zeroshard.shard(copy.deepcopy(linear), None, 0, group=mesh["dp"])
         assert found.format("named_weights()") in refusal(sharded.named_weights)
         sharded.remove()

@@ -136,7 +136,7 @@ class Sharded:
 
     def exchange_json(self, value: Any, what: str) -> list[Any]:
         """A small value of each rank, by rank. Every rank must call it; `what` names it where a rank does not arrive."""
-        return self._context.collectives.exchange_json(value, what)
+        return self._context.everyone.exchange_json(value, what)
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Tensor] | None:
         """Return `model.state_dict()` in CPU memory of rank `to`; None on the others. Every rank must call it.

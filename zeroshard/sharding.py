@@ -222,6 +222,8 @@ def _shard(
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     step = ShardedStep(optimizer, schedule, context)
     OptimizerStates(step)
+    if step.replicas is not None:
+        step.replicas.watch(model)
     schedule.optimized = optimized
     hooks = Hooks(model, schedule)
     register(schedule.units, hooks, step)

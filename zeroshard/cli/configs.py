@@ -33,12 +33,13 @@ def check(
     from rich.console import Console
 
     from zeroshard.config.document import listing, summary
-    from zeroshard.config.load import load_config, refuse_without_batch_size
+    from zeroshard.config.load import load_config, refuse_without_batch_size, tensor_parallel_ranks
 
     module = None
     if model is not None:
         module = build_module(model)
-    config = load_config(file, ranks, module, supplied(auto or []))
+    data_ranks = max(ranks // tensor_parallel_ranks(file), 1)
+    config = load_config(file, data_ranks, module, supplied(auto or []))
     refuse_without_batch_size(config)
     _make_optimizer(config)
     console = Console()

@@ -48,7 +48,7 @@ def memory_of(text: str | int) -> int:
 
 def plan(
     model: Annotated[str, typer.Argument(help="A transformers config.json, its folder, or module:function.")],
-    gpus: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, one for each accelerator.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="Ranks, one for each accelerator.")] = 8,
     memory: Annotated[int | None, typer.Option(
         parser=memory_of, metavar="BYTES", help="Of one accelerator: 80GB, 40GiB.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of one forward on one rank.")] = 1,
@@ -57,6 +57,8 @@ def plan(
         min=1, help="Ranks that hold one sequence together (zeroshard.sequence).")] = 1,
     tile_tokens: Annotated[int, typer.Option(
         min=0, help="Tokens of a tile of the loss and of each MLP; 0: whole.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(
+        min=1, help="Ranks that divide one model by its tp_plan; the others are data-parallel.")] = 1,
     hosts: Annotated[int | None, typer.Option(min=1, help="Over which the ranks are spread.")] = None,
     host_memory: Annotated[int | None, typer.Option(
         parser=memory_of, metavar="BYTES", help="CPU memory of one host: 512GB.")] = None,
@@ -88,11 +90,12 @@ def plan(
         from zeroshard.config.auto import supply
         from zeroshard.config.load import read
         from zeroshard.planning.long_sequences import LongSequences
-        from zeroshard.planning.planner import job_of, limits
+        from zeroshard.planning.planner import divided, job_of, limits
 
         subject = subject_of(model, sequence)
     sequences = LongSequences(sequence_parallel, tile_tokens)
     job = job_of(subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init, sequences=sequences)
+    job = divided(job, tensor_parallel, {} if config is None else config)
     bounds = limits(job.machine, memory, host_memory)
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)
@@ -189,6 +192,8 @@ class _Answer:
             f"{job.ranks} rank{'s' * (job.ranks != 1)} (--gpus) on {hosts} (--hosts)",
             f"{samples} sample{'s' * (samples != 1)} a step",
         ]
+        if job.tensor_parallel > 1:
+            parts.append(f"models divided over {job.tensor_parallel} ranks (--tensor-parallel)")
         if self.sequence is not None:
             parts.append(f"{self.sequence} tokens a sample (--sequence)")
         return f"assumed: {', '.join(parts)}"
@@ -214,9 +219,9 @@ def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch
 def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, global_batch: int | None) -> _Answer:
     from zeroshard.planning.search import BASE, Search, judge
 
-    per_rank, rest = divmod(global_batch or batch * job.ranks, job.ranks)
+    per_rank, rest = divmod(global_batch or batch * job.data_ranks, job.data_ranks)
     if rest:
-        raise UsageError(f"--global-batch {global_batch} does not divide by {job.ranks} ranks.")
+        raise UsageError(f"--global-batch {global_batch} does not divide by {job.data_ranks} data-parallel ranks.")
     with _progress("searching for the fastest config that fits") as told:
         found = Search(job, BASE, per_rank, **bounds, depth=subject.depth, shallow=subject.shallow, told=told).run()
     changes: Sequence[Change] = ()

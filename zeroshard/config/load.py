@@ -265,6 +265,16 @@ def refuse_without_batch_size(config: Config) -> None:
         )
 
 
+def refuse_tensor_parallel(config: Config, what: str) -> None:
+    """Raise where a config divides models over ranks, and `what` does not."""
+    size = config.schema.tensor_parallel.autotp_size
+    if size > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {size} is not offered by {what}: use zeroshard.initialize, or the stock Trainer under "
+            "`zeroshard run`; or leave tensor_parallel out."
+        )
+
+
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
     """Read only the block `activation_checkpointing` of a DeepSpeed config."""
     block = read(config).get("activation_checkpointing", {})
@@ -272,6 +282,15 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
         return ActivationCheckpointingBlock.model_validate(block)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
+
+
+def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
+    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 where there is none, or no number."""
+    size = _block(read(config), "tensor_parallel").get("autotp_size")
+    try:
+        return max(int(size or 1), 1)
+    except (TypeError, ValueError):
+        return 1  # `load_config` reports it
 
 
 def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:

@@ -37,9 +37,8 @@ def _one_rank(value: Any) -> Any:
     return value
 
 
-def _divided(value: Any) -> Any:
-    """Return a block of tensor parallelism; None where it is over one rank."""
-    return None if isinstance(value, dict) and value.get("autotp_size") == 1 else value
+def _block_of_null(value: Any) -> Any:
+    return {} if value is None else value
 
 
 def _in_small_letters(value: Any) -> Any:
@@ -204,6 +203,21 @@ class CheckpointBlock(Block):
     writer: Annotated[Any, no_meaning("files are written directly from the states' memory.")] = None
 
 
+class TensorParallelBlock(Block):
+    """`tensor_parallel`: the division of matrices over neighbouring ranks, by the plan of a transformers model.
+
+    [Tensor parallelism beside sharding](../composing.md) says which models, and what each call then gives.
+    """
+
+    autotp_size: Annotated[Count, works(
+        "tensor-parallel ranks of one model, which get the same batches; the others are data-parallel. 0 and 1: none. "
+        "`initialize` and `deepspeed.tp_model_init` divide the model by its `tp_plan`, at any stage.")] = 0
+    tp_overlap_comm: Annotated[bool, no_meaning("the sums of divided matrices are waited for where they are used.")] = False
+    partition_config: Annotated[dict[str, Any] | None, refused(
+        "plans are transformers' `tp_plan`; for your own, divide the model with torch's `parallelize_module` before.")] = None
+    preset_model: Annotated[str | None, refused("plans are transformers' `tp_plan`.")] = None
+
+
 _OF_DEEPCOMPILE = "an option of DeepCompile."
 _COMPILE_YOURSELF = "call `model.compile()` yourself, or transformers' `torch_compile`."
 
@@ -304,8 +318,8 @@ class Schema(BaseModel):
     flops_profiler: Annotated[dict[str, Any] | None, refused("use torch.utils.flop_counter.FlopCounterMode.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None
     compile: Annotated[CompileBlock, works("torch.compile, and DeepSpeed's own passes.")] = CompileBlock()
-    tensor_parallel: Annotated[dict[str, Any] | None, BeforeValidator(_divided), refused(
-        "divide the model with torch's `parallelize_module`, then call `zeroshard.shard`.")] = None
+    tensor_parallel: Annotated[TensorParallelBlock, BeforeValidator(_block_of_null), works(
+        "the division of matrices over ranks.")] = TensorParallelBlock()
     expert_parallel: Annotated[dict[str, Any] | None, refused("zeroshard has no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], BeforeValidator(_one_rank), works(
         "must be 1. To cut sequences over ranks, use zeroshard.sequence.Sequences or accelerate's "

@@ -11,16 +11,24 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.config.document import listing
-from zeroshard.config.load import Config, load_config, refuse_without_batch_size
+from zeroshard.config.load import Config, load_config, refuse_without_batch_size, tensor_parallel_ranks
+from zeroshard.construction.tensor_parallel import (
+    data_parallel_group,
+    divide,
+    mesh_of_model,
+    refuse_uneven,
+    replace_parameters,
+    tensor_mesh,
+)
 from zeroshard.emulation import warn_if_emulated
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.engine_optimizer import EngineOptimizer
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks, local_device
-from zeroshard.layout.distributed import refuse_distributed
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import create_scheduler, floored
 from zeroshard.recompute.checkpointer import Checkpointer
@@ -51,7 +59,8 @@ def initialize(
         dist_init_required: initialise torch.distributed; default: where a launcher's environment names several ranks, see `launch`.
         auto: values that you must give for keys that are "auto" in the config: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
             A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
-        group: the data-parallel process group; default: all ranks.
+        group: the data-parallel process group; default: all ranks. Where the model has DTensors over ranks that divide it, or the
+            config's `tensor_parallel.autotp_size` divides it: the ranks that hold the same part.
         attributes: a class whose properties the parameters show beside their own, see `shard`.
 
     Returns:
@@ -68,14 +77,28 @@ def initialize(
         raise UsageError("initialize needs a config: config=PATH, a dict, or args.deepspeed_config.")
     device = local_device()
     join_ranks(device, dist_init_required)
+    refuse_sharded(model)
+    mesh = mesh_of_model(model)
+    ranks = _tensor_parallel_ranks(config, mesh, group)
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if group is None:
+        refuse_uneven(ranks, world_size)
+        world_size //= ranks
     resolved = load_config(config, world_size, model, auto)
     if resolved.schema.dump_state:
         console = Console(quiet=dist.is_initialized() and dist.get_rank() != 0)
         console.print(listing(resolved, console.width), soft_wrap=True, highlight=False)
     if any(given is not None for given in (optimizer, resolved.schema.optimizer, training_data)):
         refuse_without_batch_size(resolved)
-    refuse_sharded(model)
+    if mesh is None and ranks > 1:
+        mesh = tensor_mesh(ranks, device.type)
+        made = divide(model.to(device), mesh, resolved.precision)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            replace_parameters(optimizer.param_groups, made)
+        if model_parameters is not None:
+            model_parameters = replace_parameters(list(model_parameters), made)
+    if mesh is not None and group is None:
+        group = data_parallel_group(mesh)
     engine = make_engine(resolved, model, device, optimizer, model_parameters, lr_scheduler, group, attributes)
     engine.client_optimizer = optimizer
     warn_if_emulated(model, group, resolved.autocast_dtype)
@@ -84,13 +107,34 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _tensor_parallel_ranks(config: Any, mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> int:
+    """Return how many ranks divide the model, or will.
+
+    Raises:
+        UsageError: the config and the model's DTensors disagree, or the config divides what `group` shards.
+    """
+    named = tensor_parallel_ranks(config)
+    if mesh is not None:
+        if named not in (1, mesh.size()):
+            raise UsageError(
+                f"tensor_parallel.autotp_size is {named}, and the model is divided over {mesh.size()} ranks already: set it to "
+                f"{mesh.size()}, or leave it out."
+            )
+        return mesh.size()
+    if named > 1 and group is not None:
+        raise UsageError(
+            f"tensor_parallel.autotp_size = {named} finds the data-parallel ranks itself: leave group= (mpu, sp_size) out. To use "
+            "both, divide the model with parallelize_module before."
+        )
+    return named
+
+
 def make_engine(
     config: Config, model: nn.Module, device: torch.device, optimizer: Any = None,
     model_parameters: Iterable[Any] | None = None, lr_scheduler: Any = None, group: dist.ProcessGroup | None = None,
     attributes: type | None = None, backend: Backend = BACKEND,
 ) -> Engine:  # fmt: skip
     """Make the engine of a resolved config, on a backend. Other arguments are those of `initialize`."""
-    refuse_distributed(model.named_parameters(), "initialize()")
     if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
         model.to(device)
     checkpointing = Checkpointer.of(config, model)

@@ -105,7 +105,8 @@ class Readers:
         "Bytes that this rank sent since the last call, by collective.", lambda self: self._sharded.comm_report())
     # batches
     dp_world_size = property(_returns("The ranks that the batch is cut over.", lambda self: self.resolved.batch.world_size))
-    mp_world_size = property(_returns("1: there is no model parallelism.", lambda _: 1))
+    mp_world_size = property(_returns(
+        "The ranks that divide the model's matrices (tensor parallelism).", lambda self: self._sharded._context.others.world_size))
     train_batch_size = _returns(
         "Samples of one optimizer step, over all ranks and microbatches.", lambda self: self.resolved.batch.train)
     train_micro_batch_size_per_gpu = _returns(

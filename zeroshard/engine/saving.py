@@ -24,6 +24,7 @@ from zeroshard.formats.consolidated import written
 from zeroshard.layout.names import name_of
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.sharded import Sharded
+from zeroshard.torch_private import is_distributed
 
 
 class Saving:
@@ -209,7 +210,10 @@ class Saving:
         state = {}
         for name, value in self.module.state_dict().items():
             state[name] = value
-            if isinstance(value, Tensor):  # not an extra state
+            if isinstance(value, Tensor) and is_distributed(value):
+                distributed: Any = value
+                state[name] = distributed.full_tensor()
+            elif isinstance(value, Tensor):  # not an extra state
                 state[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
@@ -235,6 +239,8 @@ class Saving:
                 self._whole_adapters.enter_context(unsharded(adapter_parameters(self.module)))
         state = self.consolidated_state_dict(exclude_frozen_parameters)
         return _OnRank0() if state is None else state
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name where tensors are divided
 
     def _reshard_adapters(self) -> None:
         """End what `_zero3_consolidated_16bit_state_dict` left whole."""

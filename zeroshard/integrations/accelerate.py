@@ -29,11 +29,29 @@ def tell_backend() -> None:
 
 def refuse_tensor_parallel() -> None:
     """Raise where accelerate was given `ParallelismConfig(tp_size=...)`. Does nothing without accelerate."""
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    config = None if state is None else state._shared_state.get("parallelism_config")
-    size = getattr(config, "tp_size", 1)
+    size = _tensor_parallel_size()
     if size > 1:
         raise UsageError(
-            f"ParallelismConfig(tp_size={size}) is not offered under a trainer: leave it out, and use stage 3. Or divide the "
-            "model in a loop of your own, with parallelize_module and zeroshard.shard (docs: Composing)."
+            f'ParallelismConfig(tp_size={size}) is not offered: leave it out, and set "tensor_parallel": {{"autotp_size": {size}}} '
+            "in the DeepSpeed config instead (docs: Composing)."
         )
+
+
+def refuse_divided_by_transformers() -> None:
+    """Raise where a Trainer got a model that transformers loaded with a `tp_plan`: it would train it without an engine."""
+    size = _tensor_parallel_size()
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    kind = None if state is None else state._shared_state.get("distributed_type")
+    if size > 1 and getattr(kind, "name", "") == "DEEPSPEED":
+        raise UsageError(
+            f"the Trainer's model is divided over {size} ranks already (tp_plan, DistributedConfig, or "
+            "ParallelismConfig(tp_size=...)), and the Trainer passes such a model to no engine: load it without, and set the "
+            f'config\'s tensor_parallel.autotp_size instead, "tensor_parallel": {{"autotp_size": {size}}}.'
+        )
+
+
+def _tensor_parallel_size() -> int:
+    """Return accelerate's `tp_size`. A Trainer sets it for models that transformers divided."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    config = None if state is None else state._shared_state.get("parallelism_config")
+    return getattr(config, "tp_size", None) or 1

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from zeroshard.access.unsharded import is_taken, unsharded
 from zeroshard.checkpoint.live_model import adapter_parameters
-from zeroshard.config.load import Config, load_config
+from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.optim.from_config import create_loss_scaler, create_optimizer
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
@@ -110,6 +110,7 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     if isinstance(zero, Policy):
         return Settings(zero, _precision_of(args), None, {})
     config = load_config(zero, args.world_size, model, _auto_values(args, total_steps))
+    refuse_tensor_parallel(config, "ZeroTrainer")
     _refuse_contradictions(config, args)
     says = config.schema.fp16.enabled or config.schema.bf16.enabled or config.autocast_dtype is not None
     precision = config.precision

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from zeroshard.planning.ledger import (
 from zeroshard.planning.long_sequences import LongSequences
 from zeroshard.planning.machine import Clock, Machine
 from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
+from zeroshard.planning.tensor_parallel import divide_on_paper
 from zeroshard.policy import Wire
 from zeroshard.sharding import Backend
 from zeroshard.storage.transfers import CPU
@@ -64,6 +65,7 @@ class Job:
     Attributes:
         hosts: over which the ranks are spread evenly.
         born_sharded: the model is built inside of `sharded_init`.
+        tensor_parallel: ranks that divide one model; the others are data-parallel.
     """
 
     factory: Callable[[], nn.Module]
@@ -75,6 +77,12 @@ class Job:
     optimizer: Callable[..., Any] | None = None
     born_sharded: bool = False
     sequences: LongSequences = field(default_factory=LongSequences)
+    tensor_parallel: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks that hold the same part of the model, and shard it."""
+        return self.ranks // self.tensor_parallel
 
     @property
     def ranks_per_host(self) -> int:
@@ -146,7 +154,10 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
         stack.enter_context(_Mode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
         stack.callback(gc.collect)  # cycles of the engine's, so that one dry run leaves nothing to the next
-        return _run(job, parted(config)[0], micro_batch, ledger, clock)
+        raw = parted(config)[0]
+        if job.tensor_parallel > 1:
+            raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
+        return _run(job, raw, micro_batch, ledger, clock)
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
@@ -164,21 +175,24 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     auto = {}
     if micro_batch is not None:
         auto["train_micro_batch_size_per_gpu"] = micro_batch
-    config = load_config(raw, job.ranks, model, auto)
+    config = load_config(raw, job.data_ranks, model, auto)
     if not config.names_batch_size:
         raise UsageError(
             "neither the config nor the caller names a batch size: say how many samples one call of the model has."
         )
+    members = _Members(job, config, ledger, clock)
+    if job.tensor_parallel > 1:
+        divide_on_paper(model, job.tensor_parallel, members.send_parts)
+    del parameters
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
-    members = _Members(job, config, ledger, clock)
     if job.sequences != LongSequences():
         model = job.sequences.wrap(model, members.exchange)
     backend = Backend(members.collectives, members.storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer
     if optimizer is None and config.schema.optimizer is None:
         optimizer = partial(torch.optim.AdamW, fused=True)
-    run_config = load_config(_shortened(raw, config), job.ranks, model, auto)
+    run_config = load_config(_shortened(raw, config), job.data_ranks, model, auto)
     engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
     _name_states(engine, ledger)
     start = ledger.peak
@@ -226,17 +240,22 @@ class _Members:
 
     def __init__(self, job: Job, config: Config, ledger: Ledger, clock: Clock) -> None:
         shards_optimizer = config.policy.optimizer.sharded
-        self._hosts = Hosts(job.ranks, job.hosts, job.machine, ledger, clock, shards_optimizer)
-        self._sequence_line = self._hosts.sequence_line(job.sequences.ranks)
+        hosts = Hosts(job.ranks, job.hosts, job.machine, ledger, clock, shards_optimizer)
+        self._hosts = replace(hosts, ranks=job.data_ranks)
+        self._line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
         self.storages = partial(
             SimulatedStorages, ledger=ledger, clock=clock, machine=job.machine, sharers=job.ranks_per_host
         )
 
     def exchange(self, nbytes: int) -> None:
         """Send so much of heads for positions, and wait for as much."""
-        self.made.sent["all_to_all"] += nbytes
-        self.made.calls["all_to_all"] += 1
-        self._sequence_line.send(nbytes).wait()
+        self.send_parts("all_to_all", nbytes)
+
+    def send_parts(self, kind: str, nbytes: int) -> None:
+        """Send so much to the neighbours that hold a sequence or a model together, and wait for as much."""
+        self.made.sent[kind] += nbytes
+        self.made.calls[kind] += 1
+        self._line.send(nbytes).wait()
 
     def collectives(
         self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None, wire: Wire

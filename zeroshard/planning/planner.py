@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.config.load import tensor_parallel_ranks
 from zeroshard.errors import UsageError
 from zeroshard.planning.dry_run import Figures, Job, dry_run, parted
 from zeroshard.planning.long_sequences import LongSequences
@@ -151,6 +152,7 @@ class Plan:
             "hosts": self.job.hosts,
             "sequence_parallel": self.job.sequences.ranks,
             "tile_tokens": self.job.sequences.tile_tokens,
+            "tensor_parallel": self.job.tensor_parallel,
             "machine": self.machine.name,
             "stage": figures.config.stage,
             "parameters": figures.numel,
@@ -187,13 +189,14 @@ def plan(
     host_memory: int | None = None, hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None, micro_batch: int | None = None,
     sharded_init: bool = False, timeline: bool = False, sequence_parallel: int = 1, tile_tokens: int = 0,
+    tensor_parallel: int = 1,
 ) -> Plan:  # fmt: skip
     """Run two steps of a config dry: the engine itself, on tensors without values, as one rank of many. No accelerator is needed.
 
     Args:
         model_factory: builds the model, and reads no weights. It is called where tensors take no memory.
         config: as `initialize` takes it.
-        world_size: data-parallel ranks.
+        world_size: ranks, each of one accelerator. All are data-parallel, but for those of the last three arguments.
         batch: `batch(n)` gives the arguments of one call of the model for n samples: a tuple, a mapping of keywords, or a tensor.
             Or such arguments themselves, of which shapes and dtypes count.
         machine: the name of a known one (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or your own.
@@ -206,6 +209,9 @@ def plan(
         sequence_parallel: ranks that hold one sequence together (`zeroshard.sequence.Sequences`); the batch is whole.
         tile_tokens: the tokens of a tile of the loss and of each MLP; 0: both run whole. This and the argument before it are for
             causal models of transformers, whose batch has `input_ids` and `labels`.
+        tensor_parallel: ranks that divide one model, as the config's `tensor_parallel.autotp_size`. Divided modules then have their
+            local size, and send sums of activations. Units of whole parameters, and the message of each step by which the ranks
+            agree on the norm, are not counted apart.
         timeline: keep what was live after each operation, for `draw`.
 
     Raises:
@@ -227,10 +233,37 @@ def plan(
         sharded_init=sharded_init,
         sequences=sequences,
     )
+    job = divided(job, tensor_parallel, config)
     if memory is not None:  # the engine asks how much is free
         job = replace(job, machine=job.machine.model_copy(update={"memory": memory}))
     figures = dry_run(job, config, micro_batch, draws=timeline)
     return Plan(job, figures, **limits(job.machine, memory, host_memory), told=parted(config)[1])
+
+
+def divided(job: Job, ranks: int, config: str | os.PathLike[str] | Mapping[str, Any]) -> Job:
+    """Return the same job with models that lie on so many ranks each: the caller's number, or the config's.
+
+    Raises:
+        UsageError: they differ, or the ranks cannot hold models so, or not beside the job's other settings.
+    """
+    named = tensor_parallel_ranks(config)
+    if ranks > 1 and named not in (1, ranks):
+        raise UsageError(
+            f"tensor_parallel is {ranks}, and the config's tensor_parallel.autotp_size {named}: leave one out."
+        )
+    ranks = max(ranks, named)
+    if ranks == 1:
+        return job
+    if job.ranks % ranks or job.ranks % job.hosts or (job.ranks // job.hosts) % ranks:
+        raise UsageError(
+            f"{job.ranks} ranks on {job.hosts} hosts cannot hold models on {ranks} tensor-parallel ranks each: the number must "
+            "divide the ranks of each host."
+        )
+    if job.sequences.ranks > 1 or job.born_sharded:
+        raise UsageError(
+            "no plan is made of tensor parallelism beside sequence parallelism or sharded_init: leave one of them out."
+        )
+    return replace(job, tensor_parallel=ranks)
 
 
 def job_of(

@@ -86,7 +86,11 @@ def _step(plan: Plan) -> Table:
     table = Table(show_header=False)
     table.add_row("parameters", f"{count(figures.numel)}, of which {count(figures.trained)} are trained")
     together = plan.job.sequences.ranks
-    who = f"{plan.job.ranks} ranks" if together == 1 else f"{plan.job.ranks // together} groups of {together} ranks"
+    if plan.job.tensor_parallel > 1:
+        table.add_row("tensor parallelism", f"{plan.job.tensor_parallel} ranks divide a model; figures are one rank's")
+    who = f"{plan.job.data_ranks} ranks"
+    if together > 1:
+        who = f"{plan.job.ranks // together} groups of {together} ranks"
     samples = f"{batch.micro} samples x {batch.accumulation} microbatches"
     table.add_row("a step", f"{samples} x {who} = {batch.train // together}")
     table.add_row("CPU memory of a host", size(plan.host_nbytes))

@@ -294,7 +294,7 @@ def micros(per_rank: int) -> list[int]:
 def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
     """List all settings at one micro-batch: first those that cost no time."""
     offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
-    per_host, rest = divmod(job.ranks, job.hosts)
+    per_host, rest = divmod(job.data_ranks, job.hosts)
     hosts: list[int | None] = [None]
     if job.hosts > 1 and not rest and per_host > 1:
         hosts.append(per_host)

@@ -229,8 +229,8 @@ class Hosts:
         except OneHost:
             return self._flat(predivide_factor)
 
-    def sequence_line(self, size: int) -> Line:
-        """Return the line of exchanges among `size` neighbours that hold one sequence."""
+    def neighbours_line(self, size: int) -> Line:
+        """Return the line of messages among `size` neighbours that hold one sequence, or one model."""
         here = self.ranks // self.hosts
         is_inside = self.hosts == 1 or (self.ranks % self.hosts == 0 and here % size == 0)
         return self._line(INSIDE, self.machine.inside) if is_inside else self._line(ACROSS, self.machine.between)

@@ -1,15 +1,20 @@
 """The comparison of gradients of replicated parameters over another dimension of a mesh, in the step's small message.
 
-Such parameters start equal, and stay so where their gradients are equal. These differ where such ranks get different
-batches, or draw different dropout.
+Such parameters start equal, and stay so where their gradients are equal. These differ where such ranks draw different dropout, or
+get different batches. Where the first module is divided, different batches give equal gradients, which are wrong: so the tensors
+that enter the model are compared too.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
@@ -17,6 +22,12 @@ from zeroshard.gradients.norm import digest_of, digests_as_bytes
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.options import DIGEST_NBYTES
 from zeroshard.step.resident import Resident
+from zeroshard.torch_private import is_distributed, tree_leaves
+
+_INPUTS = ""
+"""The name of what is no parameter."""
+_MOST_INPUTS = 4096
+"""Tensors that are remembered: more come from calls that no step follows."""
 
 
 class Replicas:
@@ -29,18 +40,41 @@ class Replicas:
     def __init__(self, everyone: Collectives, gradients: MeanGradients) -> None:
         self._everyone = everyone
         self._gradients = gradients
+        self._own: list[tuple[str, bytes]] = []
+        self._entered: deque[Tensor] = deque(maxlen=_MOST_INPUTS)
+        """Digests of the tensors that entered the model since the last message."""
+        self._hook: RemovableHandle | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare the tensors that enter a model in training."""
+        self._hook = model.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
+
+    def release(self) -> None:
+        """Take the hook off the model."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _take_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for one in tree_leaves((args, kwargs)):
+            # A DTensor says itself that ranks hold parts of it.
+            if isinstance(one, Tensor) and not is_distributed(one) and not one.is_complex():
+                self._entered.append(digest_of(one.detach().flatten().double()))
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
         """Return a digest of this rank's mean gradients of replicated parameters."""
         digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
-        for name, one in self._digests(residents):
+        self._own = list(self._digests(residents))
+        self._entered.clear()
+        for name, one in self._own:
             digest.update(name.encode())
             digest.update(one)
         return digest.digest()
 
     def _digests(self, residents: Sequence[Resident]) -> Iterator[tuple[str, bytes]]:
-        names: list[str] = []
-        digests: list[Tensor] = []
+        names = [_INPUTS] * len(self._entered)
+        digests = list(self._entered)
         for resident in residents:
             for view in resident.views:
                 if view.named.placement.is_whole:
@@ -49,8 +83,9 @@ class Replicas:
                     digests.append(digest_of(part))
         return zip(names, digests_as_bytes(digests), strict=True)
 
-    def refuse_different(self, digests: Sequence[bytes], residents: Sequence[Resident]) -> None:
-        """Raise if two ranks that hold the same shards have different gradients. Every rank must call it, with all digests.
+    def refuse_different(self, digests: Sequence[bytes]) -> None:
+        """Raise if two ranks that hold the same shards have different gradients or inputs. Every rank must call it, with all
+        digests.
 
         Raises:
             UsageError: names the first parameter that differs.
@@ -60,11 +95,17 @@ class Replicas:
         places = [everyone.data_rank(rank) for rank in range(everyone.world_size)]
         if all(digest == first.setdefault(place, digest) for place, digest in zip(places, digests, strict=True)):
             return
-        own = [(name, one.hex()) for name, one in self._digests(residents)]
+        own = [(name, one.hex()) for name, one in self._own]
         answers = everyone.exchange_json(own, "the gradients of what is not divided")
         for rank, other in enumerate(answers):
             reference = places.index(places[rank])
             for (name, expected), (_, found) in zip(answers[reference], other, strict=False):
+                if expected != found and name == _INPUTS:
+                    raise UsageError(
+                        f"the model got other inputs on rank {rank} than on rank {reference} of those that divide it: give these "
+                        "ranks the same batches (a sampler of the data-parallel rank), and tensors that are meant to differ as "
+                        "DTensors."
+                    )
                 if expected != found:
                     raise UsageError(
                         f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank "

@@ -97,9 +97,10 @@ class ShardedStep:
             UsersOptimizer(one, self._step_of, self._zero_grad_of, lambda: schedule.gradients_taken)
             for one in optimizers_of(inner)
         ]
-        self._replicas: Replicas | None = None
+        self.replicas: Replicas | None = None
+        """Compares what is the same on all ranks of another dimension; None where there is none."""
         if context.others.world_size > 1:
-            self._replicas = Replicas(context.everyone, self._mean_gradients)
+            self.replicas = Replicas(context.everyone, self._mean_gradients)
         self._options = GroupOptions(self.users_optimizers(), self._everyone)
         inner.state.clear()
         if isinstance(inner, Several):
@@ -329,6 +330,8 @@ class ShardedStep:
         _TAKEN.discard(self)
         for one in self._optimizers:
             one.remove()
+        if self.replicas is not None:
+            self.replicas.release()
         self.groups.leave_shards()
 
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool]) -> None:
@@ -533,15 +536,14 @@ class ShardedStep:
         collectives = self._collectives
         own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
         digest = self._options.digest()
-        if self._replicas is not None:
-            digest += self._replicas.digest(self._residents)
+        if self.replicas is not None:
+            digest += self.replicas.digest(self._residents)
         by_rank, messages = self._everyone.exchange_values(
             own, digest + own_flags, "the gradient norm and the flags of used parameters"
         )
         self._options.refuse_different([message[:DIGEST_NBYTES] for message in messages])
-        if self._replicas is not None:
-            digests = [message[DIGEST_NBYTES : len(digest)] for message in messages]
-            self._replicas.refuse_different(digests, self._residents)
+        if self.replicas is not None:
+            self.replicas.refuse_different([message[DIGEST_NBYTES : len(digest)] for message in messages])
         messages = [message[len(digest) :] for message in messages]
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         if any(flag & 4 for flag in flags):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.config.fields import Kind, is_off
-from zeroshard.config.load import Config, load_config
+from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import create_scheduler
@@ -179,6 +179,7 @@ class Sharding:
             known |= {key: optimizer.defaults[key] for key in options if key in optimizer.defaults}
             known["optimizer.type"] = type(optimizer).__name__
         config = load_config(self._config, world_size, model, known | self._auto)
+        refuse_tensor_parallel(config, "Lightning's strategy")
         if config.schema.gradient_accumulation_steps is None and config.schema.train_batch_size is None:
             # The Trainer's number; a loop may have several.
             batch = dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)

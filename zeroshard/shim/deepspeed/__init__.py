@@ -11,19 +11,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepspeed._finder import fill  # first: the modules of the table come by it
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import git_branch, git_hash, version
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedParameter
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.z3_leaf_module import with_leaf_modules
-from zeroshard import UsageError
+from zeroshard import Precision, UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
-from zeroshard.config.load import read
+from zeroshard.config.load import read, tensor_parallel_ranks
+from zeroshard.construction.tensor_parallel import divide, mesh_of_model, tensor_mesh
 from zeroshard.integrations.accelerate import refuse_tensor_parallel
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
@@ -55,6 +58,7 @@ def initialize(
         ranks=[0],
     )
     given = _of_all_ranks(_one_config(args, config if config is not None else config_params), mpu)
+    given = _of_data_parallel_ranks(given)
     if given is not None and isinstance(model, nn.Module):
         given = with_leaf_modules(model, given)
     made = _initialize(
@@ -95,6 +99,19 @@ def _of_all_ranks(config: Any, mpu: Any) -> Any:
     return found
 
 
+def _of_data_parallel_ranks(config: Any) -> Any:
+    """Leave out a `train_batch_size` that counts each rank's samples, where some have the same: accelerate computes it so."""
+    if config is None or tensor_parallel_ranks(config) == 1:
+        return config
+    found = dict(read(config))
+    micro = found.get("train_micro_batch_size_per_gpu")
+    accumulation = found.get("gradient_accumulation_steps")
+    counts = isinstance(micro, int) and isinstance(accumulation, int)
+    if counts and found.get("train_batch_size") == dist.get_world_size() * micro * accumulation:
+        del found["train_batch_size"]
+    return found
+
+
 def _data_parallel_group(mpu: Any) -> Any:
     if mpu is None:
         return None
@@ -123,11 +140,27 @@ def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def tp_model_init(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError(
-        "zeroshard has no deepspeed.tp_model_init. Divide the model with torch's `parallelize_module` and call "
-        "`zeroshard.shard`; or leave `tensor_parallel` out of the config, and use stage 3."
-    )
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Divide a transformers model in place by its `tp_plan`, over `tp_size` neighbouring ranks. Every rank must call it.
+
+    Args:
+        dtype: of the parameters; None: as they are.
+        config: has no meaning here; `initialize` reads it.
+    """
+    if any(value is not None for value in kwargs.values()):
+        raise UsageError(f"tp_model_init({', '.join(kwargs)}=...) is not offered: ranks are neighbours. Leave it out.")
+    mesh = mesh_of_model(model)
+    if mesh is not None and mesh.size() != tp_size:
+        raise UsageError(f"tp_model_init(tp_size={tp_size}): the model is divided over {mesh.size()} ranks already.")
+    if tp_size == 1 or mesh is not None:
+        return model
+    init_distributed()
+    device = torch.device(get_accelerator().current_device_name())
+    mesh = tensor_mesh(tp_size, device.type)
+    divide(model.to(device), mesh, Precision(dtype))
+    return model
 
 
 fill(sys.modules[__name__])

@@ -8,6 +8,20 @@ from functools import cache
 
 import torch.distributed as dist
 
+from zeroshard.integrations.accelerate import refuse_divided_by_transformers
+
+
+class _OfTrainings(logging.Logger):
+    """A logger that refuses a training without an engine.
+
+    transformers sets its level where a training begins (`deepspeed_init`), and calls nothing else of this package for a model that
+    it divided itself.
+    """
+
+    def setLevel(self, level: int | str) -> None:
+        refuse_divided_by_transformers()
+        super().setLevel(level)
+
 
 def _create() -> logging.Logger:
     created = logging.getLogger("DeepSpeed")
@@ -17,6 +31,7 @@ def _create() -> logging.Logger:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
         created.addHandler(handler)
+    created.__class__ = _OfTrainings
     return created
 
 

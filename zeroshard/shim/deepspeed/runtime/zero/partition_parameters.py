@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import zeroshard
 from zeroshard import UsageError
-from zeroshard.config.load import Birth, load_birth
+from zeroshard.config.load import Birth, load_birth, tensor_parallel_ranks
 
 _orig_torch_arange, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones, _orig_torch_full = (
     torch.arange, torch.empty, torch.zeros, torch.ones, torch.full,
@@ -116,8 +116,9 @@ class Init:
             raise UsageError(
                 "zero.Init(zero_param_parallel_group=...): zero_hpz_partition_size names the ranks of a host. Leave it out."
             )
-        self.enabled = enabled
         said = config_dict_or_path if config_dict_or_path is not None else config
+        # What is divided over tensor-parallel ranks is divided whole: `tp_model_init` or `initialize` does it after.
+        self.enabled = enabled and (said is None or tensor_parallel_ranks(said) == 1)
         birth = load_birth(said) if said is not None else Birth()
         self.dtype = dtype if dtype is not None else birth.dtype
         self._folder = birth.folder
@@ -126,7 +127,7 @@ class Init:
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         self.ds_process_group = group if group is not None or mpu is None else mpu.get_data_parallel_group()
         self._open: list[ExitStack] = []
-        if not enabled:
+        if not self.enabled:
             return
         init_distributed()
         if module is not None:

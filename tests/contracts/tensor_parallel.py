@@ -1,0 +1,122 @@
+"""A stock script whose config divides the model over two ranks: `tensor_parallel.py CASES.json OUT.json`.
+
+It knows nothing of zeroshard. With `"stage": null` it is the same training on one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from cases import run_all
+from long_sequences import InOrder, Tokens
+from safetensors.torch import load_file
+
+transformers.logging.set_verbosity_error()
+
+
+def arguments(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that divide a model, and the data-parallel ranks' share of a batch of two."""
+    if case["stage"] is None:
+        return {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 8}
+    config = {
+        "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
+        "tensor_parallel": {"autotp_size": 1 if case.get("without") else 2},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": case.get("bf16", False)},
+    }
+    if case.get("optimizer"):
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-3, "weight_decay": 0.0}}
+    ranks = int(os.environ["WORLD_SIZE"]) // 2
+    sizes = {"per_device_train_batch_size": 2 // ranks, "per_device_eval_batch_size": 8 // ranks}
+    return {**sizes, "deepspeed": config}
+
+
+def loop(case: dict[str, Any]) -> dict[str, Any]:
+    """Train in a loop of accelerate's, with the script's own optimizer and loader; on one process without it."""
+    torch.manual_seed(0)
+    model: Any = tiny(case)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    data = [Tokens()[n]["input_ids"] for n in range(8)]
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    if case["stage"] is None:
+        for batch in torch.utils.data.DataLoader(data, batch_size=2):  # type: ignore[arg-type]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            found["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            found["losses"].append(loss.item())
+        return found
+    config = arguments(case)
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config={**config["deepspeed"], "gradient_clipping": 0.5})
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    samples = config["per_device_train_batch_size"]
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=samples)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        found["norms"].append(float(model.get_global_grad_norm()))
+    found["samples"] = model.train_batch_size()
+    return found
+
+
+def tiny(case: dict[str, Any]) -> transformers.LlamaForCausalLM:
+    """Return a model of two layers."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=case.get("tied", False),
+        )
+    )  # fmt: skip
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train, evaluate between, and save."""
+    if case.get("loop"):
+        return loop(case)
+    options: dict[str, Any] = dict(
+        output_dir=str(folder), max_steps=4, learning_rate=1e-2, eval_steps=2,
+        lr_scheduler_type="constant", logging_steps=1, save_steps=2, report_to=[], eval_strategy="steps",
+        disable_tqdm=True, seed=0, max_grad_norm=0.5, adam_epsilon=1e-3, bf16=case.get("bf16", False),
+        use_cpu=not torch.accelerator.is_available(), save_only_model="transformers_plan" in case, **arguments(case),
+    )  # fmt: skip
+    gc.collect()  # the config of the case before, which transformers reads while a model is loaded
+    made = transformers.TrainingArguments(**options)
+    plan: dict[str, Any] = {"tp_plan": "auto"} if case.get("transformers_plan") else {}
+    if case.get("loaded"):
+        model = transformers.LlamaForCausalLM.from_pretrained(case["loaded"], **plan)
+    else:
+        torch.manual_seed(0)
+        model = tiny(case)
+    trainer = InOrder(model, made, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer.train(resume_from_checkpoint=case.get("resume"))
+    history = trainer.state.log_history
+    trainer.save_model(str(folder / "final"))
+    trainer.accelerator.wait_for_everyone()
+    weights = {}
+    if int(os.environ.get("RANK", "0")) == 0:
+        saved = load_file(folder / "final" / "model.safetensors")
+        weights = {name: one.double().sum().item() for name, one in saved.items()}
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "weights": weights,
+    }
+
+
+if __name__ == "__main__":
+    run_all(run)

@@ -1,0 +1,268 @@
+"""Owns the division of a transformers model over tensor-parallel ranks, by the model's own plan.
+
+A plan names a style for modules of a model: `{"model.layers.*.mlp.up_proj": "colwise", ...}` in `model.tp_plan`, where `*` is the
+number of a layer. torch's `parallelize_module` carries the styles out, and makes the modules' parameters DTensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zeroshard.collectives.choose import create_collectives
+from zeroshard.construction.born import BornSharded
+from zeroshard.errors import UsageError
+from zeroshard.layout.distributed import placement_of
+from zeroshard.policy import Precision
+from zeroshard.torch_private import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+EMBEDDING, COLWISE, ROWWISE = "embedding_rowwise", "colwise", "rowwise"
+GATHERED = ("colwise_gather_output", "colwise_rep")
+SPLIT = ("rowwise_split_input", "rowwise_rep")
+NORM = "replicated_with_grad_allreduce"
+"""A norm between divided matrices, whole on each rank, of which each rank's heads give a part of the gradient."""
+WHOLE = "replicate"
+STYLES = (COLWISE, *GATHERED, ROWWISE, *SPLIT, EMBEDDING, NORM, WHOLE)
+"""The styles of a plan that are carried out."""
+_REMEDY = (
+    "Leave tensor_parallel out of the config and use stage 3, or divide the model with torch's `parallelize_module` before "
+    "(docs: Composing)."
+)
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def plan_of(model: nn.Module, size: int) -> dict[str, str]:
+    """Return the style of each module of a model that its plan names, by the module's full name.
+
+    Args:
+        size: tensor-parallel ranks.
+
+    Raises:
+        UsageError: the model has no plan, or one that cannot be carried out on so many ranks. It names the module.
+    """
+    kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise UsageError(
+            f"tensor parallelism of a PEFT model ({kind}) is not offered: each rank would train other adapters of a divided "
+            "matrix. Leave tensor_parallel out of the config, and use stage 3."
+        )
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise UsageError(f"{kind} has no plan for tensor parallelism, `model.tp_plan` of transformers. {_REMEDY}")
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    for key in _HEADS:
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % size:
+            raise UsageError(
+                f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of it."
+            )
+    names = {
+        name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+        if style is None or style == WHOLE:
+            continue
+        fits = {EMBEDDING: nn.Embedding}.get(style, nn.Linear)
+        if style not in STYLES or not (style == NORM or isinstance(module, fits)):
+            raise UsageError(
+                f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not offered. {_REMEDY}'
+            )
+        styles[name] = style
+    for name, pattern in names.items():
+        if plan.get(pattern, WHOLE) != WHOLE:
+            raise UsageError(
+                f'the plan of {kind} divides the parameter {name} by itself, as "{plan[pattern]}": packed matrices and experts '
+                f"are not offered. {_REMEDY}"
+            )
+    if not set(styles.values()) - {NORM}:
+        raise UsageError(f"the plan of {kind} names no module of it that could be divided. {_REMEDY}")
+    return styles
+
+
+def mesh_of_model(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which a model's DTensors are, the first one's; None where it has none.
+
+    Raises:
+        UsageError: it has several dimensions, or a placement that zeroshard does not take.
+    """
+    for name, parameter in model.named_parameters():
+        if is_distributed(parameter):
+            placement_of(name, parameter)
+            distributed: Any = parameter
+            mesh: DeviceMesh = distributed.device_mesh
+            return mesh
+    return None
+
+
+def refuse_uneven(size: int, world: int) -> None:
+    """Raise where so many tensor-parallel ranks cannot divide each model of a job."""
+    if world % size:
+        raise UsageError(
+            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model lies on so many of them."
+        )
+
+
+def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
+    """Make the mesh of the ranks that divide one model: `size` neighbours. Every rank of the job must call it.
+
+    Raises:
+        UsageError: the number does not divide the ranks, or they name different ones.
+        CollectiveError: not every rank came; names them.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    refuse_uneven(size, world)
+    sizes = _exchange(size, device_type, "the number of tensor-parallel ranks")
+    if len(set(sizes)) > 1:
+        raise UsageError(f"the ranks name different numbers of tensor-parallel ranks, {sizes}: name one on every rank.")
+    return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.Parameter, nn.Parameter]:
+    """Divide a model's matrices over the ranks of a mesh, in place, by its plan. Every rank of the mesh must call it.
+
+    The first rank's values are taken, of all parameters and buffers. Parameters that were tied are tied again.
+
+    Args:
+        model: of transformers, whole on each rank, and not in zeroshard's hands.
+        mesh: of one dimension.
+        precision: whose dtypes the parameters get first, since those of DTensors stay. Buffers keep theirs.
+
+    Returns:
+        Each parameter that was replaced, with the one in its place.
+
+    Raises:
+        UsageError: the model has no plan, was divided before, or was born sharded.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    styles = plan_of(model, mesh.size())
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in before.items():
+        if is_distributed(parameter):
+            raise UsageError(f"parameter {name} is a DTensor already: divide a model once.")
+        if isinstance(parameter, BornSharded) or parameter.is_meta:
+            raise UsageError(
+                f"parameter {name} has no values here (it was born sharded, or is on the meta device), and tensor parallelism "
+                "divides whole ones: build the model without zero.Init and sharded_init."
+            )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision.resolve(parameter.dtype).param)
+    device = next(iter(before.values())).device
+    collectives = create_collectives(mesh.get_group(), device, what="tensor parallelism", lasting=False)
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
+            collectives.broadcast(tensor.data.view(-1).view(torch.uint8))
+    finally:
+        collectives.close()
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        trained = {key: one.requires_grad for key, one in module.named_parameters(recurse=False)}
+        parallelize_module(module, mesh, _style(style))
+        for key, one in module.named_parameters(recurse=False):
+            one.requires_grad_(trained[key])
+    return _tied_again(model, before)
+
+
+def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    """Make one of the new parameters in the place of one old one. Returns them, by the old ones.
+
+    Args:
+        before: the model's parameters by each of their names.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in before.items():
+        now = model.get_parameter(name)
+        if now is not parameter:
+            made.setdefault(parameter, now)
+    for name, parameter in before.items():
+        now = model.get_parameter(name)
+        wanted = made.get(parameter, parameter)
+        if now is wanted:
+            continue
+        if now is parameter or placement_of(name, now) != placement_of(name, wanted):
+            raise UsageError(
+                f"{name} is tied to a parameter that the plan of {type(model).__name__} divides in another way: train it with "
+                f"`tie_word_embeddings` false. {_REMEDY}"
+            )
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, wanted)
+    return made
+
+
+def replace_parameters(groups: Iterator[Any] | list[Any], made: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
+    """Return parameters, or param groups, with those in the place of replaced ones."""
+    replaced: list[Any] = []
+    for one in groups:
+        if isinstance(one, dict):
+            parameters = one["params"]
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            one["params"] = replace_parameters(parameters, made)
+            replaced.append(one)
+        elif isinstance(one, tuple):
+            replaced.append((one[0], made.get(one[1], one[1])))
+        else:
+            replaced.append(made.get(one, one))
+    return replaced
+
+
+def _style(name: str) -> ParallelStyle:
+    """Return torch's style of this name."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    if name == NORM:
+        return SequenceParallel(sequence_dim=2, use_local_output=True)  # [samples, positions, heads, size of a head]
+    if name == COLWISE:
+        return ColwiseParallel()
+    if name in GATHERED:
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == ROWWISE:
+        return RowwiseParallel()
+    return RowwiseParallel(input_layouts=Replicate())  # an embedding, or a matrix that cuts its input itself
+
+
+def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
+    """Return a small value of each rank of the job."""
+    collectives = create_collectives(None, torch.device(device_type), what="tensor parallelism", lasting=False)
+    try:
+        return collectives.exchange_json(value, what)
+    finally:
+        collectives.close()
+
+
+def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the ranks that hold the same part of a model as this one. Every rank of the job must call it.
+
+    Args:
+        mesh: of the ranks that divide this rank's model, of one dimension.
+
+    Raises:
+        UsageError: the meshes of the ranks do not divide the job evenly.
+    """
+    own = mesh.mesh.flatten().tolist()
+    everyone = _exchange(own, mesh.device_type, "the ranks that divide each model")
+    models = sorted({tuple(ranks) for ranks in everyone})
+    if (
+        sorted(rank for ranks in models for rank in ranks) != list(range(len(everyone)))
+        or len({len(one) for one in models}) > 1
+    ):
+        raise UsageError(
+            f"the ranks divide their models over {[list(ranks) for ranks in models]}: each of the {len(everyone)} ranks of the job "
+            "must belong to one group of one size. Or name the data-parallel ranks, group=."
+        )
+    return DeviceMesh(mesh.device_type, models, mesh_dim_names=("dp", "tp"))["dp"].get_group()

@@ -1,0 +1,142 @@
+"""Owns how a dry run divides matrices over tensor-parallel ranks: each divided module has its local matrix, and its messages.
+
+A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part, an ordinary parameter, and
+makes the activations that torch's styles make: a sum over ranks is a new tensor, and so is the result of a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.construction.tensor_parallel import COLWISE, EMBEDDING, GATHERED, NORM, SPLIT, plan_of
+
+Send = Callable[[str, int], None]
+"""Called with the name of a collective and the bytes that a rank sends in it."""
+
+
+def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
+    """Give each module that the model's plan divides the part of the first of `ranks` ranks, in place.
+
+    Raises:
+        UsageError: the model has no plan, or one that is not carried out on so many ranks.
+    """
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # tied ones share a part
+
+    def keep(module: nn.Module, name: str, dim: int) -> None:
+        whole = getattr(module, name)
+        if whole not in parts:
+            size = -(-whole.shape[dim] // ranks)
+            part = whole.detach().narrow(dim, 0, size).clone()
+            parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        setattr(module, name, parts[whole])
+
+    for name, style in plan_of(model, ranks).items():
+        if style == NORM:
+            continue
+        module: Any = model.get_submodule(name)
+        if style == EMBEDDING:
+            keep(module, "weight", 0)
+            module.forward = partial(_embed, module, ranks, send)
+        elif style == COLWISE or style in GATHERED:
+            outputs = module.out_features
+            keep(module, "weight", 0)
+            if module.bias is not None:
+                keep(module, "bias", 0)
+            module.forward = partial(_columns, module, ranks, send, outputs if style in GATHERED else 0)
+        else:
+            keep(module, "weight", 1)
+            module.forward = partial(_rows, module, ranks, send, style in SPLIT)
+
+
+def _embed(module: nn.Embedding, ranks: int, send: Send, tokens: Tensor) -> Tensor:
+    return _sum(F.embedding(tokens, module.weight), ranks, send)
+
+
+def _columns(module: nn.Linear, ranks: int, send: Send, outputs: int, inputs: Tensor) -> Tensor:
+    local = F.linear(_SumOfGradients.apply(inputs, ranks, send), module.weight, module.bias)  # type: ignore[no-untyped-call]
+    return _gather(local, outputs, send) if outputs else local
+
+
+def _rows(module: nn.Linear, ranks: int, send: Send, is_whole: bool, inputs: Tensor) -> Tensor:
+    if is_whole:
+        inputs = _cut(inputs, module.weight.shape[1], send)
+    total = _sum(F.linear(inputs, module.weight), ranks, send)
+    return total if module.bias is None else total + module.bias
+
+
+def _sum(partial_sum: Tensor, ranks: int, send: Send) -> Tensor:
+    total: Tensor = _Sum.apply(partial_sum, ranks, send)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _gather(part: Tensor, outputs: int, send: Send) -> Tensor:
+    whole: Tensor = _Gather.apply(part, outputs, send)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def _cut(whole: Tensor, inputs: int, send: Send) -> Tensor:
+    part: Tensor = _Cut.apply(whole, inputs, send)  # type: ignore[no-untyped-call]
+    return part
+
+
+def _all_reduce(values: Tensor, ranks: int, send: Send) -> Tensor:
+    """Make the sum, and send what a ring does."""
+    send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
+    return values.clone()
+
+
+def _all_gather(part: Tensor, size: int, send: Send) -> Tensor:
+    """Bring the parts of the last dimension together: one after another first, then side by side."""
+    send("tensor_parallel_all_gather", part.nbytes * (size // part.shape[-1] - 1))
+    return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor, ranks: int, send: Send) -> Tensor:
+        return _all_reduce(values, ranks, send)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: int, send: Send) -> Tensor:
+        ctx.ranks = ranks
+        ctx.send = send
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_reduce(gradients[0], ctx.ranks, ctx.send), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, size: int, send: Send) -> Tensor:
+        ctx.size = part.shape[-1]
+        return _all_gather(part, size, send)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].narrow(-1, 0, ctx.size).contiguous(), None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, size: int, send: Send) -> Tensor:
+        ctx.size = whole.shape[-1]
+        ctx.send = send
+        return whole.narrow(-1, 0, size).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_gather(gradients[0], ctx.size, ctx.send), None, None

@@ -188,7 +188,8 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     stateful: list[nn.Module] = []
     if engine.checkpointing is not None and job.machine.computes_on_cpu:
         stateful = engine.checkpointing.modules
-    with _untraced(), _located(model, ledger), _random_states(stateful):  # now that the model's library is imported
+    shortened = job.sequences.shortened(clock)
+    with _untraced(), _located(model, ledger), _random_states(stateful), shortened:  # now that the model's library is imported
         for _ in range(STEPS):
             ledger.timeline.clear()
             spent = _step(job, engine, ledger, _Meter(clock, members.made))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import llama
+from families import SIZES, llama
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,6 +79,34 @@ def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pyte
     assert (few.peak, few.peaks, few.rest, few.sent) == (every.peak, every.peaks, every.rest, every.sent)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.spent == pytest.approx(every.spent, rel=1e-9)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
+    """Two inputs are on the device while they are copied, and in the backward two as well: one that is used, and the next."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, tokens = 12, 256
+    shape = LlamaConfig(**{**SIZES, "num_hidden_layers": layers}, use_cache=False)
+
+    def peaks(on_cpu: bool) -> tuple[int, int, float]:
+        options = {"checkpoint_units": "auto", "cpu_checkpointing": on_cpu}
+        if contiguous:
+            options |= {"contiguous_memory_optimization": True, "number_checkpoints": layers}
+        given = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "labels": torch.zeros(1, tokens, dtype=torch.long)}
+        config = CONFIG | {"activation_checkpointing": options}
+        plan = zeroshard.plan(
+            lambda: LlamaForCausalLM(shape), config, world_size=1, batch=given, machine="h100", tile_tokens=32
+        )
+        host = plan.figures.host_peak.parts.get("activations", 0)
+        return plan.parts["activations"], host, plan.figures.spent.get("copies", 0.0)
+
+    one = tokens * shape.hidden_size * 4
+    (kept, none, at_once), (moved, host, waited) = peaks(False), peaks(True)
+    assert (none, at_once) == (0, 0.0)
+    assert host == layers * one
+    assert waited > 0
+    assert kept - moved == (layers - 2) * one
 
 
 def test_ranks_that_do_not_divide() -> None:

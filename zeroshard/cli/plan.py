@@ -56,7 +56,7 @@ def plan(
     sequence_parallel: Annotated[int, typer.Option(
         min=1, help="Ranks that hold one sequence together (zeroshard.sequence).")] = 1,
     tile_tokens: Annotated[int, typer.Option(
-        min=0, help="Tokens of a tile of the loss and of each MLP; 0: whole.")] = 0,
+        min=0, help="Tokens of a tile of the loss, of each MLP and norm; 0: whole.")] = 0,
     hosts: Annotated[int | None, typer.Option(min=1, help="Over which the ranks are spread.")] = None,
     host_memory: Annotated[int | None, typer.Option(
         parser=memory_of, metavar="BYTES", help="CPU memory of one host: 512GB.")] = None,

@@ -180,6 +180,10 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         optimizer = partial(torch.optim.AdamW, fused=True)
     run_config = load_config(_shortened(raw, config), job.ranks, model, auto)
     engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
+    storages = engine._sharded._context.storages
+    assert isinstance(storages, SimulatedStorages)
+    if engine.checkpointing is not None and not job.machine.computes_on_cpu:
+        engine.checkpointing.host_copies = storages.host_copies
     _name_states(engine, ledger)
     start = ledger.peak
     ledger.forget_peaks()
@@ -208,7 +212,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         start=start,
         rest=rest,
         states=states,
-        disk=engine._sharded._context.storages.nbytes()["disk"],
+        disk=storages.nbytes()["disk"],
         sent=dict(total.sent),
         calls=dict(total.calls),
         seconds=total.seconds,

@@ -17,7 +17,7 @@ from zeroshard.planning.machine import Clock
 from zeroshard.sequence import Sequences, tile
 from zeroshard.sequence.parts import chosen
 
-_MLPS = ("*.mlp", "*.feed_forward", "*.ffn")
+_TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
 """Names of the modules that run in tiles, where a model has them."""
 
 MOST_TILES = 4
@@ -31,7 +31,7 @@ class LongSequences:
 
     Attributes:
         ranks: that hold one sequence together.
-        tile_tokens: the tokens of a tile of the loss, and of each MLP; 0: both run whole.
+        tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0: they run whole.
     """
 
     ranks: int = 1
@@ -56,7 +56,7 @@ class LongSequences:
         sequences = Sequences(_Simulated(self.ranks, send)).attach(model)
         if self.tile_tokens:
             names = [name for name, _ in model.named_modules()]
-            patterns = [pattern for pattern in _MLPS if any(fnmatchcase(name, pattern) for name in names)]
+            patterns = [pattern for pattern in _TILED if any(fnmatchcase(name, pattern) for name in names)]
             if patterns:
                 tile(model, patterns, self.tile_tokens)
         return _Cut(model, sequences, self.tile_tokens)

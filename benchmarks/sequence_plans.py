@@ -1,4 +1,4 @@
-"""Writes the table of plans of docs/sequences.md: `python benchmarks/sequence_plans.py`; a row takes up to three minutes of one core.
+"""Writes the tables of plans of docs/sequences.md: `python benchmarks/sequence_plans.py` takes some 12 minutes of one core.
 
 Each row is a dry run of two steps at Llama's shapes. A machine is not needed, and none was run.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import zeroshard
 
 PAGE = Path(__file__).parent.parent / "docs" / "sequences.md"
 BEGIN = "<!-- figures: benchmarks/sequence_plans.py -->\n"
+BEGIN_REACH = "<!-- figures: benchmarks/sequence_plans.py, reach -->\n"
 SHAPES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
@@ -24,6 +26,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 LENGTHS = {"32k": 32 * 1024, "128k": 128 * 1024, "1M": 1024 * 1024}
 DEVICES = (1, 8, 32)
 TILE = 4096
+STEP = 64 * 1024
+PUBLISHED = {("8B", 1): "500k", ("8B", 8): "3.7M", ("8B", 32): "15M"}
+"""DeepSpeed's, of ALST."""
 
 
 def config(devices: int) -> dict[str, Any]:
@@ -48,34 +53,70 @@ def model(shape: dict[str, Any]) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**shape, **heads, max_position_embeddings=1 << 20, use_cache=False))
 
 
-def row(size: str, length: str, devices: int) -> str:
-    """Plan one training, and return its row."""
+def planned(size: str, tokens: int, devices: int) -> zeroshard.Plan:
+    """Plan a training on one sequence of so many tokens."""
 
     def batch(samples: int) -> dict[str, Tensor]:
-        tokens = torch.zeros(samples, LENGTHS[length], dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens}
+        whole = torch.zeros(samples, tokens, dtype=torch.long)
+        return {"input_ids": whole, "labels": whole}
 
-    began = time.process_time()
-    made = zeroshard.plan(
+    return zeroshard.plan(
         lambda: model(SHAPES[size]), config(devices), world_size=devices, batch=batch, hosts=-(-devices // 8),
         sequence_parallel=devices, tile_tokens=TILE, sharded_init=True,
     )  # fmt: skip
+
+
+def row(size: str, length: str, devices: int) -> str:
+    """Plan one training, and return its row."""
+    began = time.process_time()
+    made = planned(size, LENGTHS[length], devices)
     took = time.process_time() - began
-    return f"| {size} | {length} | {devices} | {made.peak_nbytes / 1e9:.1f} | {took:.0f} |"
+    host = made.figures.host_peak.nbytes / 1e9
+    return f"| {size} | {length} | {devices} | {made.peak_nbytes / 1e9:.1f} | {host:.1f} | {took:.0f} |"
 
 
-def with_rows(page: str, rows: list[str]) -> str:
-    """Return a page's text with the rows of its table replaced."""
-    before, after = page.split(BEGIN)
+def reach(size: str, devices: int) -> str:
+    """Find the longest sequence that fits, in steps of STEP tokens, and return its row.
+
+    Memory grows with the length in a straight line, so two plans show where the end should be.
+    """
+    made = dict[int, zeroshard.Plan]()
+
+    def at(steps: int) -> zeroshard.Plan:
+        if steps not in made:
+            made[steps] = planned(size, steps * STEP, devices)
+        return made[steps]
+
+    low, high = 4 * devices, 8 * devices
+    grows = (at(high).needed_nbytes - at(low).needed_nbytes) / (high - low)
+    found = low + int((at(low).limit - at(low).needed_nbytes) / grows)
+    while not at(found).fits:
+        found -= 1
+    while at(found + 1).fits:
+        found += 1
+    best = at(found)
+    gigabytes = f"{best.needed_nbytes / 1e9:.1f} | {best.host_nbytes / 1e9:.0f}"
+    return f"| {size} | {devices} | {found * STEP:,} | {gigabytes} | {PUBLISHED.get((size, devices), '')} |"
+
+
+def with_rows(page: str, begin: str, rows: list[str]) -> str:
+    """Return a page's text with the rows of a table replaced."""
+    before, after = page.split(begin)
     lines = after.lstrip("\n").splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("|"))
-    return before + BEGIN + "\n" + "\n".join([*lines[:2], *rows, *lines[end:]]) + "\n"
+    return before + begin + "\n" + "\n".join([*lines[:2], *rows, *lines[end:]]) + "\n"
+
+
+def write(begin: str, rows: Iterable[str]) -> None:
+    """Make rows, print each, and put all into the page."""
+    made = []
+    for one in rows:
+        print(one, file=sys.stderr, flush=True)
+        made.append(one)
+    PAGE.write_text(with_rows(PAGE.read_text(encoding="utf-8"), begin, made), encoding="utf-8")
 
 
 if __name__ == "__main__":
     cases = [(size, length, devices) for size in SHAPES for devices in reversed(DEVICES) for length in LENGTHS]
-    made = {}
-    for case in cases:
-        made[case] = row(*case)
-        print(made[case], file=sys.stderr, flush=True)
-    PAGE.write_text(with_rows(PAGE.read_text(encoding="utf-8"), list(made.values())), encoding="utf-8")
+    write(BEGIN, (row(*case) for case in cases))
+    write(BEGIN_REACH, (reach(size, devices) for size in SHAPES for devices in DEVICES))

@@ -79,7 +79,7 @@ class Case:
     """Several documents in a row."""
     tiles: int = 1
     mlp_tokens: int = 0
-    """Positions of a tile of each MLP; 0: whole."""
+    """Positions of a tile of each MLP and norm; 0: whole."""
     accumulation: int = 1
     checkpointing: bool = False
     steps: int = 2
@@ -173,7 +173,7 @@ def train(
     model: Any = make(case)
     sequences = Sequences(mesh["sp"]).attach(model)
     if case.mlp_tokens:
-        tile(model, "*.mlp", tokens=case.mlp_tokens)
+        tile(model, ["*.mlp", "*norm"], tokens=case.mlp_tokens)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-3)
     precision = None if dtype is torch.float32 else Precision(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from twin import ACCELERATOR, CPU, DISK, PRECISIONS, Setting, as_set, build, gpt_batch, step
 
 import zeroshard
-from zeroshard import Offload, Place, Policy, Sharded, UsageError
+from zeroshard import Offload, Place, Policy, Precision, Sharded, UsageError
 from zeroshard.testing.gpt import GPT, GPTConfig
 
+SMALL = GPTConfig(layers=2, width=64, heads=2, context=16)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -196,7 +198,7 @@ def test_adapters_with_names() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_most_the_shards_and_two_units(stage: int) -> None:
     def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=lambda: GPT(GPTConfig(layers=2, width=64, heads=2, context=16)))
+        model, sharded = build(stage, make_model=lambda: GPT(SMALL))
         for number in range(1):
             model(*gpt_batch(rank, number)).backward()
             sharded.optimizer.step()
@@ -215,6 +217,42 @@ def test_at_most_the_shards_and_two_units(stage: int) -> None:
         after = sharded.memory_report()
         assert {**after, "buffers": 0} == {**at_rest, "buffers": 0}  # pages of a unit wait for the next one
         sharded.remove()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_messages_are_those_of_one_forward(precision: str, transport: str) -> None:
+    """Each unit is gathered once, in as many calls and bytes as a forward without gradients gathers all. Stage 2 sends nothing."""
+
+    def body(rank: int) -> None:
+        for stage in (2, 3):
+            model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
+            unit = sharded._schedule.units[0]
+            calls: list[tuple[int, ...]] = []
+            gather = unit.collectives.all_gather
+
+            def count(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+                calls.append(tuple(rows.shape))
+                return gather(rows, *args, **kwargs)
+
+            def taken(run: Callable[[], object]) -> tuple[Counter[str], list[tuple[int, ...]]]:
+                calls.clear()
+                before = Counter(unit.collectives.sent)
+                run()
+                sharded._schedule.settle()
+                sent = Counter(unit.collectives.sent) - before
+                del sent["exchange"]  # a byte a unit, by which ranks agree to go on
+                return sent, sorted(calls)
+
+            with torch.no_grad():
+                model(*gpt_batch(rank, 0))  # the first finds the order of units
+                unit.collectives.all_gather = count
+                forward = taken(lambda: model(*gpt_batch(rank, 0)))
+            handed_over = taken(lambda: kept(sharded.named_weights()))
+            assert handed_over == forward
+            assert bool(forward[1]) == (stage == 3)
+            sharded.remove()
 
     run_ranks(body, 2)
 

@@ -637,43 +637,55 @@ ROWS_THAT_COUNT = 2 * (22 - 12)
 
 
 @pytest.mark.full
-def test_a_sequence_trains_where_it_does_not_fit_whole() -> None:
-    """Two ranks, each with 300 MB more than at the start: whole logits of 4096 tokens over 16384 words need 270 MB three times."""
+@pytest.mark.parametrize(("length", "room"), [(4096, 300 * 10**6), (32768, 600 * 10**6)])
+def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -> None:
+    """Two ranks, each with so many bytes more than at the start. Whole logits over 16,384 words need 268 MB three times for 4,096
+    tokens, and 2.1 GB for 32,768, of which each rank's half is too much as well."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokens = torch.randint(0, 16384, (1, 4096), generator=torch.Generator().manual_seed(0))
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 512, "vocab_size": 16384, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "max_position_embeddings": length,
+    }  # fmt: skip
+    tokens = torch.randint(0, 16384, (1, length), generator=torch.Generator().manual_seed(0))
     given = {"input_ids": tokens, "labels": tokens}
 
-    def body(rank: int, limited: bool) -> list[float]:
+    def body(rank: int, is_limited: bool, tiles: int, steps: int) -> list[float]:
         torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 512, "vocab_size": 16384, "max_position_embeddings": 4096}
         model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
-        sequences = Sequences(torch.distributed.group.WORLD).attach(model)
-        tile(model, "*.mlp", tokens=256)
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        sequences = Sequences(torch.distributed.group.WORLD)
+        sharded = None
+        if tiles:
+            sequences.attach(model)
+            tile(model, "*.mlp", tokens=256)
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
         before = resource.getrlimit(resource.RLIMIT_AS)
         found = []
         try:
-            if limited:
+            if is_limited:
                 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 10**6, before[1]))
-            for _ in range(2):
-                loss = sequences.loss(model, sequences.cut(given), tiles=32)
-                loss.backward()
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-                found.append(float(loss.detach()))
-            if limited:
-                sequences.detach(model)
-                with pytest.raises(RuntimeError, match="allocate memory"):
-                    model(**given).loss.backward()
+                resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
+            if sharded is None:
+                model(**given).loss.backward()
+            else:
+                for _ in range(steps):
+                    loss = sequences.loss(model, sequences.cut(given), tiles=tiles)
+                    loss.backward()
+                    sharded.optimizer.step()
+                    sharded.optimizer.zero_grad()
+                    found.append(float(loss.detach()))
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
         return found
 
-    limited = run_ranks(body, 2, True)
-    assert limited == run_ranks(body, 2, False)
+    limited = run_ranks(body, 2, True, 64, 2)
+    assert limited == run_ranks(body, 2, False, 64, 2)
     assert limited[0][1] < limited[0][0]
+    with pytest.raises(RankError, match="allocate memory"):
+        run_ranks(body, 2, True, 0, 1)
+    if length == 32768:
+        with pytest.raises(RankError, match="allocate memory"):
+            run_ranks(body, 2, True, 1, 1)
 
 
 def test_groups_that_leave_ranks_of_a_sequence_out() -> None:

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import llama
+from families import SIZES, llama
 from ranks import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import zeroshard
 from zeroshard import UsageError
 from zeroshard.cli.main import app
+from zeroshard.planning import long_sequences
 from zeroshard.sequence import Sequences
 
 CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -55,6 +56,60 @@ def test_memory_falls_with_ranks_and_tiles() -> None:
         assert other.peak_nbytes < whole.peak_nbytes
     assert "all_to_all" not in tiled.figures.sent
     assert cut.parts["activations"] < 0.7 * whole.parts["activations"]
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG | {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of 1M tokens take seconds. The figures are those of all tiles."""
+
+    def figures(most: int) -> tuple[Any, int]:
+        monkeypatch.setattr(long_sequences, "MOST_TILES", most)
+        calls = []
+
+        def made() -> nn.Module:
+            model: Any = llama()
+            model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+            return model  # type: ignore[no-any-return]
+
+        plan = zeroshard.plan(made, config, world_size=2, batch=batch, machine="h100", tile_tokens=3)
+        return plan.figures, len(calls)
+
+    (few, few_calls), (every, every_calls) = figures(4), figures(100)
+    assert (few_calls, every_calls) == (2 * 2 * 4, 2 * 2 * -(-LENGTH // 3))
+    assert (few.peak, few.peaks, few.rest, few.sent) == (every.peak, every.peaks, every.rest, every.sent)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+    assert few.spent == pytest.approx(every.spent, rel=1e-9)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
+    """Two inputs are on the device while they are copied, and in the backward two as well: one that is used, and the next."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, tokens = 12, 256
+    shape = LlamaConfig(**{**SIZES, "num_hidden_layers": layers}, use_cache=False)
+
+    def peaks(on_cpu: bool) -> tuple[int, int, float]:
+        options = {"checkpoint_units": "auto", "cpu_checkpointing": on_cpu}
+        if contiguous:
+            options |= {"contiguous_memory_optimization": True, "number_checkpoints": layers}
+        given = {
+            "input_ids": torch.zeros(1, tokens, dtype=torch.long),
+            "labels": torch.zeros(1, tokens, dtype=torch.long),
+        }
+        config = CONFIG | {"activation_checkpointing": options}
+        plan = zeroshard.plan(
+            lambda: LlamaForCausalLM(shape), config, world_size=1, batch=given, machine="h100", tile_tokens=32
+        )
+        host = plan.figures.host_peak.parts.get("activations", 0)
+        return plan.parts["activations"], host, plan.figures.spent.get("copies", 0.0)
+
+    one = tokens * shape.hidden_size * 4
+    (kept, none, at_once), (moved, host, waited) = peaks(False), peaks(True)
+    assert (none, at_once) == (0, 0.0)
+    assert host == layers * one
+    assert waited > 0
+    assert kept - moved == (layers - 2) * one
 
 
 def test_ranks_that_do_not_divide() -> None:

@@ -56,7 +56,7 @@ def plan(
     sequence_parallel: Annotated[int, typer.Option(
         min=1, help="Ranks that hold one sequence together (zeroshard.sequence).")] = 1,
     tile_tokens: Annotated[int, typer.Option(
-        min=0, help="Tokens of a tile of the loss and of each MLP; 0: whole.")] = 0,
+        min=0, help="Tokens of a tile of the loss, of each MLP and norm; 0: whole.")] = 0,
     tensor_parallel: Annotated[int, typer.Option(
         min=1, help="Ranks that divide one model by its tp_plan; the others are data-parallel.")] = 1,
     hosts: Annotated[int | None, typer.Option(min=1, help="Over which the ranks are spread.")] = None,

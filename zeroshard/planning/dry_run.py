@@ -194,6 +194,10 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         optimizer = partial(torch.optim.AdamW, fused=True)
     run_config = load_config(_shortened(raw, config), job.data_ranks, model, auto)
     engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
+    storages = engine._sharded._context.storages
+    assert isinstance(storages, SimulatedStorages)
+    if engine.checkpointing is not None and not job.machine.computes_on_cpu:
+        engine.checkpointing.host_copies = storages.host_copies
     _name_states(engine, ledger)
     start = ledger.peak
     ledger.forget_peaks()
@@ -202,7 +206,13 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     stateful: list[nn.Module] = []
     if engine.checkpointing is not None and job.machine.computes_on_cpu:
         stateful = engine.checkpointing.modules
-    with _untraced(), _located(model, ledger), _random_states(stateful):  # now that the model's library is imported
+    shortened = job.sequences.shortened(clock)
+    with (
+        _untraced(),
+        _located(model, ledger),
+        _random_states(stateful),
+        shortened,
+    ):  # now that the model's library is imported
         for _ in range(STEPS):
             ledger.timeline.clear()
             spent = _step(job, engine, ledger, _Meter(clock, members.made))
@@ -221,7 +231,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         start=start,
         rest=rest,
         states=states,
-        disk=engine._sharded._context.storages.nbytes()["disk"],
+        disk=storages.nbytes()["disk"],
         sent=dict(total.sent),
         calls=dict(total.calls),
         seconds=total.seconds,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,16 @@ class Clock:
         seconds = max(flops / where.flops_of(dtype), nbytes / where.memory_bandwidth) + where.launch_seconds
         self.computed[name] += seconds
         self.now += seconds
+
+    @contextmanager
+    def times(self, number: int) -> Iterator[None]:
+        """Count the operations inside so many times: those that a dry run leaves out take as long."""
+        before = dict(self.computed)
+        yield
+        for name, seconds in self.computed.items():
+            more = (number - 1) * (seconds - before.get(name, 0.0))
+            self.computed[name] += more
+            self.now += more
 
     def wait_until(self, moment: float, line: str) -> None:
         """Wait for a transfer that arrives at a moment."""

@@ -93,6 +93,8 @@ class Checkpointer:
         if self.options.contiguous_memory_optimization and self.options.number_checkpoints:
             self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
+        self.host_copies: Callable[[Slots | None], Keeper] | None = None
+        """Makes the keeper of inputs in CPU memory; default: `HostCopies`, where the model computes on an accelerator."""
         self._wrapped: list[tuple[nn.Module, Any]] = []
 
     @classmethod
@@ -153,8 +155,11 @@ class Checkpointer:
 
     def _make_keeper(self, device: torch.device) -> Keeper:
         keeper: Keeper = self._slots or keep
-        if self.options.cpu_checkpointing and device.type != "cpu":
-            keeper = HostCopies(self._slots)
+        host_copies = self.host_copies
+        if host_copies is None and device.type != "cpu":
+            host_copies = HostCopies
+        if self.options.cpu_checkpointing and host_copies is not None:
+            keeper = host_copies(self._slots)
         if not self.options.partition_activations:
             return keeper
         group = self.options.model_parallel_group

@@ -6,7 +6,7 @@ in the backward. One number for each token is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 from zeroshard.sequence.batches import IGNORED
+from zeroshard.sequence.parts import parts
 
 Transform = Callable[[Tensor], Tensor] | None
 
@@ -200,10 +201,8 @@ def _of_tile(
     return -F.cross_entropy(logits.float(), labels, ignore_index=ignored, reduction="none")
 
 
-def _tiles(count: int, tiles: int) -> Iterator[slice]:
-    step = max(-(-count // tiles), 1)
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+def _tiles(count: int, tiles: int) -> Iterable[slice]:
+    return parts(count, max(-(-count // tiles), 1))
 
 
 class Sums:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from zeroshard.errors import UsageError
 from zeroshard.sequence.batches import has_values
 from zeroshard.sequence.loss import Sums, as_now, refuse_second_backward
+from zeroshard.sequence.parts import parts
 from zeroshard.torch_private import has_tensor_hooks
 
 _MIXES = (
@@ -138,15 +139,14 @@ class _Run(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.random = []
         out = None
-        start = 0
-        for part in x.split(tokens, dim=1):
+        for where in parts(x.shape[1], tokens):
             if any(ctx.needs_input_grad):
                 ctx.random.append(_Random(x))
+            part = x[:, where]
             y = _of_positions(name, run(part.contiguous()), part)
             if out is None:
                 out = y.new_empty(*x.shape[:2], *y.shape[2:])
-            out[:, start : start + part.shape[1]] = y
-            start += part.shape[1]
+            out[:, where] = y
         assert out is not None
         return out
 
@@ -158,21 +158,17 @@ class _Run(torch.autograd.Function):
         by_x = torch.empty_like(x) if needs_x else None
         sums = Sums()
         before = _Random(x)
-        start = 0
-        for random, part, gradient in zip(
-            ctx.random, x.split(ctx.tokens, dim=1), gradients[0].split(ctx.tokens, dim=1), strict=True
-        ):
+        for random, where in zip(ctx.random, parts(x.shape[1], ctx.tokens), strict=True):
             random.restore()
-            own = part.detach().contiguous().requires_grad_(needs_x)
+            own = x[:, where].detach().contiguous().requires_grad_(needs_x)
             with torch.enable_grad(), ctx.autocast():
                 y = ctx.run(own)
             wanted = [own, *ctx.parameters] if needs_x else list(ctx.parameters)
-            made = list(torch.autograd.grad(y, wanted, gradient, allow_unused=True))
+            made = list(torch.autograd.grad(y, wanted, gradients[0][:, where], allow_unused=True))
             if by_x is not None:
                 of_x = made.pop(0)
-                by_x[:, start : start + part.shape[1]] = 0 if of_x is None else of_x
+                by_x[:, where] = 0 if of_x is None else of_x
             sums.add(made)
-            start += part.shape[1]
         before.restore()
         return None, None, None, by_x, *sums.totals()
 

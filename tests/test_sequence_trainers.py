@@ -1,0 +1,156 @@
+"""Sequences that are cut over ranks under ZeroTrainer's mixin and under Lightning, by the object that a loop of one's own takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import transformers
+from families import SIZES
+from test_lightning import ranks, trainer
+from test_zero_trainer import arguments, history, run
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from zeroshard.integrations.lightning import ZeroStrategy
+from zeroshard.integrations.transformers import ZeroTrainerMixin
+from zeroshard.sequence import Sequences, tile
+
+LENGTH = 21
+"""An odd one: slices are padded."""
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Of each, another number of labels counts."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(2, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: 2 * index] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False))
+
+
+class InOrder:
+    """A Trainer whose batches come in order; those of a group of `replicas` trainings that share them."""
+
+    replica: tuple[int, int] = (1, 0)
+
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        sampler = DistributedSampler(self.train_dataset, *self.replica, shuffle=False)
+        return DataLoader(self.train_dataset, 2, sampler=sampler, collate_fn=self.data_collator)
+
+
+class Stock(InOrder, transformers.Trainer):  # type: ignore[misc]
+    pass
+
+
+class Long(InOrder, ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    sequences: Sequences
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # The Trainer counts the labels of all ranks, and the ranks of a sequence have the same.
+        tokens = num_items_in_batch / self.sequences.size
+        return self.sequences.loss(model, self.sequences.cut(inputs), tiles=3, tokens=tokens)
+
+
+OPTIONS = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "num_train_epochs": 2}
+
+
+def trained(rank: int, world: int, port: int, out: Path, stage: int | None, size: int) -> dict[str, Any]:
+    """Train; stage None is the stock Trainer."""
+    args = arguments(out, rank, world, port, **OPTIONS)
+    model = llama()
+    given = {"model": model, "args": args, "train_dataset": Texts(), "eval_dataset": Texts()}
+    if stage is None:
+        made: Any = Stock(**given)
+    else:
+        made = Long(**given, zero=stage)
+        mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
+        made.sequences = Sequences(mesh["sp"]).attach(model)
+        made.replica = (world // size, mesh.get_local_rank("dp"))
+        tile(model, "*.mlp", tokens=4)
+    made.train()
+    return history(made)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_mixin_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> None:
+    expected = run(trained, 1, tmp_path / "one", None, 1)[0]
+    found = run(trained, 2, tmp_path / "two", stage, 2)
+    assert found[0] == found[1]
+    compare(found[0], expected)
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert any("loss" in entry for entry in expected.values())
+    for number, entry in expected.items():
+        for name, value in entry.items():
+            if name != "eval_loss":  # a mean of the ranks' means
+                assert found[number][name] == pytest.approx(value, rel=1e-5), (number, name)
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.losses: list[float] = []
+
+    def setup(self, stage: str) -> None:
+        self.sequences = Sequences(torch.distributed.group.WORLD).attach(self.model)
+        tile(self.model, "*.mlp", tokens=4)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = self.sequences.loss(self.model, self.sequences.cut(batch), tiles=3)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        self.log("whole", self.model(**batch).loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def alone() -> list[float]:
+    model, losses = llama(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for batch in DataLoader(Texts(), 2):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lightning_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> None:
+    def fit() -> list[float]:
+        module = Module()
+        options = {"use_distributed_sampler": False, "gradient_clip_val": 0.1}
+        trainer(tmp_path, ZeroStrategy(stage), **options).fit(module, DataLoader(Texts(), 2), DataLoader(Texts(), 2))
+        return module.losses
+
+    first, second = ranks(fit)
+    assert first == second
+    assert first == pytest.approx(alone(), rel=1e-5)

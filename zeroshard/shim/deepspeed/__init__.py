@@ -106,9 +106,10 @@ def _of_data_parallel_ranks(config: Any) -> Any:
     found = dict(read(config))
     micro = found.get("train_micro_batch_size_per_gpu")
     accumulation = found.get("gradient_accumulation_steps")
-    counts = isinstance(micro, int) and isinstance(accumulation, int)
-    if counts and found.get("train_batch_size") == dist.get_world_size() * micro * accumulation:
-        del found["train_batch_size"]
+    if isinstance(micro, int) and isinstance(accumulation, int):
+        of_all = dist.get_world_size() * micro * accumulation
+        if found.get("train_batch_size") == of_all:
+            del found["train_batch_size"]
     return found
 
 

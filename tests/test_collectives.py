@@ -455,6 +455,8 @@ def test_words() -> None:
     assert "Read the output of rank 1 first" in message
     assert "ranks 3-5 were not waiting" in message
     assert message.endswith("The backend said: why")
+    message = describe_failure(0, range(2), mine, {}, [], timedelta(seconds=3), why, awaited=1, reaches_store=False)
+    assert "\nLook whether the host of rank 1 runs, and whether this one reaches it. Every rank must" in message
     mine = Told("all-gather of one", True)
     for other, is_leaf in ((Told("all-gather of one", True), False), (Told("all-gather of two", True), True)):
         message = describe_failure(0, range(2), mine, {1: other}, [], timedelta(seconds=3), why)

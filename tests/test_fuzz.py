@@ -73,7 +73,7 @@ _BEGINS = (
 
 EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
     (r"parked", lambda facts: facts.parked),
-    (r"of a class of your own", lambda facts: facts.setting.own_class and facts.action in ("offload", "inside")),
+    (r"of a class of your own", lambda facts: facts.setting.own_class and facts.action in ("offload", "inside", "drop_grads")),
     (r"broke off", lambda facts: facts.broken),
     (r"without optimizer\.zero_grad\(\)", lambda facts: facts.stepped),
     (r"between (a )?backward and (its )?(step|zero_grad)", lambda facts: facts.begun),
@@ -291,7 +291,10 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
 FOUND_OF_A_CLASS: dict[str, list[Action]] = {
     "parameters parked that cannot name their readers": [("offload", 0), ("write", 8)],
     "a copy after a backward": [("train", 0), ("deepcopy", 0)],
-}
+    "gradients set to zero between microbatches": [
+        ("accumulate", 0), ("drop_grads", 0), ("train", 0), ("read_gradients", 0),
+    ],
+}  # fmt: skip
 """The same, of parameters of a class of the user's own."""
 
 

@@ -83,9 +83,12 @@ def describe_failure(
         if awaited in silent:
             lines.append(f"rank {awaited} did not answer")
         lines.append(f"of {spell(silent)} nothing is heard, nor of the store: its host, or this one, may be cut off")
+        ended = f"Look whether the host of {spell(silent)} runs, and whether this one reaches it. {ended}"
     elif silent:
         were = "were" if len(silent) > 1 else "was"
-        lines.append(f"{spell(silent)} {were} not waiting for any rank (dead, finished, or still in other code)")
+        lines.append(
+            f"{spell(silent)} {were} not waiting for any rank (dead, finished, cut off, or still in other code)"
+        )
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)

@@ -79,6 +79,9 @@ class TakenGradients:
 
         Returns:
             The operation's result; NotImplemented if shards do not support it.
+
+        Raises:
+            UsageError: a parameter of a class of the user's own shows no gradient, which a loop over all would leave out.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:
@@ -87,7 +90,17 @@ class TakenGradients:
             _SIGNATURES[name].bind(self, 0, *args, **kwargs)
         except TypeError:
             return NotImplemented  # arguments that shards have no answer to
+        self._refuse_own_classes(name)
         return operation(self, self._number_of[flag], *args, **kwargs)
+
+    def _refuse_own_classes(self, name: str) -> None:
+        for unit, index in self._flags:
+            entry = unit.named[index]
+            if index in unit.used and not unit.appearance.is_own(entry):
+                raise UsageError(
+                    f"{name} of gradients, and that of {entry.fqn}, a parameter of a class of your own, is not shown: use "
+                    "nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
+                )
 
     # ------------------------------------------------------------------ operations, with torch's arguments
 

@@ -93,7 +93,10 @@ def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
         options = {"checkpoint_units": "auto", "cpu_checkpointing": on_cpu}
         if contiguous:
             options |= {"contiguous_memory_optimization": True, "number_checkpoints": layers}
-        given = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "labels": torch.zeros(1, tokens, dtype=torch.long)}
+        given = {
+            "input_ids": torch.zeros(1, tokens, dtype=torch.long),
+            "labels": torch.zeros(1, tokens, dtype=torch.long),
+        }
         config = CONFIG | {"activation_checkpointing": options}
         plan = zeroshard.plan(
             lambda: LlamaForCausalLM(shape), config, world_size=1, batch=given, machine="h100", tile_tokens=32

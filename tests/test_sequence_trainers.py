@@ -59,7 +59,9 @@ class Stock(InOrder, transformers.Trainer):  # type: ignore[misc]
 class Long(InOrder, ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     sequences: Sequences
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # The Trainer counts the labels of all ranks, and the ranks of a sequence have the same.

@@ -221,38 +221,38 @@ def test_at_most_the_shards_and_two_units(stage: int) -> None:
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_messages_are_those_of_one_forward(precision: str, transport: str) -> None:
+def test_the_messages_are_those_of_one_forward(stage: int, precision: str, transport: str) -> None:
     """Each unit is gathered once, in as many calls and bytes as a forward without gradients gathers all. Stage 2 sends nothing."""
 
     def body(rank: int) -> None:
-        for stage in (2, 3):
-            model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
-            unit = sharded._schedule.units[0]
-            calls: list[tuple[int, ...]] = []
-            gather = unit.collectives.all_gather
+        model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
+        unit = sharded._schedule.units[0]
+        calls: list[tuple[int, ...]] = []
+        gather = unit.collectives.all_gather
 
-            def count(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-                calls.append(tuple(rows.shape))
-                return gather(rows, *args, **kwargs)
+        def count(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.append(tuple(rows.shape))
+            return gather(rows, *args, **kwargs)
 
-            def taken(run: Callable[[], object]) -> tuple[Counter[str], list[tuple[int, ...]]]:
-                calls.clear()
-                before = Counter(unit.collectives.sent)
-                run()
-                sharded._schedule.settle()
-                sent = Counter(unit.collectives.sent) - before
-                del sent["exchange"]  # a byte a unit, by which ranks agree to go on
-                return sent, sorted(calls)
+        def taken(run: Callable[[], object]) -> tuple[Counter[str], list[tuple[int, ...]]]:
+            calls.clear()
+            before = Counter(unit.collectives.sent)
+            run()
+            sharded._schedule.settle()
+            sent = Counter(unit.collectives.sent) - before
+            del sent["exchange"]  # a byte a unit, by which ranks agree to go on
+            return sent, sorted(calls)
 
-            with torch.no_grad():
-                model(*gpt_batch(rank, 0))  # the first finds the order of units
-                unit.collectives.all_gather = count
-                forward = taken(lambda: model(*gpt_batch(rank, 0)))
-            handed_over = taken(lambda: kept(sharded.named_weights()))
-            assert handed_over == forward
-            assert bool(forward[1]) == (stage == 3)
-            sharded.remove()
+        with torch.no_grad():
+            model(*gpt_batch(rank, 0))  # the first finds the order of units
+            unit.collectives.all_gather = count
+            forward = taken(lambda: model(*gpt_batch(rank, 0)))
+        handed_over = taken(lambda: kept(sharded.named_weights()))
+        assert handed_over == forward
+        assert bool(forward[1]) == (stage == 3)
+        sharded.remove()
 
     run_ranks(body, 2)
 

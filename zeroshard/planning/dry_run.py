@@ -206,13 +206,10 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     stateful: list[nn.Module] = []
     if engine.checkpointing is not None and job.machine.computes_on_cpu:
         stateful = engine.checkpointing.modules
-    shortened = job.sequences.shortened(clock)
-    with (
-        _untraced(),
-        _located(model, ledger),
-        _random_states(stateful),
-        shortened,
-    ):  # now that the model's library is imported
+    with ExitStack() as stack:
+        # Now that the model's library is imported.
+        for around in (_untraced(), _located(model, ledger), _random_states(stateful), job.sequences.shortened(clock)):
+            stack.enter_context(around)
         for _ in range(STEPS):
             ledger.timeline.clear()
             spent = _step(job, engine, ledger, _Meter(clock, members.made))

@@ -21,8 +21,8 @@ _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
 """Names of the modules that run in tiles, where a model has them."""
 
 MOST_TILES = 4
-"""Tiles of a tensor that are run: the first and the second, between which sums of gradients are made; one for all that follow, which
-are alike; and the last, which may be shorter."""
+"""Tiles of a tensor that are run: the first and the second, between which sums of gradients are made; one for all that follow,
+which are alike; and the last, which may be shorter."""
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,8 @@ def plan(
         micro_batch: samples of one call, where the config names none.
         sharded_init: the model will be built inside of `sharded_init`: what start-up takes without it does not count.
         sequence_parallel: ranks that hold one sequence together (`zeroshard.sequence.Sequences`); the batch is whole.
-        tile_tokens: the tokens of a tile of the loss, of each MLP and norm; 0: they run whole. This and the argument before it are for
-            causal models of transformers, whose batch has `input_ids` and `labels`.
+        tile_tokens: the tokens of a tile of the loss, of each MLP and norm; 0: they run whole. This and the argument before it are
+            for causal models of transformers, whose batch has `input_ids` and `labels`.
         tensor_parallel: ranks that divide one model, as the config's `tensor_parallel.autotp_size`. Divided modules then have their
             local size, and send sums of activations. Units of whole parameters, and the message of each step by which the ranks
             agree on the norm, are not counted apart.

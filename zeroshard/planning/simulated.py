@@ -428,7 +428,7 @@ class SimulatedHostCopies:
         self._leaving.append((self._copies.copy(memory, tensor.detach()), tensor.detach()))
         while len(self._leaving) > KEPT_COUNT:
             transfer, _tensor = self._leaving.popleft()
-            transfer.wait()
+            transfer.wait(CPU)
         copy = _HostInput(memory, self)
         if self._slots is not None:
             self._slots.hold(copy)
@@ -472,7 +472,7 @@ class _HostInput:
         assert self._back is not None
         transfer, tensor = self._back
         self._back = None
-        transfer.wait()
+        transfer.wait(CPU)
         self._owner.recalled(self)
         return tensor
 

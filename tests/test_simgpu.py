@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
+
 import pytest
 import torch
 from simgpu import bodies, device, server
@@ -34,6 +39,30 @@ QUICK = {
 )
 def test_no_wait_is_missing(body: str, mode: str, ranks: int) -> None:
     server.call(EVERY_BODY[body], ranks=ranks, mode=mode)
+
+
+def test_the_server_ends_while_a_fork_holds_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def one_that_only_reads(command: list[str], pass_fds: list[int], **_: object) -> subprocess.Popen[bytes]:
+        code = f"import os\nwhile os.read({pass_fds[0]}, 1): pass"
+        return start([command[0], "-S", "-c", code], pass_fds=pass_fds)
+
+    monkeypatch.setattr(subprocess, "Popen", one_that_only_reads)
+    served = server.Server()
+    fork = os.fork()
+    if fork == 0:
+        signal.pause()
+        os._exit(0)
+    closing = threading.Thread(target=served.close, daemon=True)
+    closing.start()
+    closing.join(timeout=30)  # one that hangs ends with the fork
+    is_open = closing.is_alive()
+    os.kill(fork, signal.SIGKILL)
+    os.waitpid(fork, 0)
+    closing.join()
+    server.atexit.unregister(served.close)
+    assert not is_open
 
 
 # ---------------------------------------------------------------------- the device itself

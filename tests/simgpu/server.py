@@ -63,7 +63,8 @@ class Server:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self._connection = Connection(ours.detach())
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
         atexit.register(self.close)
 
     def run(self, request: Request) -> list[Any]:
@@ -81,7 +82,9 @@ class Server:
         return list(results)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. Ranks that were forked since hold copies of the socket, so closing ours would not be seen."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
         self._connection.close()
         self._process.wait()
 

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import json5
 import pytest
 import torch
-from documents import DOCS, ROOT, Block, blocks, headings, links, pages, program, prose, slug
+from documents import DOCS, ROOT, Block, anchors, blocks, headings, links, pages, program, prose
 
 import zeroshard
 from zeroshard import ZeroshardError
@@ -59,9 +59,18 @@ def test_links_lead_somewhere() -> None:
             target = (page.parent / path).resolve() if path else page
             if not target.is_file():
                 broken.append(f"{page}: {link}: there is no such file")
-            elif anchor and anchor not in {slug(text) for _, text in headings(target)}:
+            elif anchor and anchor not in anchors(target):
                 broken.append(f"{page}: {link}: there is no such heading")
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("script", ["pictures.py", "site_pages.py"])
+def test_the_site_is_built_without_zeroshard_and_torch(script: str) -> None:
+    """`make docs` installs the extra `docs` only."""
+    tree = ast.parse((DOCS / script).read_text(encoding="utf-8"))
+    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "mkdocs"}
 
 
 def test_every_page_is_on_the_menu() -> None:

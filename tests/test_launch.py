@@ -190,7 +190,7 @@ def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.Monke
     model = Stack()
     with pytest.raises(UsageError, match="set MASTER_ADDR"):
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="would train alone"):
+    with pytest.raises(UsageError, match="would train by itself"):
         join_ranks(CPU, required=False)
     assert not dist.is_initialized()
 

@@ -97,7 +97,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         llama_factory.wrap_model(nn.Linear(2, 2), {"name": "zeroshard", "stage": 3})
     with pytest.raises(UsageError, match="stag means nothing"):
         llama_factory.wrap_model(nn.Linear(2, 2), {"name": "zeroshard", "stag": 1})
-    with pytest.raises(UsageError, match="needs its lr"):
+    with pytest.raises(UsageError, match="has no lr"):
         llama_factory.make_optimizer(nn.Linear(2, 2), {"name": "zeroshard"})
     if find_spec("llamafactory") is None:
         with pytest.raises(UsageError, match="pip install llamafactory"):

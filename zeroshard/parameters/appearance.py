@@ -275,7 +275,7 @@ class TakenGradient(Tensor):
         fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
         raise UsageError(
             f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
-            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it: "
+            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it, call "
             f'sharded.states.get("{fqn}", "gradients").'
         )
 
@@ -526,7 +526,7 @@ class Appearance:
                     raise UsageError(
                         f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had "
                         f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
-                        "model: convert it before, or say precision=Precision(...) (in a config, bf16 or fp16)."
+                        "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
                     )
                 view.copy_(data)
                 entry.show(view)

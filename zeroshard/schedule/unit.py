@@ -314,7 +314,7 @@ class Unit:
         if self.pins and self.sharded_at_rest:
             raise UsageError(
                 "optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
-                f"{self.label} as it is. Step outside."
+                f"{self.label} as it is. Call it outside."
             )
 
     def refuse_parked(self, what: str) -> None:
@@ -488,7 +488,8 @@ class Unit:
         if self.state is UnitState.PARKED:
             raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
         raise UsageError(
-            f"{fqn} is sharded at rest, and `{what}` wants its values while its module does not run. Read or write inside "
+            f"{fqn} is sharded at rest, and `{what}` needs its values while its module does not run. Read or "
+            "write inside "
             "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
         )
 
@@ -603,7 +604,8 @@ class Unit:
                 )
             else:
                 raise UsageError(
-                    f"{entry.fqn} has a gradient, and is frozen as far as zeroshard knows: it would not be updated. "
+                    f"{entry.fqn} has a gradient, and was frozen when zeroshard took the model: it would not be "
+                    "updated. "
                     "Call update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
                 )
 

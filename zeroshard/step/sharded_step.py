@@ -688,7 +688,9 @@ class ShardedStep:
         known = {parameter for group in self.groups for parameter in group}
         again = sum(id(parameter) in known for parameter in parameters)
         if again:
-            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
+            raise UsageError(
+                f"{again} of the new param group's parameters are in a group of the optimizer already. Leave them out."
+            )
         self.groups.append([id(parameter) for parameter in parameters])
         type(self.inner).add_param_group(self.inner, {**param_group, "params": parameters})
         self._users.append(self.inner.param_groups[-1]["params"])

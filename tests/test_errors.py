@@ -33,7 +33,7 @@ REMEDIES = (
     "on|hand|import|install|iterate|keep|leave|let|list|"
     "load|look|lower|make|materialise|move|name|pack|pad|pass|pip "
     "install|plan|put|raise|read|register|reinstall|remove|"
-    "report|resume|return|run|save|set|shard|share|sort|start|step|switch|take|train|try|turn|unfreeze|unset|"
+    "report|resume|return|run|save|set|shard|share|sort|start|step|store|switch|take|train|try|turn|unfreeze|unset|"
     "use|wait|write|disable|end"
 )
 """What a message asks its reader to do, after a stop or `or`."""
@@ -210,7 +210,7 @@ def test_models_in_the_hands_of_torchs_wrappers_are_refused() -> None:
         assert "DistributedDataParallel" in refusal(lambda: zeroshard.shard(ddp, sgd(ddp)))
         fsdp = nn.Sequential(nn.Linear(4, 4))
         fully_shard(fsdp[0])
-        assert "0 is in the hands of FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
+        assert "0 is managed by FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
         cut = nn.Linear(4, 4)
         parallelize_module(cut, init_device_mesh("cpu", (2,)), ColwiseParallel())
         assert "parameter weight is a DTensor over ranks [0, 1]" in refusal(lambda: zeroshard.shard(cut, sgd(cut)))

@@ -393,7 +393,7 @@ def test_finetuning_callbacks_free_parameters(stage: int, tmp_path: Path) -> Non
     assert_same(two, ranks(body, 1), 0.0)
     assert all(torch.equal(one, other) for one, other in zip(two[0][1], two[1][1], strict=True))
     if stage == 3:
-        with pytest.raises(RankError, match="is sharded at rest, and `equal` wants its values"):
+        with pytest.raises(RankError, match="is sharded at rest, and `equal` needs its values"):
             ranks(body, stage)
 
 

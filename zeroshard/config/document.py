@@ -136,7 +136,7 @@ def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 def _first() -> str:
     """Make the table of the keys that most configs set, each with a link to its line."""
     rows = ["| key | effect |", "| --- | --- |"]
-    blocks = {"": Schema, **dict(_blocks(Schema))}
+    blocks: dict[str, type[BaseModel]] = {"": Schema, **dict(_blocks(Schema))}
     for path in _FIRST:
         parent, _, key = path.rpartition(".")
         page = ""

@@ -259,7 +259,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def _refuse_wrong_types(model: object, optimizer: object) -> None:
     """Raise where arguments are not what they should be, or the model's states are in other hands."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is {_described(model)}. Pass a torch.nn.Module.")
+        raise UsageError(f"the model is {_described(model)}, not a torch.nn.Module. Pass a module.")
     if isinstance(optimizer, list | tuple) and optimizer:
         wrong = [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]
     else:

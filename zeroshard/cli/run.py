@@ -109,7 +109,7 @@ def _processes(given: str | None, count: int) -> int:
     if given in ("auto", "cpu"):
         return os.cpu_count() or 1
     if not re.fullmatch("[0-9]{1,9}", given) or int(given) < 1:
-        raise UsageError(f"--nproc-per-node {given!r} is no number. Pass one from 1 on, or auto, gpu or cpu.")
+        raise UsageError(f"--nproc-per-node: pass a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
     if count and int(given) > count:
         raise UsageError(
             f"--nproc-per-node {given}: this machine has {count} accelerator(s), and each process needs its own. "

@@ -7,7 +7,8 @@ With --checkpoints FOLDER it saves regularly, also at Ctrl-C, and resumes where 
 stage. Samples are numbered, and a step takes the next ones, however many ranks share them. So torchrun may restart it with more
 machines or fewer, see docs/elastic_hosts.md.
 
-The text is the Python standard library's own source, unless --text names a file or a folder.
+The text is the Python standard library's own source, unless --text names a file or a folder. At the end it draws the loss: as a PNG
+where matplotlib is installed (`pip install 'zeroshard[plots]'`), else in the terminal.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import signal
 import sys
 import sysconfig
 import time
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import json5
 import torch
@@ -39,6 +42,9 @@ from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 128  # tokens of one training sequence
 MICROBATCH = 4  # sequences of one forward, at most
+STEPS = 650
+STEPS_IN_FP32 = 250  # where a CPU has no instructions for bf16: fp32 takes some three times as long
+CURVE = Path("runs/train_gpt.png")
 
 
 def read_text(path: Path) -> Tensor:
@@ -174,7 +180,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
     parser.add_argument("--stage", type=int, choices=range(4), help="takes the place of the config's stage")
     parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
-    parser.add_argument("--steps", type=int, default=650)
+    parser.add_argument("--steps", type=int, help=f"default: {STEPS}, or {STEPS_IN_FP32} on a CPU without bf16")
     parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
@@ -182,9 +188,68 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> None:
-    """Train until --steps or Ctrl-C, and save."""
+def set_steps(options: argparse.Namespace, config: dict[str, Any], console: Console) -> None:
+    """Choose the number of steps where --steps is left out: fewer on a CPU without bf16, with the schedule as long as they are."""
+    if options.steps is not None:
+        return
+    options.steps = STEPS
+    if is_emulated_on_any_rank(torch.bfloat16):
+        options.steps = STEPS_IN_FP32
+        schedule = config.get("scheduler", {}).get("params", {})
+        if schedule.get("total_num_steps") == STEPS:
+            schedule["total_num_steps"] = STEPS_IN_FP32
+        console.print(
+            f"this CPU has no bf16 instructions: {STEPS_IN_FP32} steps, not {STEPS} (--steps {STEPS} makes all)"
+        )
+
+
+def curve(losses: list[float], first: int, width: int = 64, height: int = 12) -> str:
+    """Draw a curve of characters: each column is the mean of its steps.
+
+    Args:
+        losses: of each step.
+        first: the number of the first of these steps.
+        width: columns, at most.
+        height: rows.
+    """
+    width = min(width, len(losses))
+    edges = [len(losses) * column // width for column in range(width + 1)]
+    means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    rows = [round((high - mean) / ((high - low) or 1) * (height - 1)) for mean in means]
+    lines = []
+    for row in range(height):
+        value = high - (high - low) * row / (height - 1)
+        points = "".join("*" if one == row else " " for one in rows)
+        lines.append(f"{value:7.3f} |{points}".rstrip())
+    last = str(first + len(losses) - 1)
+    lines.append(f"{'loss':>7} +{'-' * width}")
+    lines.append(f"{'step':>7}  {str(first).ljust(max(width - len(last), 0))}{last}")
+    return "\n".join(lines)
+
+
+def draw(losses: list[float], first: int, console: Console) -> None:
+    """Draw the loss of each step from step `first` on: to a PNG, or in the terminal where matplotlib is missing."""
+    if not losses:
+        return
+    if find_spec("matplotlib") is None:
+        console.print(curve(losses, first), markup=False, highlight=False)
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(first, first + len(losses)), losses, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    CURVE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(CURVE, dpi=150)
+    console.print(f"the loss of each step: {CURVE.resolve()}", soft_wrap=True, markup=False, highlight=False)
+
+
+def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> list[float]:
+    """Train until --steps or Ctrl-C, and save. Return this rank's loss in each step."""
     loss = torch.zeros(())
+    losses = []
     rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()
     shown = zeroshard.progress(engine, steps=options.steps, tokens=LENGTH)
     with CtrlC() as interrupt, shown as progress:
@@ -196,6 +261,7 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
                 loss = engine(*data.batch(first, engine))
                 engine.backward(loss)
                 engine.step()
+            losses.append(loss.detach())
             if step % 50 == 0 or step == options.steps - 1:
                 speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
                 norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
@@ -207,10 +273,11 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
                 engine.save_checkpoint(options.checkpoints, asynchronous=True, keep_last=2)
     if options.checkpoints is not None:
         engine.save_checkpoint(options.checkpoints, keep_last=2)
+    return [float(one) for one in losses]
 
 
 def main() -> None:
-    """Train, validate, sample, and show where the memory is."""
+    """Train, validate, sample, show where the memory is, and draw the loss."""
     options = parse()
 
     config = json5.loads(Path(options.config).read_text())
@@ -218,6 +285,8 @@ def main() -> None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     init_distributed()
     torch.manual_seed(0)
+    console = Console(quiet=dist.get_rank() != 0)
+    set_steps(options, config, console)
     # Values that a config may leave to "auto", and that this script supplies.
     auto = {
         "train_micro_batch_size_per_gpu": microbatch_size(config.get("train_batch_size"), dist.get_world_size()),
@@ -230,7 +299,6 @@ def main() -> None:
         "bf16": not options.fp16 and not is_emulated_on_any_rank(torch.bfloat16),
     }
     engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config, auto=auto)
-    console = Console(quiet=dist.get_rank() != 0)
 
     text = read_text(options.text)
     training, validation = Windows(text[: -len(text) // 20]), Windows(text[-len(text) // 20 :])
@@ -242,7 +310,8 @@ def main() -> None:
         path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
         console.print("no checkpoint yet" if path is None else f"going on from {path}")
 
-    train(engine, training, options, console)
+    first = engine.global_steps
+    losses = train(engine, training, options, console)
 
     engine.eval()
     bits = evaluate(engine, validation, count=8)
@@ -251,6 +320,8 @@ def main() -> None:
     console.print(sample(engine, "def read(self, ", options.sample), markup=False, highlight=False)
     console.rule()
     report(engine, console)
+    if dist.get_rank() == 0:
+        draw(losses, first, console)
     dist.destroy_process_group()
 
 

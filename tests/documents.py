@@ -110,6 +110,12 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the places of a page that a link can name: its headings, and what has an id."""
+    ids = re.findall(r'<a id="([^"]+)"></a>', "\n".join(prose(page)))
+    return {*(slug(text) for _, text in headings(page)), *ids}
+
+
 def links(page: Path) -> list[str]:
     """Targets of links within the repository."""
     return [target for line in prose(page) for target in _LINK.findall(line) if "://" not in target]

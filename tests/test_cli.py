@@ -79,7 +79,7 @@ def test_an_error_is_a_sentence() -> None:
 
 def test_explain() -> None:
     assert "UsageError" in zeroshard("explain").stdout
-    said = zeroshard("explain", "embedding.weight is sharded at rest, and `add_` wants its values").stdout
+    said = zeroshard("explain", "embedding.weight is sharded at rest, and `add_` needs its values").stdout
     assert "zeroshard.unsharded(module)" in said
     assert "Also a RuntimeError" in zeroshard("explain", "CollectiveError").stdout
     near = zeroshard("explain", "my parameter is sharded when at rest")

@@ -271,6 +271,27 @@ def test_the_pages_of_the_docs_are_the_schemas() -> None:
         assert (folder / name).read_text(encoding="utf-8") == page, "run `zeroshard config document`"
 
 
+def test_a_key_of_the_docs_is_one_line_with_a_link() -> None:
+    """The keys that most configs set come first, and those that change nothing are folded away."""
+    shown = pages()
+    for entry in load_config({}, 1).entries():
+        block, _, key = entry.path.rpartition(".")
+        works = entry.effect.kind is Kind.WORKS
+        name = f"{block}.md"
+        if not block:
+            name = "README.md" if works else "other_keys.md"
+        (line,) = [line for line in shown[name].splitlines() if f'<a id="{key}"></a>' in line]
+        assert line.startswith(f'| <a id="{key}"></a>') and entry.effect.text.replace("|", r"\|") in line
+        before = shown[name].partition(line)[0]
+        folded = before.count("<details") > before.count("</details>")
+        assert folded is (not works and name != "other_keys.md"), entry.path
+    first, _, rest = shown["README.md"].partition("## Top level")
+    links = re.findall(r"^\| \[`[\w.]+`\]\(([\w.]*)#(\w+)\) \|", first, re.MULTILINE)
+    assert len(links) == 10
+    for page, key in links:
+        assert f'<a id="{key}"></a>' in (shown[page] if page else rest)
+
+
 def test_check_prints_each_key(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(ZERO2))

@@ -17,12 +17,13 @@ from xml.etree import ElementTree
 
 import json5
 import pytest
-from documents import DOCS, ROOT, Block, blocks, headings, links, pages, program, prose, slug
+import torch
+from documents import DOCS, ROOT, Block, anchors, blocks, headings, links, pages, program, prose
 
 import zeroshard
 from zeroshard import ZeroshardError
 from zeroshard.cli import explain
-from zeroshard.errors import PAGE
+from zeroshard.errors import PAGES
 
 PACKAGE = Path(zeroshard.__file__).parent
 RUN = (
@@ -33,11 +34,13 @@ RUN = (
 )  # fmt: skip
 """Pages whose code is run. That of others is only parsed."""
 ENGLISH_ONLY = ("docs/loops.md", "docs/cookbook.md", "docs/sequences.md", "docs/composing.md")
-ALSO_TRANSLATED = ("docs/which_stage.md", "docs/troubleshooting.md")
+ALSO_TRANSLATED = ("docs/which_stage.md", *(f"docs/{page}" for page in PAGES))
+LONGER = {"docs/design.md": 3000}
 TRANSLATED = {
     page: page.replace("docs/", "docs/zh-CN/") for page in (*RUN, *ALSO_TRANSLATED) if page not in ENGLISH_ONLY
 }
 TRANSLATED["README.md"] = "README.zh-CN.md"
+MESSAGES = [heading for page in PAGES for heading in headings(DOCS / page)]
 NAMES = [name for name in zeroshard.__all__ if name != "checkpointing"]
 
 
@@ -56,9 +59,18 @@ def test_links_lead_somewhere() -> None:
             target = (page.parent / path).resolve() if path else page
             if not target.is_file():
                 broken.append(f"{page}: {link}: there is no such file")
-            elif anchor and anchor not in {slug(text) for _, text in headings(target)}:
+            elif anchor and anchor not in anchors(target):
                 broken.append(f"{page}: {link}: there is no such heading")
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("script", ["pictures.py", "site_pages.py"])
+def test_the_site_is_built_without_zeroshard_and_torch(script: str) -> None:
+    """`make docs` installs the extra `docs` only."""
+    tree = ast.parse((DOCS / script).read_text(encoding="utf-8"))
+    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "mkdocs"}
 
 
 def test_every_page_is_on_the_menu() -> None:
@@ -100,6 +112,16 @@ def test_every_public_method_is_documented() -> None:
     assert not missing
 
 
+# ---------------------------------------------------------------------- length
+
+
+@pytest.mark.parametrize("page", names_of(sorted(DOCS.rglob("*.md"))))
+def test_a_page_can_be_read_in_one_go(page: str) -> None:
+    """Words outside of code; bars of tables are none. A longer page is split."""
+    words = [word for line in prose(ROOT / page) for word in line.split() if any(map(str.isalnum, word))]
+    assert len(words) <= LONGER.get(page, 1500)
+
+
 # ---------------------------------------------------------------------- tables and pictures that a script makes
 
 
@@ -129,7 +151,7 @@ def errors() -> list[type[ZeroshardError]]:
 def test_an_error_says_where_to_read_on(error: type[ZeroshardError]) -> None:
     raised = error("a sentence.")
     assert str(raised) == "a sentence."
-    assert traceback.format_exception_only(raised)[-1] == f"`zeroshard explain {error.__name__}` says more\n"
+    assert traceback.format_exception_only(raised)[-1] == f"`zeroshard explain {error.__name__}` explains it\n"
     assert explain.found(error.__name__, explain.page()).startswith(f"## {error.__name__}\n")
 
 
@@ -145,7 +167,7 @@ def test_the_messages_are_those_of_the_code() -> None:
         said |= {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     classes, seen = {error.__name__ for error in errors()}, 0
     section = ""
-    for level, text in headings(ROOT / "docs" / PAGE):
+    for level, text in MESSAGES:
         section = text if level == 2 else section
         if level == 3 and section in classes and not text[0].isupper():
             seen += 1
@@ -154,8 +176,17 @@ def test_the_messages_are_those_of_the_code() -> None:
     assert seen > 40
 
 
+def test_errors_of_torch_itself_are_explained() -> None:
+    """The messages are those that torch raises for an fp32 input to a bf16 model."""
+    linear, conv = torch.nn.Linear(4, 4).bfloat16(), torch.nn.Conv1d(4, 4, 1).bfloat16()
+    for layer, shape in ((linear, (2, 4)), (conv, (1, 4, 4))):
+        with pytest.raises(RuntimeError) as raised:
+            layer(torch.randn(*shape))
+        assert ".to(torch.bfloat16)" in explain.found(str(raised.value), explain.page())
+
+
 def test_the_messages_in_questions_are_explained_on_the_page_of_errors() -> None:
-    explained = [text for level, text in headings(ROOT / "docs" / PAGE) if level == 3]
+    explained = [text for level, text in MESSAGES if level == 3]
     rows = [line for line in prose(ROOT / "docs" / "faq.md") if re.match(r"\| `", line)]
     messages = [re.findall("`([^`]+)`", row)[0] for row in rows]
     assert len(messages) > 5
@@ -182,8 +213,9 @@ def test_a_translation_has_the_parts_of_its_original(original: str) -> None:
     assert _named(there) == _named(here)
 
 
-def test_messages_are_not_translated() -> None:
-    there, here = headings(ROOT / TRANSLATED["docs/troubleshooting.md"]), headings(ROOT / "docs/troubleshooting.md")
+@pytest.mark.parametrize("page", PAGES)
+def test_messages_are_not_translated(page: str) -> None:
+    there, here = headings(ROOT / TRANSLATED[f"docs/{page}"]), headings(DOCS / page)
     for (level, text), (_, original) in zip(there, here, strict=True):
         assert text == original or level == 1 or text[0] > "\u2e80", text
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -24,6 +26,17 @@ from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
+
+REMEDIES = (
+    "accept|add|adapt|allow|ask|assign|attach|begin|build|call|cast|change|check|choose|clone|convert|copy|correct|cut|"
+    "declare|detach|divide|enable|evaluate|export|free|freeze|give|go "
+    "on|hand|import|install|iterate|keep|leave|let|list|"
+    "load|look|lower|make|materialise|move|name|pack|pad|pass|pip "
+    "install|plan|put|raise|read|register|reinstall|remove|"
+    "report|resume|return|run|save|set|shard|share|sort|start|step|store|switch|take|train|try|turn|unfreeze|unset|"
+    "use|wait|write|disable|end"
+)
+"""What a message asks its reader to do, after a stop or `or`."""
 
 SGD = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -197,7 +210,7 @@ def test_models_in_the_hands_of_torchs_wrappers_are_refused() -> None:
         assert "DistributedDataParallel" in refusal(lambda: zeroshard.shard(ddp, sgd(ddp)))
         fsdp = nn.Sequential(nn.Linear(4, 4))
         fully_shard(fsdp[0])
-        assert "0 is in the hands of FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
+        assert "0 is managed by FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
         cut = nn.Linear(4, 4)
         parallelize_module(cut, init_device_mesh("cpu", (2,)), ColwiseParallel())
         assert "parameter weight is a DTensor over ranks [0, 1]" in refusal(lambda: zeroshard.shard(cut, sgd(cut)))
@@ -290,8 +303,8 @@ def test_optimizer_and_scheduler_blocks_that_cannot_be_made() -> None:
     assert "scheduler.type" in made(scheduler={"type": "Warmdown"})
     assert "warmup_num_steps" in made(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}})
     engine, *_ = zeroshard.initialize(model=Stack(), config={})
-    assert "for evaluation alone" in refusal(lambda: engine.backward(engine(*tokens(0, 0))))
-    assert "for evaluation alone" in refusal(engine.optimizer.step)
+    assert "for evaluation only" in refusal(lambda: engine.backward(engine(*tokens(0, 0))))
+    assert "for evaluation only" in refusal(engine.optimizer.step)
     assert "needs a config" in refusal(lambda: zeroshard.initialize(model=Stack()))
     assert "torch.nn.Module" in refusal(lambda: zeroshard.initialize(model=3, config=SGD))
 
@@ -319,3 +332,28 @@ def test_a_collective_that_comes_late_over_gloo_changes_no_bits(stage: int, monk
         return len(delays)
 
     assert min(run_ranks(body, 2)) > 20
+
+
+def _message(node: ast.expr) -> str:
+    """Return a message with braces in the place of what a run fills in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join("{}" if isinstance(part, ast.FormattedValue) else _message(part) for part in node.values)
+    return "{}"
+
+
+def test_every_message_ends_with_what_to_do() -> None:
+    """Where it ends with another error's sentence, that one's remedy counts."""
+    found, lacking = 0, []
+    remedy = re.compile(rf"(^|[.:;,?)(}}\n] ?|\bor |\band |\bthen |\binstead )({REMEDIES})\b", re.IGNORECASE)
+    classes = {name for name in zeroshard.__all__ if name.endswith("Error")}
+    for path in Path(zeroshard.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in classes and node.args:
+                message = _message(node.args[0])
+                found += 1
+                if not message.endswith("{}") and not remedy.search(message):
+                    lacking.append(f"{path.name}: {message}")
+    assert found > 500
+    assert not lacking, "\n".join(lacking)

@@ -1,14 +1,20 @@
-"""Ctrl-C in the example saves between two steps, says how to go on, and is no traceback."""
+"""The example: Ctrl-C saves between two steps, slow CPUs take fewer steps, and the loss is drawn at the end."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import json5
 import pytest
+from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
@@ -51,3 +57,46 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launcher: list[str], tmp_path: Path)
     output, errors = on.communicate(timeout=120)
     assert on.returncode == 0, errors
     assert f"going on from {folder}" in output.replace("\n", "")
+
+
+@pytest.fixture
+def script() -> Any:
+    """The example's module."""
+    return SimpleNamespace(**runpy.run_path(SCRIPT))
+
+
+def test_a_curve_is_text_that_falls_with_the_loss(script: Any) -> None:
+    drawn = script.curve([5.0 - 0.01 * step for step in range(300)], first=100, width=60, height=10).splitlines()
+    assert [line.index("*") for line in drawn[:10]] == sorted(line.index("*") for line in drawn[:10])
+    assert drawn[0].startswith("  4.98") and drawn[-1].split() == ["step", "100", "399"]
+    assert "*" in script.curve([2.0], first=0)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_curve_is_a_picture_or_text(
+    script: Any, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(script.draw.__globals__, "find_spec", lambda name: name if installed else None)
+    script.draw([3.0, 2.5, 2.0], 0, Console())
+    printed = capsys.readouterr().out
+    if installed:
+        picture = tmp_path / "runs" / "train_gpt.png"
+        assert str(picture) in printed and picture.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "*" in printed and "step" in printed and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_cpu_without_bf16_takes_fewer_steps_and_says_so(
+    script: Any, emulated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(script.set_steps.__globals__, "is_emulated_on_any_rank", lambda dtype: emulated)
+    config = json5.loads((ROOT / "examples" / "zero2.json").read_text())
+    options = argparse.Namespace(steps=None)
+    script.set_steps(options, config, Console(width=200))
+    assert options.steps == config["scheduler"]["params"]["total_num_steps"] == (250 if emulated else 650)
+    assert ("250 steps, not 650" in capsys.readouterr().out) is emulated
+    given = argparse.Namespace(steps=7)
+    script.set_steps(given, config, Console())
+    assert given.steps == 7

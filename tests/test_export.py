@@ -88,7 +88,7 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere(tmp_path: Path) -> None:
     name = reader.manifest.files[1].name
     (reader.folder / name).unlink()
     with pytest.raises(
-        CheckpointError, match=f"lacks {re.escape(name)}, one of 1 files .* bring the files of all of them together"
+        CheckpointError, match=f"lacks {re.escape(name)}, one of 1 files .* copy the files of all of them"
     ):
         export(reader, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

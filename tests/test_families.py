@@ -59,7 +59,7 @@ def test_each_rank_generates_as_much_as_it_likes(stage: int) -> None:
         assert torch.equal(alone, together)
         model(**text(rank, 0)).loss.backward()
         if stage == 3:
-            with zeroshard.unsharded(model), pytest.raises(zeroshard.UsageError, match="Step outside"):
+            with zeroshard.unsharded(model), pytest.raises(zeroshard.UsageError, match="Call it outside"):
                 sharded.optimizer.step()
         return [alone]
 

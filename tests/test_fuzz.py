@@ -83,7 +83,7 @@ EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
     (r"microbatches are summed on this rank", lambda facts: facts.accumulated and facts.setting.bf16),
     (r"\.grad was set after a backward", lambda facts: facts.grad_set),
     (r"its `grad`: it was reduced", lambda facts: facts.action == "drop_grads"),
-    (r"has a gradient, and is frozen", lambda facts: facts.grad_set or facts.toggled),
+    (r"has a gradient, and was frozen", lambda facts: facts.grad_set or facts.toggled),
     (r"was unfrozen", lambda facts: facts.toggled),
     (r"without a modifier rank", lambda facts: facts.action == "write_inside_unasked"),
     (r"has no (gradient|state '\w+') to set", lambda facts: facts.action in ("set_state", "set_mean_gradient")),

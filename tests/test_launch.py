@@ -88,11 +88,11 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"},
             "start it with srun",
         ),
-        ({"RANK": "1"}, "RANK=1 says that there are several ranks, and WORLD_SIZE is not set"),
+        ({"RANK": "1"}, "RANK=1 implies several ranks, and WORLD_SIZE is not set"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 does not lie below WORLD_SIZE=1"),
-        ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 says .* SLURM_NTASKS is not set"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 says .* OMPI_COMM_WORLD_SIZE is not set"),
-        ({"PMI_RANK": "1"}, "PMI_RANK=1 says .* PMI_SIZE is not set"),
+        ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 implies .* SLURM_NTASKS is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 implies .* OMPI_COMM_WORLD_SIZE is not set"),
+        ({"PMI_RANK": "1"}, "PMI_RANK=1 implies .* PMI_SIZE is not set"),
         ({"WORLD_SIZE": "²"}, "WORLD_SIZE='²' is not an integer"),
         ({"WORLD_SIZE": "9" * 5000}, "is not an integer"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
@@ -190,7 +190,7 @@ def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.Monke
     model = Stack()
     with pytest.raises(UsageError, match="set MASTER_ADDR"):
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="would train alone"):
+    with pytest.raises(UsageError, match="would train by itself"):
         join_ranks(CPU, required=False)
     assert not dist.is_initialized()
 

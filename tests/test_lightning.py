@@ -393,7 +393,7 @@ def test_finetuning_callbacks_free_parameters(stage: int, tmp_path: Path) -> Non
     assert_same(two, ranks(body, 1), 0.0)
     assert all(torch.equal(one, other) for one, other in zip(two[0][1], two[1][1], strict=True))
     if stage == 3:
-        with pytest.raises(RankError, match="is sharded at rest, and `equal` wants its values"):
+        with pytest.raises(RankError, match="is sharded at rest, and `equal` needs its values"):
             ranks(body, stage)
 
 
@@ -510,7 +510,7 @@ def fit(folder: Path, strategy: Any, module: Any = None, ckpt_path: Any = None, 
 MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "stage 4": (lambda p: ZeroStrategy(4), PolicyError, "0, 1, 2 or 3"),
     "config as stage": (lambda p: ZeroStrategy("zero.json"), UsageError, "config=..."),  # type: ignore[arg-type]
-    "both": (lambda p: ZeroStrategy(2, {}), UsageError, "leave the others out"),
+    "both": (lambda p: ZeroStrategy(2, {}), UsageError, "leave the other arguments out"),
     "DDP's": (lambda p: ZeroStrategy(find_unused_parameters=True), UsageError, "no argument 'find_unused_parameters'"),
     "clipping": (lambda p: fit(p, ZeroStrategy(config={"gradient_clipping": 1.0})), ConfigError, "gradient_clip_val is 0.0"),
     "accumulation": (

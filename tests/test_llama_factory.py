@@ -95,9 +95,9 @@ def test_the_registries_calls_train_as_ddp(monkeypatch: pytest.MonkeyPatch, late
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="name: deepspeed"):
         llama_factory.wrap_model(nn.Linear(2, 2), {"name": "zeroshard", "stage": 3})
-    with pytest.raises(UsageError, match="stag means nothing"):
+    with pytest.raises(UsageError, match="stag has no meaning"):
         llama_factory.wrap_model(nn.Linear(2, 2), {"name": "zeroshard", "stag": 1})
-    with pytest.raises(UsageError, match="needs its lr"):
+    with pytest.raises(UsageError, match="has no lr"):
         llama_factory.make_optimizer(nn.Linear(2, 2), {"name": "zeroshard"})
     if find_spec("llamafactory") is None:
         with pytest.raises(UsageError, match="pip install llamafactory"):

@@ -223,7 +223,7 @@ def vector():
     ("arguments", "expected"),
     [
         (["estimate", "--model", "{tmp}/model.py:boom"], "failed: KeyError: 'x' ({tmp}/model.py, line 4)"),
-        (["estimate", "--model", "{tmp}/model.py:number"], "must return a torch.nn.Module"),
+        (["estimate", "--model", "{tmp}/model.py:number"], "Return a torch.nn.Module"),
         (["estimate", "--model", "{tmp}/model.py:empty"], "no trainable parameters"),
         (["estimate", "--model", "{tmp}/model.py:nothing"], "has no function 'nothing'"),
         (["estimate", "--model", "{tmp}/bad.py:make"], "importing {tmp}/bad.py failed: SyntaxError"),
@@ -231,7 +231,7 @@ def vector():
         (["estimate", "--model", "model.py"], "module:function or file.py:function"),
         (["estimate", "--model", "{tmp}/folder.safetensors"], "is a folder, not a file"),
         (["estimate", "--model", "{tmp}/none.safetensors"], "no file at"),
-        (["estimate", "--parameters", "1B", "--optimizer", "Adan"], "--optimizer is one of"),
+        (["estimate", "--parameters", "1B", "--optimizer", "Adan"], "there is no --optimizer"),
         (["compare", "--model", "{tmp}/model.py:alone"], "must return (module, batch)"),
         (["compare", "--model", "{tmp}/model.py:vector"], "must return its loss"),
         (["compare", "--plot", "{tmp}/folder.safetensors"], "is a folder"),

@@ -110,7 +110,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     for within in (0, -1, True, "machine", 1.5):
         with pytest.raises(PolicyError, match="within is a number of ranks"):
             Policy.stage(3, within=within)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="per_host says"):
+    with pytest.raises(PolicyError, match="per_host is a way"):
         replace(Policy.stage(3), parameters=Residency(sharded=True, per_host=True))
     with pytest.raises(PolicyError, match="for parameters"):
         replace(Policy.stage(3, within=2), optimizer=Residency(sharded=True, per_host=True))

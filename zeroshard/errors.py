@@ -1,20 +1,20 @@
-"""Owns the exceptions that zeroshard raises; every message says what was expected, what came, and what to do."""
+"""Owns the exceptions that zeroshard raises; every message names the cause, and ends with what to do."""
 
 from zeroshard.uncaught import report_uncaught
 
-PAGE = "troubleshooting.md"
-"""Has a heading for each class, and below it the messages: in the docs, and in the installed package for `zeroshard explain`."""
+PAGES = ("troubleshooting.md", "refused_calls.md")
+"""Have a heading for each class, and below it the messages: in the docs, and in the installed package for `zeroshard explain`."""
 
 
 class ZeroshardError(Exception):
     """Base of all errors of this package. Uncaught under torchrun, it is one sentence, printed once.
 
-    Tracebacks end in a note that says where to read on; `str` of an error is its sentence alone.
+    Tracebacks end in a note that names the command which explains the error; `str` of an error is its sentence alone.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.add_note(f"`zeroshard explain {self.public_name()}` says more")
+        self.add_note(f"`zeroshard explain {self.public_name()}` explains it")
         report_uncaught(ZeroshardError)
 
     @classmethod
@@ -48,4 +48,4 @@ class LossScaleError(ZeroshardError, FloatingPointError):
 
 
 class StorageError(ZeroshardError, RuntimeError):
-    """Model states cannot be brought to CPU memory or disk, or back. The message names the place and the cause."""
+    """Model states cannot be moved to CPU memory or disk, or back. The message names the place and the cause."""

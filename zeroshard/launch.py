@@ -116,18 +116,17 @@ def _launch(
     own = _number(env, rank, 0)
     if own and size not in env:
         raise UsageError(
-            f"{rank}={own} says that there are several ranks, and {size} is not set: start with torchrun, or unset {rank}."
+            f"{rank}={own} implies several ranks, and {size} is not set: start with torchrun, or unset {rank}."
         )
     if own >= world_size:
         raise UsageError(
-            f"{rank}={own} does not lie below {size}={world_size}: the launcher's environment is not right."
+            f"{rank}={own} does not lie below {size}={world_size}: the launcher's environment is not right. Start "
+            "with torchrun, or correct them."
         )
     if world_size == 1:
         return None
     if rank not in env:
-        raise UsageError(
-            f"{size}={world_size} says that there are {world_size} ranks, and {rank} is not set: start with torchrun."
-        )
+        raise UsageError(f"{size}={world_size} is set, and {rank} is not set: start with torchrun.")
     local_rank = None
     if local in env:
         local_rank = _number(env, local, 0)
@@ -232,7 +231,8 @@ def join_ranks(
     if launch is not None and required is False:
         raise UsageError(
             f"{launch.launcher} started {launch.world_size} ranks, torch.distributed is not initialised, and dist_init_required is "
-            "False: each rank would train alone. Leave it out, or call torch.distributed.init_process_group first."
+            "False: each rank would train by itself. Leave it out, or call torch.distributed.init_process_group "
+            "first."
         )
     if device.type == "meta":
         device = torch.device("cpu")
@@ -272,7 +272,7 @@ def trap_of_restarts(env: Mapping[str, str]) -> str | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
     return (
-        "torchrun may start the ranks anew (--max-restarts), and would have them wait for those that are gone, whose "
+        "torchrun may start the ranks again (--max-restarts), and would have them wait for those that are gone, whose "
         "addresses its store keeps: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before, with --standalone or, on "
         "several hosts, --rdzv-backend c10d."
     )
@@ -293,7 +293,8 @@ def _leave_in(process: int) -> None:
 def _meeting_point(launch: Launch) -> str:
     if launch.address is None:
         raise UsageError(
-            f"{launch.launcher} started {launch.world_size} ranks, and nothing says where they meet: set MASTER_ADDR "
+            f"{launch.launcher} started {launch.world_size} ranks, and the address at which they meet is missing: "
+            "set MASTER_ADDR "
             "to the machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
         )
     if launch.launcher == "torchrun":

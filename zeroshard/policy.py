@@ -71,15 +71,15 @@ class Offload:
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
-            raise PolicyError(f"ratio is a share between 0 and 1, not {self.ratio!r}.")
+            raise PolicyError(f"ratio is a share between 0 and 1, not {self.ratio!r}. Pass such a number.")
         if self.block_nbytes % PAGE_NBYTES:
             raise PolicyError(
                 f"block_nbytes (in a config, aio.block_size) is a multiple of {PAGE_NBYTES}, as direct I/O needs it; "
-                f"{self.block_nbytes} is not."
+                f"{self.block_nbytes} is not. Pass such a number."
             )
         for name in ("buffer_count", "buffer_numel", "sub_group_numel", "block_nbytes", "requests"):
             if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is at least 1, not {getattr(self, name)!r}.")
+                raise PolicyError(f"{name} is at least 1, not {getattr(self, name)!r}. Pass such a number.")
 
 
 def largest_shard_numel(offload: Offload) -> int:
@@ -105,7 +105,9 @@ class Wire:
 
     def __post_init__(self) -> None:
         if self.gradients not in (None, "int8", "int4"):
-            raise PolicyError(f'Wire(gradients=...) is "int8", "int4" or None, not {self.gradients!r}.')
+            raise PolicyError(
+                f'Wire(gradients=...) is "int8", "int4" or None, not {self.gradients!r}. Pass one of them.'
+            )
 
     @property
     def is_lossy(self) -> bool:
@@ -182,8 +184,9 @@ class Policy:
             )
         if self.parameters.place is not Place.ACCELERATOR and not self.optimizer.sharded:
             raise PolicyError(
-                f"parameters are to rest on {self.parameters.place}, and the optimizer is not sharded: every rank would move the "
-                "whole of them to and fro for its step. Shard it: Policy.stage(1) or above, on one rank too."
+                f"parameters are to rest on {self.parameters.place}, and the optimizer is not sharded: every rank "
+                "would move all of them in both directions for its step. Shard it: Policy.stage(1) or above, on "
+                "one rank too."
             )
         if self.parameters.place is Place.DISK and not self.parameters.sharded:
             raise PolicyError(
@@ -196,17 +199,21 @@ class Policy:
         ):  # fmt: skip
             if getattr(self, state).place is Place.DISK and getattr(self, offload).path is None:
                 raise PolicyError(
-                    f"{state} are to rest on disk, and no folder is named: {offload}=Offload(path=...) (in a config, "
+                    f"{state} are to rest on disk, and no folder is named: pass {offload}=Offload(path=...) (in a "
+                    "config, "
                     f"{key}.nvme_path)."
                 )
 
     def _refuse_hosts(self) -> None:
         if not (self.within in (None, "host") or (type(self.within) is int and self.within >= 1)):
-            raise PolicyError(f'within is a number of ranks, "host" or None, not {self.within!r}.')
+            raise PolicyError(f'within is a number of ranks, "host" or None, not {self.within!r}. Pass one of them.')
         if self.gradients.per_host or self.optimizer.per_host:
-            raise PolicyError("gradients and optimizer states are sharded over all ranks: per_host is for parameters.")
+            raise PolicyError(
+                "gradients and optimizer states are sharded over all ranks: per_host is for parameters. Leave it out "
+                "for the others."
+            )
         if self.parameters.per_host and not (self.parameters.sharded and self.within is not None):
-            raise PolicyError("per_host says how parameters are sharded: with sharded=True, and Policy(within=...).")
+            raise PolicyError("per_host is a way to shard parameters: pass sharded=True, and Policy(within=...), too.")
         if self.parameters.per_host and self.parameters.place is Place.DISK:
             raise PolicyError(
                 "parameters are to rest on disk and on each host as a whole (within): every host would write what all have. Let "
@@ -216,8 +223,8 @@ class Policy:
     def _refuse_wire(self) -> None:
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
-                "the wire of gradients is to be rounded (in a config, zero_optimization.zero_quantized_gradients), "
-                "which is for what crosses between hosts, and none are named: give within, the ranks of a host "
+                "gradients are to be sent quantised (in a config, zero_optimization.zero_quantized_gradients), "
+                "which is for traffic between hosts, and none are named: give within, the ranks of a host "
                 "(zero_hpz_partition_size or mics_shard_size), or leave it out."
             )
 
@@ -244,7 +251,7 @@ class Policy:
         gradients and optimizer states over all.
         """
         if stage not in (0, 1, 2, 3):
-            raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}.")
+            raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
         return cls(
             parameters=Residency(sharded=stage >= 3, per_host=stage >= 3 and within is not None),
             gradients=Residency(sharded=stage >= 2),

@@ -143,7 +143,10 @@ def shard_on(
     precision = precision or Precision()
     parameters = list(model.parameters())
     if not parameters:
-        raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to shard.")
+        raise UsageError(
+            f"the model ({type(model).__name__}) has no parameters, so there is nothing to shard. Pass a model that "
+            "has some."
+        )
     backend.join_ranks(parameters[0].device)
     refuse_sharded(model)
     refuse_cuda_graphs(model)
@@ -246,7 +249,7 @@ def policy_of(policy: Policy | int | None) -> Policy:
         return policy
     if isinstance(policy, int) and not isinstance(policy, bool):
         return Policy.stage(policy)
-    raise UsageError(f"the policy is a Policy, or the number of a ZeRO stage, and not {_described(policy)}.")
+    raise UsageError(f"the policy is {_described(policy)}. Pass a Policy, or the number of a ZeRO stage.")
 
 
 def _described(value: object) -> str:
@@ -260,7 +263,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def _refuse_wrong_types(model: object, optimizer: object) -> None:
     """Raise where arguments are not what they should be, or the model's states are in other hands."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is {_described(model)}, and not a torch.nn.Module.")
+        raise UsageError(f"the model is {_described(model)}, not a torch.nn.Module. Pass a module.")
     if isinstance(optimizer, list | tuple) and optimizer:
         wrong = [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]
     else:
@@ -276,7 +279,7 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
         found = bases & {*_WRAPPERS}
         if found:
             raise UsageError(
-                f"{fqn or 'the model'} is in the hands of {found.pop()}, which reduces or shards its states itself: "
+                f"{fqn or 'the model'} is managed by {found.pop()}, which reduces or shards its states itself: "
                 "pass zeroshard the model without it (of a wrapper, its `.module`)."
             )
 
@@ -381,7 +384,10 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "from model.parameters() of the same model, after it was moved and wrapped."
         )
     if not any(p.requires_grad for p in groups):
-        raise UsageError("none of the optimizer's parameters requires a gradient: there is nothing to train.")
+        raise UsageError(
+            "none of the optimizer's parameters requires a gradient, so there is nothing to train. Unfreeze some, or "
+            "pass optimizer=None to evaluate."
+        )
 
 
 def _refuse_different_models(model: nn.Module, context: Context) -> None:

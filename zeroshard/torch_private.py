@@ -57,7 +57,7 @@ def _find(name: str) -> Any:
 def unfit(name: str, how: str) -> UsageError:
     newest = SEEN_TO_WORK[-1]
     return UsageError(
-        f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. It was seen to work with torch "
+        f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. It works with torch "
         f'{" and ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
     )
 

@@ -72,10 +72,10 @@ def progress(
         )
     for name, number in (("steps", steps), ("begin", begin), ("samples", samples), ("tokens", tokens)):
         if number is not None and not (isinstance(number, Real) and float(number) >= 0):
-            raise UsageError(f"progress({name}={number!r}): it is a number, 0 or more.")
+            raise UsageError(f"progress({name}={number!r}): pass a number, 0 or more.")
     for name, rate in (("flops", flops), ("peak_flops", peak_flops)):
         if rate is not None and not (isinstance(rate, Real) and float(rate) > 0):
-            raise UsageError(f"progress({name}={rate!r}): it is a number, more than 0.")
+            raise UsageError(f"progress({name}={rate!r}): pass a number, more than 0.")
     sizes = Sizes(steps, samples, tokens, flops, peak_flops)
     return TrainingProgress(trained, sizes, begin, None if log is None else Path(log))
 
@@ -179,10 +179,11 @@ class TrainingProgress:
             UsageError: an engine trains, which counts its steps itself; the loop is in no `with`; the loss is no single number.
         """
         if self._engine is not None:
-            raise UsageError("progress.step() with an engine: engine.step() says what there is to say. Leave it out.")
+            raise UsageError("progress.step() with an engine: engine.step() reports each step. Leave it out.")
         if not self._was_entered:
             raise UsageError(
-                "progress.step() outside of `with zeroshard.progress(...) as progress:`: nothing is shown or kept."
+                "progress.step() outside of `with zeroshard.progress(...) as progress:`: nothing is shown or "
+                "kept. Call it inside."
             )
         for name, given in (("loss", loss), ("norm", norm)):
             if isinstance(given, Tensor) and given.numel() != 1:

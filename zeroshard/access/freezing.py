@@ -57,8 +57,8 @@ class Freezing:
             strangers = sum(id(parameter) not in known for parameter in param_group["params"])
             if strangers:
                 raise UsageError(
-                    f"{strangers} of the new param group's parameters are not of the model that zeroshard took: "
-                    "add_param_group and update_trainable free parameters that were there when it was sharded."
+                    f"{strangers} of the new param group's parameters are not of the model that was sharded. Pass "
+                    "parameters of that model; for new ones, call remove() and shard again."
                 )
             listed |= {id(parameter) for parameter in param_group["params"]}
         freed = self._freed(listed)

@@ -120,7 +120,7 @@ def _refuse_step(has_stepped: bool) -> None:
     if has_stepped:
         raise UsageError(
             "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those "
-            "before. Step after the loop."
+            "before. Call it after the loop."
         )
 
 
@@ -163,8 +163,8 @@ def _parts(live: LiveModel) -> list[_Part]:
     described = describe(live) if adapters else Description()
     if adapters and described.problem is not None:
         raise UsageError(
-            f"the adapters cannot be handed over as PEFT would load them: {described.problem} For the weights of the "
-            "whole model: named_weights(merge_adapters=True)."
+            f"the adapters cannot be handed over as PEFT would load them: {described.problem} Call "
+            "named_weights(merge_adapters=True) for the weights of the whole model."
         )
     if described.adapters is None:
         names = {entry.fqn: [entry.fqn] for unit in live.units for entry in unit.named}

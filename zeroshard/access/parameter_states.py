@@ -115,7 +115,8 @@ class ParameterStates:
         sizes = [part.tensor.numel() for part in ranges]
         if value.numel() != sum(sizes) or (not ranges and self.local()):
             raise UsageError(
-                f"this rank holds {sum(sizes)} elements of {state} of {self.fqn or 'the parameter'}, not {value.numel()}."
+                f"this rank holds {sum(sizes)} elements of {state} of {self.fqn or 'the parameter'}, not "
+                f"{value.numel()}. Pass as many as `get_local` returns."
             )
         values = value.reshape(-1).split(sizes)
         self.set_local([Range(part.start, new) for part, new in zip(ranges, values, strict=True)], state)
@@ -168,7 +169,10 @@ class _Born(ParameterStates):
     def set(self, value: Tensor, state: str = PARAMETERS) -> None:
         self._refuse(state)
         if value.shape != self._parameter.shape:
-            raise UsageError(f"the parameter has shape {tuple(self._parameter.shape)}, not {tuple(value.shape)}.")
+            raise UsageError(
+                f"the parameter has shape {tuple(self._parameter.shape)}, not {tuple(value.shape)}. Pass a tensor of "
+                "its shape."
+            )
         with unsharded(self._parameter, modifier_rank=0):
             self._parameter.data.copy_(value)
 
@@ -189,8 +193,8 @@ class _Born(ParameterStates):
             target = mine.get((part.start, stop))
             if target is None or self.is_here:
                 raise UsageError(
-                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}); and it is set "
-                    "outside of unsharded()."
+                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}); and it is "
+                    "set outside of unsharded(). Pass its values there."
                 )
             target.copy_(part.tensor.reshape(-1))
 

@@ -112,7 +112,7 @@ class Checkpoints:
         for rank, answer in enumerate(answers):
             if answer != answers[0]:
                 raise UsageError(
-                    f"node_local is {answers[0]} on rank 0 and {answer} on rank {rank}: say the same on every rank."
+                    f"node_local is {answers[0]} on rank 0 and {answer} on rank {rank}: pass the same on every rank."
                 )
         if not node_local:
             return None
@@ -257,7 +257,7 @@ class Checkpoints:
         with self.live.collectives.operation(operation):
             self.wait_together()
             if self.live.schedule.awaits_step:
-                raise UsageError("a checkpoint cannot be loaded between backward and step: zero_grad() first.")
+                raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
             self.live.step.refuse_parked("a load")
             self.live.step.abandon()
             wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}

@@ -166,7 +166,9 @@ def covering(state: StateRecord, span: Span) -> list[tuple[RangeRecord, Span]]:
         found.append((part, common))
         covered = common.stop
     if covered != span.stop:
-        raise CheckpointError(f"the checkpoint holds no elements {covered} to {span.stop} of {span.name}.")
+        raise CheckpointError(
+            f"the checkpoint holds no elements {covered} to {span.stop} of {span.name}. Load another tag."
+        )
     return found
 
 
@@ -218,7 +220,7 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
     if sum(common.count * common.numel for _, common in found) != runs.count * runs.numel:
         for start, stop, _ in runs.between(runs.start, runs.stop):
             covering(state, Span(fqn, start, stop))
-        raise CheckpointError(f"the checkpoint holds elements of {fqn} twice.")
+        raise CheckpointError(f"the checkpoint holds elements of {fqn} twice. Load another tag.")
     return found
 
 

@@ -185,7 +185,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} is damaged: its checksum is another. {ANOTHER}")
         if body.get("version") not in (VERSION, MESH_VERSION):
             raise CheckpointError(
-                f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and {MESH_VERSION}."
+                f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and "
+                f"{MESH_VERSION}. Install the release that wrote it, or a newer one."
             )
         manifest = Manifest.model_validate(body)
         _refuse_ranges_outside(path, manifest)
@@ -285,7 +286,8 @@ def check_tag(tag: str) -> str:
     if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
         shown = repr(tag if len(tag) <= _SHOWN else f"{tag[:_SHOWN]}...")
         raise CheckpointError(
-            f"{shown} cannot be a tag: a tag is the plain name of a folder, without spaces at its ends."
+            f"{shown} cannot be a tag: a tag is the plain name of a folder, without spaces at its ends. Choose "
+            "such a name, for example step100."
         )
     return tag
 

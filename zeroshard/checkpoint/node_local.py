@@ -210,7 +210,9 @@ class Holdings:
         if not first:
             for name in self._latest:
                 self._refuse_lost(name)
-            raise CheckpointError(f"no host's {self._folder} holds a checkpoint.")
+            raise CheckpointError(
+                f"no host's {self._folder} holds a checkpoint. Name the folder that the training saved to."
+            )
         return first
 
     def _newest(self, tag: str) -> _Version | None:
@@ -221,7 +223,8 @@ class Holdings:
         for version in self._versions.get(tag, []):
             raise CheckpointError(
                 f"checkpoint {version.tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} "
-                "whole. Two copies are kept, on hosts next to each other: both went."
+                "whole. Two copies are kept, on hosts next to each other, and both are gone. Load an earlier "
+                "checkpoint."
             )
 
     def bring(self, tag: str) -> None:
@@ -229,7 +232,9 @@ class Holdings:
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)
-            raise CheckpointError(f"no host's {self._folder / tag} is a checkpoint: it has no {files.MANIFEST}.")
+            raise CheckpointError(
+                f"no host's {self._folder / tag} is a checkpoint: it has no {files.MANIFEST}. Load another tag."
+            )
         folder = self._folder / tag
         hosts = self._hosts
         moves = []

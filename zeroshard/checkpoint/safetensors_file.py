@@ -78,14 +78,14 @@ class SafetensorsReader:
         try:
             self._fd = os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}. {CHECK_DISK}") from None
         except ValueError as error:
-            raise CheckpointError(f"{str(self.path)!r} is no name of a file: {error}.") from None
+            raise CheckpointError(f"{str(self.path)!r} is no name of a file: {error}. Name another.") from None
         try:
             self.entries, self.metadata = self._read_header()
         except OSError as error:
             self.close()
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}. {CHECK_DISK}") from None
         except BaseException:
             self.close()
             raise
@@ -123,7 +123,7 @@ class SafetensorsReader:
         return entry
 
     def _broken(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is no whole safetensors file: {what}.")
+        return CheckpointError(f"{self.path} is no whole safetensors file: {what}. Copy it again, or save it again.")
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Read elements [start, start + out.numel()) of a flattened tensor. `out` is contiguous, of any dtype, on any device."""
@@ -374,5 +374,5 @@ def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) ->
                 f"{path} cannot be read at byte {offset + done}: {error.strerror}. {CHECK_DISK}"
             ) from error
         if count == 0:
-            raise CheckpointError(f"{path} ends at byte {offset + done}: it was cut while it was read.")
+            raise CheckpointError(f"{path} ends at byte {offset + done}: it was cut while it was read. {ANOTHER}")
         done += count

@@ -87,7 +87,7 @@ class Packer:
             return {"$dtype": str(value).removeprefix("torch.")}
         raise CheckpointError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, "
-            "strings, lists, dicts) and tensors alone. Save what it is made from."
+            "strings, lists, dicts) and tensors only. Save what it is made from."
         )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
@@ -123,7 +123,8 @@ def storable(tensor: Tensor, path: str) -> Tensor:
     """Return the tensor as a file can hold it. A sparse one, or one of a dtype that safetensors lacks, is an error."""
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that."
+            f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that. Convert it "
+            "to a dense tensor of a usual dtype."
         )
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + steps + 1) * tensor.itemsize  # of its last element, in its storage

@@ -65,7 +65,9 @@ def compare(
     if table is not None:
         output_file(table, "--table")
     if within is not None and ranks % within:
-        raise UsageError(f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks.")
+        raise UsageError(
+            f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks. Choose a divisor."
+        )
     factory = load_factory(model)
     # In a process of its own: threads and devices do not outlive a fork.
     problem = run_ranks(lambda _: _problem(model, factory), 1, timeout=3600, initialise=False)[0]

@@ -58,7 +58,7 @@ def supplied(items: list[str]) -> dict[str, Any]:
     for item in items:
         key, separator, value = item.partition("=")
         if not separator:
-            raise UsageError(f"--auto takes KEY=VALUE, not {item!r}.")
+            raise UsageError(f"--auto takes KEY=VALUE, not {item!r}. Write, for example, --auto lr=3e-4.")
         try:
             found[key] = json.loads(value)
         except ValueError:

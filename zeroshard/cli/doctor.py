@@ -102,7 +102,7 @@ def _print_links(console: Console, size: int) -> None:
 
     if read_launch() is None:
         raise UsageError(
-            "doctor --net measures the links between ranks, and no launcher started any: torchrun --nnodes 2 "
+            "doctor --net measures the links between ranks, and no launcher started any. Run torchrun --nnodes 2 "
             "--nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
         )
     problem = problem_of(*own_name())

@@ -1,4 +1,4 @@
-"""Owns `zeroshard explain`: the meaning of an error and its remedy, from the documentation's page of errors."""
+"""Owns `zeroshard explain`: the meaning of an error and its remedy, from the documentation's pages of errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.errors import PAGE, UsageError
+from zeroshard.errors import PAGES, UsageError
 
 _SECTION = re.compile(r"^## ", re.MULTILINE)
 _MESSAGE = re.compile(r"^### ", re.MULTILINE)
@@ -29,17 +29,24 @@ def explain(
 
 
 def page() -> str:
-    """Return the text of the page: beside the installed package, or in the documentation of a checkout.
+    """Return the sections of all pages of errors, one text: from the installed package, or from the docs of a checkout.
 
     Raises:
-        UsageError: it is in neither.
+        UsageError: a page is in neither.
     """
-    installed = files("zeroshard") / PAGE
-    checkout = Path(__file__).parent.parent.parent / "docs" / PAGE
+    return "\n".join(_sections_of(name) for name in PAGES)
+
+
+def _sections_of(name: str) -> str:
+    """Return a page without its title and introduction."""
+    installed = files("zeroshard") / name
+    checkout = Path(__file__).parent.parent.parent / "docs" / name
     for place in (installed, checkout):
         if place.is_file():
-            return place.read_text(encoding="utf-8")
-    raise UsageError(f"this installation has no {PAGE}: reinstall zeroshard, from a wheel or a checkout.")
+            text = place.read_text(encoding="utf-8")
+            first = _SECTION.search(text)
+            return text[first.start() :] if first else ""
+    raise UsageError(f"this installation has no {name}: reinstall zeroshard, from a wheel or a checkout.")
 
 
 def found(what: str | None, text: str) -> str:

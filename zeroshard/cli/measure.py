@@ -198,7 +198,7 @@ def problem_of(name: str, address: str | None) -> str | None:
     """Return why other hosts may not reach a host by its name, and what to do."""
     remedy = "name the device (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
     if address is None:
-        return f"{name} does not know an address of its own name: {remedy}"
+        return f"{name} cannot resolve its own name: {remedy}"
     if ipaddress.ip_address(address).is_loopback:
         return f"{name} takes its own name for {address}, the loopback, at which no other host reaches it: {remedy}"
     return None

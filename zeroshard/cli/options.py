@@ -63,13 +63,13 @@ def load_factory(name: str) -> Callable[[], Any]:
     """Return the function that `module:function` or `path/to/file.py:function` names; else raise `UsageError`."""
     place, _, function = name.rpartition(":")
     if not place or not function:
-        raise UsageError(f"--model takes module:function or file.py:function, not {name!r}.")
+        raise UsageError(f"--model takes module:function or file.py:function, not {name!r}. Name both.")
     if place.endswith(".py"):
         module = _load_file(input_file(Path(place), "--model"))
     else:
         module = _load_module(place)
     if not callable(getattr(module, function, None)):
-        raise UsageError(f"{place} has no function {function!r}.")
+        raise UsageError(f"{place} has no function {function!r}. Name one that it defines.")
     return getattr(module, function)  # type: ignore[no-any-return]
 
 
@@ -90,7 +90,7 @@ def _load_module(name: str) -> Any:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UsageError(f"there is no module {name!r} here: --model takes module:function or file.py:function.")
+        raise UsageError(f"there is no module {name!r} here. Pass --model module:function or file.py:function.")
     return call_factory(f"importing {name}", lambda: importlib.import_module(name))
 
 
@@ -120,25 +120,25 @@ def build_module(name: str) -> nn.Module:
     if isinstance(made, tuple) and made:
         made = made[0]
     if not isinstance(made, nn.Module):
-        raise UsageError(f"{name} must return a torch.nn.Module, or (module, batch), not {type(made).__name__}.")
+        raise UsageError(f"{name} returned {type(made).__name__}. Return a torch.nn.Module, or (module, batch).")
     return made
 
 
 def input_file(path: Path, option: str) -> Path:
     """Return the path of a file that is there; else raise `UsageError`."""
     if path.is_dir():
-        raise UsageError(f"{option}: {path} is a folder, not a file.")
+        raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     if not path.is_file():
-        raise UsageError(f"{option}: no file at {path}.")
+        raise UsageError(f"{option}: no file at {path}. Check the path.")
     return path
 
 
 def input_folder(path: Path, option: str) -> Path:
     """Return the path of a folder that is there; else raise `UsageError`."""
     if not path.exists():
-        raise UsageError(f"{option}: no folder at {path}.")
+        raise UsageError(f"{option}: no folder at {path}. Check the path.")
     if not path.is_dir():
-        raise UsageError(f"{option}: {path} is a file, not a folder.")
+        raise UsageError(f"{option}: {path} is a file, not a folder. Name a folder.")
     return path
 
 
@@ -155,7 +155,8 @@ def picture_file(path: Path, option: str) -> Path:
     output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(
-            f"{option}: {path} is no picture's name: it ends in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}."
+            f"{option}: {path} is no picture's name. Choose one that ends in {', '.join(_PICTURES[:-1])} or "
+            f"{_PICTURES[-1]}."
         )
     require_matplotlib(option)
     return path
@@ -165,5 +166,5 @@ def output_folder(path: Path, option: str) -> Path:
     """Return the path of a folder that may be made and written to; raise `UsageError` where it or a parent is a file."""
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{option}: {folder} is a file, not a folder.")
+            raise UsageError(f"{option}: {folder} is a file, not a folder. Name a folder.")
     return path

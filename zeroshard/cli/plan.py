@@ -221,7 +221,9 @@ def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, g
 
     per_rank, rest = divmod(global_batch or batch * job.data_ranks, job.data_ranks)
     if rest:
-        raise UsageError(f"--global-batch {global_batch} does not divide by {job.data_ranks} data-parallel ranks.")
+        raise UsageError(
+            f"--global-batch {global_batch} does not divide by {job.data_ranks} data-parallel ranks. Choose a multiple of them."
+        )
     with _progress("searching for the fastest config that fits") as told:
         found = Search(job, BASE, per_rank, **bounds, depth=subject.depth, shallow=subject.shallow, told=told).run()
     changes: Sequence[Change] = ()
@@ -296,10 +298,10 @@ def estimate(
     from zeroshard.policy import Policy, Precision
 
     if (parameters is None) == (model is None):
-        raise UsageError("estimate takes either --parameters N or --model FILE.")
+        raise UsageError("estimate takes either --parameters N or --model FILE. Give one of them.")
     names = {name.lower(): name for name in STATES_PER_PARAMETER}
     if optimizer.lower() not in names:
-        raise UsageError(f"--optimizer is one of {', '.join(STATES_PER_PARAMETER)}, not {optimizer!r}.")
+        raise UsageError(f"there is no --optimizer {optimizer!r}. Choose one of {', '.join(STATES_PER_PARAMETER)}.")
     if parameters is None:
         parameters = _count(str(model))
     kept: torch.dtype = getattr(torch, dtype)
@@ -328,5 +330,5 @@ def _count(model: str) -> float:
     else:
         numel = sum(parameter.numel() for parameter in build_module(model).parameters() if parameter.requires_grad)
     if not numel:
-        raise UsageError(f"{model} has no trainable parameters.")
+        raise UsageError(f"{model} has no trainable parameters. Unfreeze some, or give their number by --parameters.")
     return float(numel)

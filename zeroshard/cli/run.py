@@ -49,7 +49,7 @@ def run(context: typer.Context) -> None:
     --nproc-per-node there is one process for each accelerator of this machine, and one where it has none.
     """
     if not context.args:
-        raise UsageError("there is no script to run: zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
+        raise UsageError("there is no script to run. Call zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
     options = _options(context.args)
     _check_script(options)
     _check_meeting_point(options)
@@ -95,7 +95,7 @@ def _options(arguments: Sequence[str]) -> Any:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UsageError(f"zeroshard run: {message.replace('training_script', 'the script')} (see zeroshard run --help)")
+    raise UsageError(f"zeroshard run: {message.replace('training_script', 'the script')} (call zeroshard run --help)")
 
 
 def _processes(given: str | None, count: int) -> int:
@@ -109,10 +109,11 @@ def _processes(given: str | None, count: int) -> int:
     if given in ("auto", "cpu"):
         return os.cpu_count() or 1
     if not re.fullmatch("[0-9]{1,9}", given) or int(given) < 1:
-        raise UsageError(f"--nproc-per-node takes a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
+        raise UsageError(f"--nproc-per-node: pass a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
     if count and int(given) > count:
         raise UsageError(
-            f"--nproc-per-node {given}: this machine has {count} accelerator(s), and each process needs its own."
+            f"--nproc-per-node {given}: this machine has {count} accelerator(s), and each process needs its own. "
+            "Give a smaller number."
         )
     return int(given)
 
@@ -125,7 +126,7 @@ def _check_script(options: argparse.Namespace) -> None:
         what = "no file"
         if Path(script).is_dir():
             what = "a folder"
-        raise UsageError(f"there is {what} at {script}: zeroshard run takes a script, or -m and a module.")
+        raise UsageError(f"there is {what} at {script}: pass zeroshard run a script, or -m and a module.")
 
 
 def _check_meeting_point(options: argparse.Namespace) -> None:
@@ -133,7 +134,8 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
     is_met = options.standalone or (options.rdzv_backend != "static" and options.rdzv_endpoint)
     if most not in ("", least) and not is_met:
         raise UsageError(
-            f"--nnodes {options.nnodes}: machines that come and go meet at one of them, and nothing says where: give "
+            f"--nnodes {options.nnodes}: machines that come and go meet at one of them, and its address is "
+            "missing. Give "
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each."
         )
 
@@ -144,7 +146,7 @@ def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
         if not Path(config).is_file():
-            raise UsageError(f"there is no config at {config}.")
+            raise UsageError(f"there is no config at {config}. Check the path.")
         _check_json(Path(config))
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
         raise UsageError("ACCELERATE_USE_CPU is set, which turns DeepSpeed off in accelerate: " + _CPU_ADVICE)

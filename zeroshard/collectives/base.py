@@ -238,7 +238,8 @@ class Collectives(ABC):
         if others:
             raise CollectiveError(
                 f"rank {self.rank} {'asked' if answer else 'did not ask'} for {label}, and of the group's ranks "
-                f"{others} did the opposite: every rank must make the same calls."
+                f"{others} did the opposite: every rank must make the same calls. Look for an `if rank == 0:` "
+                "around this one."
             )
         return [message[1:] for message in messages]
 

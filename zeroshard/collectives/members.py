@@ -98,7 +98,10 @@ class Members:
         """
         group = self.own_group()
         if group is None:
-            raise UsageError("the process group was destroyed: nothing can be sent any more.")
+            raise UsageError(
+                "the process group was destroyed, so nothing can be sent. Call destroy_process_group() after the "
+                "last use of the model."
+            )
         return group
 
     @property
@@ -135,7 +138,10 @@ class Members:
         options: dict[str, Any] = {}
         if list(self.ranks) != sorted(self.ranks):
             if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-                raise UsageError(f"this torch makes groups of sorted ranks alone, and the group's are {self.ranks}.")
+                raise UsageError(
+                    "this torch makes groups of sorted ranks only. Sort the ranks of the group, which are "
+                    f"{self.ranks}."
+                )
             options["sort_ranks"] = False
         group: dist.ProcessGroup | None = dist.new_group(
             list(self.ranks),

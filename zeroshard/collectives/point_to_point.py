@@ -45,7 +45,9 @@ class PointToPoint(Grouped):
     @property
     def _engine(self) -> Any:
         if self._made_engine is None:
-            raise UsageError("these collectives were closed, by remove(): nothing can be sent any more.")
+            raise UsageError(
+                "these collectives were closed by remove(), so nothing can be sent. Shard the model again."
+            )
         return self._made_engine
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class SequenceRanks:
         self.size = dist.get_world_size(self.group) if joined else 1
         if self.rank < 0:
             raise UsageError(
-                "this rank is in none of the groups that were made: each rank makes all, and keeps its own."
+                "this rank is in none of the groups that were made. Make all groups on every rank, and keep its own."
             )
         self.members = dist.get_process_group_ranks(self.group) if joined else [0]
         self.messages = 0

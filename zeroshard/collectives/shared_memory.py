@@ -90,9 +90,14 @@ class SharedMemory(Grouped):
     @property
     def _here(self) -> Met:
         if self._met is None:
-            raise UsageError("these collectives were closed, by remove(): nothing can be sent any more.")
+            raise UsageError(
+                "these collectives were closed by remove(), so nothing can be sent. Shard the model again."
+            )
         if os.getpid() != self._process:  # it would take the messages that are for its parent
-            raise UsageError("a forked process used a model that its parent trains: only the ranks themselves can.")
+            raise UsageError(
+                "a forked process used a model that its parent trains, which only the ranks can. Give it a copy of "
+                "the values, or make the call in the parent."
+            )
         return self._met
 
     @property

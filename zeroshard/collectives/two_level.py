@@ -319,5 +319,6 @@ def _refuse_uneven(hosts: Sequence[Sequence[int]], members: Members) -> None:
     if len({len(host) for host in hosts}) > 1:
         told = ", ".join(str([members.ranks[place] for place in host]) for host in hosts)
         raise UsageError(
-            f'within="host" wants as many ranks on each host, and they are {told}: start as many on each, or leave it out.'
+            f'within="host" needs the same number of ranks on each host, and they are {told}: start as many on each, '
+            "or leave it out."
         )

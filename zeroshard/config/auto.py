@@ -224,7 +224,7 @@ def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = "".join(f" Did you mean {one!r}?" for one in near)
-            raise ConfigError(f"auto[{name!r}] is the name of no config key.{hint}")
+            raise ConfigError(f"auto[{name!r}] is the name of no config key.{hint} Leave it out, or correct it.")
 
 
 def _parent(config: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:

@@ -139,7 +139,7 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
         for key in params:
             if key not in accepted:
                 raise ConfigError(
-                    f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} It takes "
+                    f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} Pass only "
                     f"{', '.join(one.name for one in rest)}."
                 )
     for key, value in params.items():
@@ -152,7 +152,7 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
     missing = [one.name for one in rest if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     for name in missing:
         if name not in params:
-            raise ConfigError(f"{block}.params.{name}: {cls.__name__} needs it.")
+            raise ConfigError(f"{block}.params.{name}: {cls.__name__} needs it. Add it to the config.")
 
 
 def _is_number(text: str) -> bool:

@@ -328,7 +328,7 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
     if zero.mics_shard_size > 0:
         given["mics_shard_size"] = zero.mics_shard_size
     if len(set(given.values())) > 1:
-        raise ConfigError(f"zero_optimization says two numbers of ranks of a host: {given}. Leave one of them out.")
+        raise ConfigError(f"zero_optimization has two numbers of ranks of a host: {given}. Leave one of them out.")
     for key, ranks in given.items():
         if world_size % ranks:
             raise ConfigError(
@@ -390,7 +390,7 @@ def _refuse_unknown(schema: Schema) -> None:
     if unknown:
         lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]
         raise ConfigError(
-            f"{_listed(lines, len(unknown))}\nA key that another program keeps here goes into a list: "
+            f"{_listed(lines, len(unknown))}\nList keys of other programs: "
             f'"ignored_keys": {json.dumps(unknown[:_MOST_PROBLEMS])}.'
         )
 
@@ -408,19 +408,19 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return _plain(config)
     if not isinstance(config, str | os.PathLike):
-        raise ConfigError(f"a config is a path or a mapping, not {type(config).__name__}.")
+        raise ConfigError(f"a config is a path or a mapping, not {type(config).__name__}. Pass one of them.")
     path = Path(config)
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a config file.")
+        raise ConfigError(f"{path} is a folder, not a config file. Name a file in it.")
     if not path.is_file():
-        raise ConfigError(f"no config file at {path}.")
+        raise ConfigError(f"no config file at {path}. Check the path.")
     try:
         text = path.read_text(encoding="utf-8")
         data = _read_hjson(text) if path.suffix == ".hjson" else _parse(text)
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable as JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold one JSON object, not {type(data).__name__}.")
+        raise ConfigError(f"{path} must hold one JSON object, not {type(data).__name__}. Put the keys into {{...}}.")
     return data
 
 
@@ -454,7 +454,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     plain = {}
     for key, value in config.items():
         if not isinstance(key, str):
-            raise ConfigError(f"the keys of a config are strings, not {key!r} ({type(key).__name__}).")
+            raise ConfigError(f"the config's key {key!r} is a {type(key).__name__}. Write it as a string.")
         plain[key] = _plain(value) if isinstance(value, Mapping) else value
     return plain
 

@@ -306,7 +306,7 @@ class Schema(BaseModel):
     checkpoint: Annotated[CheckpointBlock, works("the reading and writing of checkpoints.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last batch of training_data if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "give whole parameters to an optimizer of a class that zeroshard does not know. Otherwise it is refused.")] = False
+        "give whole parameters to an optimizer of a class that is unknown to zeroshard. Otherwise it is refused.")] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call gc.disable() in your script.")] = False

@@ -47,8 +47,8 @@ def mesh_of(model: nn.Module, group: dist.ProcessGroup | None) -> DeviceMesh | N
     for name, other in meshes.items():
         if other != mesh:
             raise UsageError(
-                f"parameters {first} and {name} are DTensors over different meshes, {mesh} and {other}: zeroshard "
-                "takes those of one dimension of one mesh."
+                f"parameters {first} and {name} are DTensors over different meshes, {mesh} and {other}: divide "
+                "all by one dimension of one mesh."
             )
     divided = mesh.mesh.flatten().tolist()
     own = ranks_of(group)

@@ -138,7 +138,8 @@ class Engine(Saving, Readers, nn.Module):
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             elif torch.is_grad_enabled() and self._step_of_shards.views:
                 raise UsageError(
-                    "the loss does not require a gradient: was it computed under torch.no_grad(), or detached?"
+                    "the loss does not require a gradient: it was computed under torch.no_grad(), or detached. "
+                    "Pass the loss as the model returned it."
                 )
         self._progress.add_loss(loss.detach())
         return mean.detach()
@@ -149,7 +150,8 @@ class Engine(Saving, Readers, nn.Module):
         _refuse_not_scalar(loss, "scale")
         if loss.grad_fn is None:
             raise UsageError(
-                "engine.scale takes a loss with a graph: it was computed under torch.no_grad(), or detached."
+                "engine.scale takes a loss with a graph, and this one was computed under torch.no_grad(), or "
+                "detached. Pass the loss as the model returned it."
             )
         self._microbatches.was_scaled = True
         return self._scaled(loss)
@@ -271,7 +273,8 @@ class Engine(Saving, Readers, nn.Module):
         """
         if not self.managed_gradient_accumulation():
             raise UsageError(
-                "set_gradient_accumulation_boundary() with managed_gradient_accumulation false: every engine.step() ends a step."
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation false: every "
+                "engine.step() ends a step. Leave the call out."
             )
         self._microbatches.boundary = bool(is_boundary)
         self._microbatches.expect_backward(bool(is_boundary))
@@ -302,7 +305,8 @@ class Engine(Saving, Readers, nn.Module):
     def _refuse_untrained(self, what: str) -> None:
         if not self._sharded.trains:
             raise UsageError(
-                f"engine.{what} on an engine for evaluation alone: give initialize an optimizer, or the config an `optimizer`."
+                f"engine.{what} on an engine for evaluation only: give initialize an optimizer, or the config an "
+                "`optimizer`."
             )
 
     # ------------------------------------------------------------------ looks and changes between steps
@@ -373,11 +377,13 @@ class Engine(Saving, Readers, nn.Module):
         self._reshard_adapters()
         place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
         if place is None:
-            raise UsageError(f'offload_states goes to device "cpu" or "nvme", not {_value(device)!r}.')
+            raise UsageError(f'offload_states to the device {_value(device)!r} is not offered. Pass "cpu" or "nvme".')
         policy = self.resolved.policy
         folder = nvme_path or policy.offload_optimizer.path or policy.offload_parameters.path
         if place is Place.DISK and folder is None:
-            raise UsageError("offload_states to nvme needs nvme_path: the config names no folder.")
+            raise UsageError(
+                "offload_states to nvme needs nvme_path, and the config names no folder. Set it in an offload block."
+            )
         offload = Offload(None if folder is None else os.fspath(folder), pin_memory)
         included = STATES if include is None else include
         names = [_value(name) for name in included]
@@ -403,7 +409,7 @@ class Engine(Saving, Readers, nn.Module):
         step = batch.micro * batch.world_size
         if train_batch_size < 1 or train_batch_size % step:
             raise UsageError(
-                f"set_train_batch_size({train_batch_size}): it must be a multiple of {step}: {batch.micro} samples on "
+                f"set_train_batch_size({train_batch_size}): choose a multiple of {step}: {batch.micro} samples on "
                 f"each of {batch.world_size} ranks."
             )
         if self._microbatches.count:
@@ -414,7 +420,9 @@ class Engine(Saving, Readers, nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per microbatch, between steps. The number of microbatches stays the same."""
         if micro_batch_size < 1:
-            raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): it must be 1 or more.")
+            raise UsageError(
+                f"set_train_micro_batch_size({micro_batch_size}): it must be 1 or more. Pass such a number."
+            )
         if self._microbatches.count:
             raise UsageError("set_train_micro_batch_size() within a step: call it after the step's last microbatch.")
         batch = self.resolved.batch
@@ -483,4 +491,4 @@ def _refuse_not_scalar(loss: Any, what: str) -> None:
     kind = type(loss).__name__
     if isinstance(loss, Tensor):
         kind = f"a tensor of shape {tuple(loss.shape)}"
-    raise UsageError(f"engine.{what} takes a scalar loss tensor, not {kind}.")
+    raise UsageError(f"engine.{what} takes a scalar loss tensor, not {kind}. Pass the mean of the losses.")

@@ -70,11 +70,11 @@ def initialize(
         ConfigError, UsageError: say what was expected, what came, and what to do.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}.")
+        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}. Pass the model.")
     if config is None:
         config = getattr(args, "deepspeed_config", None)
     if config is None:
-        raise UsageError("initialize needs a config: config=PATH, a dict, or args.deepspeed_config.")
+        raise UsageError("initialize needs a config: pass config=PATH or a dict, or set args.deepspeed_config.")
     device = local_device()
     join_ranks(device, dist_init_required)
     refuse_sharded(model)
@@ -161,7 +161,9 @@ def _choose_optimizer(
     if optimizer is not None:
         made = optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):
-            raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch optimizer.")
+            raise UsageError(
+                f"the optimizer callable returned {type(made).__name__}, not a torch optimizer. Return one."
+            )
         return made
     if config.schema.optimizer is None:
         return None

@@ -83,7 +83,8 @@ class StatefulLoader(DataLoader[Any]):
         """Go on at a saved position, at any world size."""
         if state["length"] != self._shard.length:
             raise UsageError(
-                f"the position was saved over {state['length']} samples, and this dataset has {self._shard.length}."
+                f"the position was saved over {state['length']} samples, and this dataset has "
+                f"{self._shard.length}. Resume with the dataset that was saved, or start the data from its beginning."
             )
         self._shard.epoch = state["epoch"]
         self._shard.position = state["position"]

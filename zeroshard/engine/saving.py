@@ -276,4 +276,6 @@ class _OnRank0(dict[str, Tensor]):
     """The empty state dict of a rank, where rank 0 has the whole. It refuses to become a file."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("this rank's state dict is empty: the whole came together on rank 0. Save it there alone.")
+        raise UsageError(
+            "this rank's state dict is empty: the whole came together on rank 0. Save it on that rank only."
+        )

@@ -31,7 +31,7 @@ def open_any(folder: str | os.PathLike[str], tag: str | None = None) -> Iterator
         tag = files.latest_tag(path)
     source = path if tag is None else path / tag
     if not source.is_dir():
-        raise CheckpointError(f"there is no folder {source}: no checkpoint to read.")
+        raise CheckpointError(f"there is no folder {source}. Name the folder of a checkpoint.")
     if not list(source.glob("*_optim_states.pt")):
         yield open_checkpoint(source)
         return
@@ -110,7 +110,7 @@ def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) ->
     if excluded and not exclude_frozen:
         raise CheckpointError(
             f"{reader.folder} leaves out {len(excluded)} frozen parameters (one is {excluded[0]}): there is no whole "
-            "model in it. Ask for the trained ones alone (exclude_frozen)."
+            "model in it. Ask for the trained ones only (exclude_frozen)."
         )
     return [
         Exported.of(stored.names[0], stored.shape, stored.dtype, None if stored.is_buffer else dtype)

@@ -122,7 +122,10 @@ class Parts(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if index.offset is None or index.offset not in self._reads:
-            raise CheckpointError(f"this rank holds no part of {index.fqn} at {index.offset}.")
+            raise CheckpointError(
+                f"this rank holds no part of {index.fqn} at {index.offset}. Save and load with the same model, or use "
+                "sharded.load."
+            )
         return self._reads[index.offset].tensor
 
 
@@ -214,7 +217,8 @@ class DistributedState(Stateful):
         names = {type(one).__name__ for one in optimizers_of(step.inner)}
         if names - _MADE:
             raise UsageError(
-                f"the states of {' and '.join(sorted(names - _MADE))} cannot be made without a step: take one before."
+                f"the states of {' and '.join(sorted(names - _MADE))} cannot be made without a step. Run one step "
+                "before."
             )
         rates = [group["lr"] for group in step.inner.param_groups]
         for group in step.inner.param_groups:

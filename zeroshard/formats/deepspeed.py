@@ -169,7 +169,10 @@ def _find(folder: Path, tag: str | None) -> Path:
     if tag is None and not list(source.glob("*_optim_states.pt")) and not files.is_of_deepspeed(source):
         source = folder / files.latest_tag(folder)
     if not list(source.glob("*_optim_states.pt")):
-        raise CheckpointError(f"{source} holds no *_optim_states.pt: it is no DeepSpeed ZeRO checkpoint.")
+        raise CheckpointError(
+            f"{source} holds no *_optim_states.pt: it is no DeepSpeed ZeRO checkpoint. Name the folder that holds the "
+            "tags, or a tag's own folder."
+        )
     return source
 
 
@@ -180,7 +183,8 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
         match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt", path.name)
         if match is None or int(match[2]) != 0:
             raise CheckpointError(
-                f"{path} is of a model-parallel run, or of no ZeRO run: only data-parallel ones are imported."
+                f"{path} is of a model-parallel run, or of no ZeRO run: only data-parallel ones are imported. "
+                "Save the model's weights with the program that trained it."
             )
         rank = int(match[1])
         if rank in found:
@@ -228,7 +232,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from None
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, and no dict."
+            f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, and no dict. Copy the "
+            "checkpoint again."
         )
     _refuse_tensors_without_memory(path, content)
     return content
@@ -264,7 +269,7 @@ def _understood(path: Path) -> Iterator[None]:
             reason = f"it lacks {reason}"
         raise CheckpointError(
             f"{path} is no file of a ZeRO checkpoint as DeepSpeed 0.19 writes it: {reason}.\n"
-            "Copy the checkpoint again; one of an older version must be saved again by 0.19."
+            "Copy the checkpoint again; save one of an older version again with DeepSpeed 0.19."
         ) from error
 
 
@@ -370,7 +375,8 @@ def _saved_spans(
             fragments = _fragments_of_stage3(saved.content, model.shapes, rank, saved.world_size)
         else:
             raise CheckpointError(
-                f"{saved.path} is of a version of DeepSpeed that does not say where its parameters lie; 0.19 does: save it again."
+                f"{saved.path} is of a version of DeepSpeed that does not record where its parameters lie. Save "
+                "it again with DeepSpeed 0.19."
             )
         for span, start, flat in fragments:
             _refuse_outside(span, start, flat, model, covered)

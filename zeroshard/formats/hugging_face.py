@@ -101,7 +101,10 @@ def _contents(
             own = []
             for name, fqn in names.items():
                 if fqn not in by_fqn:
-                    raise CheckpointError(f"the adapter holds {fqn}, which the checkpoint leaves out.")
+                    raise CheckpointError(
+                        f"the adapter holds {fqn}, which the checkpoint leaves out. Save it again without "
+                        "exclude_frozen."
+                    )
                 own.append(replace(by_fqn[fqn], name=name))
             plans += spread(own, math.inf, folder + ADAPTER)
         return plans, texts
@@ -256,7 +259,7 @@ def export(
     if manifest.excluded and not exclude_frozen and description.adapters is None:  # an adapter needs no base
         raise CheckpointError(
             f"{reader.folder} leaves out {len(manifest.excluded)} frozen parameters (one is {manifest.excluded[0]}): "
-            "there is no whole model in it."
+            "there is no whole model in it. Save without exclude_frozen, or export the adapter."
         )
     stored = {one.names[0]: one for one in reader.model() if one.trained or not exclude_frozen}
     tensors = [Exported.of(fqn, one.shape, one.dtype, dtype) for fqn, one in stored.items()]
@@ -274,7 +277,7 @@ def export(
             if missing:
                 raise CheckpointError(
                     f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts "
-                    "save to folders of their own (node_local), bring the files of all of them together first."
+                    "save to folders of their own (node_local), copy the files of all of them into one folder first."
                 ) from error
             raise
         finally:

@@ -84,7 +84,7 @@ def load_pretrained(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path} is of another model: it lacks {some_of(missing)}, and {type(model).__name__} lacks "
-            f"{some_of(unexpected)}. strict=False loads what both have."
+            f"{some_of(unexpected)}. Pass strict=False to load what both have."
         )
     return missing, unexpected
 
@@ -144,7 +144,8 @@ def _read(
     entry = reader.entries[name]
     if entry.shape != tuple(tensor.shape):
         raise CheckpointError(
-            f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} {tuple(tensor.shape)}."
+            f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} {tuple(tensor.shape)}. "
+            "Build the model with the shapes of the file."
         )
     if isinstance(tensor, BornSharded):
         _read_part(reader, name, shard_of[tensor], shard_of[tensor].own)
@@ -197,7 +198,9 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if not found:
-            raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}.")
+            raise CheckpointError(
+                f"{path} holds neither {SINGLE} nor {INDEX}. Name the folder of a model that was saved as safetensors."
+            )
         path = found[0]
     if not path.name.endswith(".json"):
         return [path]
@@ -205,4 +208,6 @@ def _files(path: Path) -> list[Path]:
         weights = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return [path.parent / file for file in dict.fromkeys(weights.values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files ({error!r}).") from None
+        raise CheckpointError(
+            f"{path} is no index of safetensors files ({error!r}). Copy it again from where the model was saved."
+        ) from None

@@ -52,12 +52,12 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
     if stage != 1:
         raise UsageError(
             f"dist_config: stage {stage} is not offered under the name zeroshard: the training loop needs whole gradients on every "
-            'rank. Stages 0 to 3 go by "name: deepspeed" and a config_file, under `zeroshard run`.'
+            'rank. For stages 0 to 3, set "name: deepspeed" and a config_file, under `zeroshard run`.'
         )
     unknown = [key for key in dist_config if key not in ("name", "stage", "timeout", "dp_size", "mp_replicate_size")]
     if unknown:
         raise UsageError(
-            f"dist_config: {unknown[0]} means nothing to zeroshard{nearest(unknown[0], ['name', 'stage'])}"
+            f"dist_config: {unknown[0]} has no meaning here{nearest(unknown[0], ['name', 'stage'])} Leave it out."
         )
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return model
@@ -81,9 +81,9 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
     elementwise = options.pop("elementwise", None)
     cls = getattr(torch.optim, str(kind), None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise UsageError(f"optim_config: torch.optim has no {kind!r}.")
+        raise UsageError(f"optim_config: torch.optim has no {kind!r}. Name a class of torch.optim.")
     if "lr" not in options:
-        raise UsageError("optim_config: zeroshard needs its lr here (LLaMA-Factory gives a plugin no learning_rate).")
+        raise UsageError("optim_config has no lr. Set it there: LLaMA-Factory gives a plugin no learning_rate.")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = ConsolidatingOptimizer(trainable, cls, elementwise=elementwise, **options)
     made.consolidate_every = int(every)

@@ -194,7 +194,7 @@ def refuse_arguments(args: Any) -> None:
     """Raise where TrainingArguments ask for what ZeroTrainer cannot do beside, and name it."""
     clashes = {
         "deepspeed": (args.deepspeed, "give the config to ZeroTrainer: zero=config"),
-        "fsdp": (args.fsdp, "zeroshard is in its place: zero=3 shards parameters too"),
+        "fsdp": (args.fsdp, "zero=3 shards parameters, too"),
         "parallelism_config": (getattr(args, "parallelism_config", None), "the stock Trainer takes its sp_size"),
         "fp16_full_eval": (args.fp16_full_eval, "evaluation runs in the dtypes of the training"),
         "bf16_full_eval": (args.bf16_full_eval, "evaluation runs in the dtypes of the training"),
@@ -204,7 +204,7 @@ def refuse_arguments(args: Any) -> None:
     }  # fmt: skip
     for name, (asked, instead) in clashes.items():
         if asked:
-            raise UsageError(f"TrainingArguments({name}) does not go with ZeroTrainer: {instead}.")
+            raise UsageError(f"TrainingArguments({name}) does not go with ZeroTrainer: {instead}. Leave it out.")
     if args.n_gpu > 1:
         raise UsageError(
             f"one process sees {args.n_gpu} accelerators: start one for each, torchrun --nproc-per-node {args.n_gpu} SCRIPT."
@@ -281,7 +281,7 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         """Update the parameters, once a step's microbatches are through."""
         if closure is not None:
-            raise UsageError("a sharded optimizer takes no closure.")
+            raise UsageError("a sharded optimizer takes no closure. Run forward and backward before step().")
         if not self.gradient_state.sync_gradients:
             return
         norm = self._norm
@@ -593,7 +593,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
                 "training from its weights: from_pretrained(checkpoint), and train() without resume_from_checkpoint."
             )
         else:
-            _logger.warning(f"{checkpoint} holds no optimizer state (save_only_model?): it begins anew.")
+            _logger.warning(f"{checkpoint} holds no optimizer state (save_only_model?): it starts from new states.")
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -653,6 +653,7 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
         inner = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(inner, ZeroRedundancyOptimizer):
             raise UsageError(
-                f"ZeroConsolidateCallback is for zeroshard.ZeroRedundancyOptimizer; this optimizer is {type(inner).__name__}."
+                f"ZeroConsolidateCallback is for zeroshard.ZeroRedundancyOptimizer, and this optimizer is "
+                f"{type(inner).__name__}. Leave the callback out."
             )
         inner.consolidate_state_dict(0)

@@ -180,7 +180,8 @@ def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
         raise UsageError(f"parameter {fqn} is on the meta device and has no values: materialise the model first.")
     if parameter.layout is not torch.strided or isinstance(parameter, nn.parameter.UninitializedParameter):
         raise UsageError(f"parameter {fqn} is not an initialised dense tensor ({type(parameter).__name__}, "
-                         f"{parameter.layout}); zeroshard cuts dense tensors only.")  # fmt: skip
+                         f"{parameter.layout}); zeroshard shards dense tensors only. Initialise it, or make it "
+                         "dense.")  # fmt: skip
     if parameter.is_complex():
         raise UsageError(f"parameter {fqn} is complex ({parameter.dtype}); store it as real with torch.view_as_real.")
     if parameter.grad is not None:

@@ -25,8 +25,8 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     mesh = cut.device_mesh
     if mesh.ndim != 1:
         raise UsageError(
-            f"parameter {fqn} is a DTensor over {mesh.ndim} dimensions of a mesh, {cut.placements}: zeroshard takes DTensors over "
-            'one dimension (tensor parallelism), and shards over another, group=mesh["dp"].'
+            f"parameter {fqn} is a DTensor over {mesh.ndim} dimensions of a mesh, {cut.placements}: divide it over "
+            'one dimension (tensor parallelism), and shard over another, group=mesh["dp"].'
         )
     (kind,) = cut.placements
     if type(kind).__name__ not in ("Shard", "Replicate"):
@@ -43,7 +43,8 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     if own != placement.local_shape or (0 in last.local_shape and parameter.numel()):
         raise UsageError(
             f"parameter {fqn} of shape {tuple(parameter.shape)} is a DTensor cut over {mesh.size()} ranks, of which "
-            f"this one has {own}: zeroshard takes chunks of one size, of which the last may be smaller and none empty."
+            f"this one has {own}: choose a number of ranks that gives chunks of one size, of which the last may "
+            "be smaller and none empty."
         )
     return placement
 
@@ -59,5 +60,5 @@ def refuse_distributed(parameters: Iterable[tuple[str, Tensor]], what: str) -> N
         if is_distributed(parameter):
             raise UsageError(
                 f"parameter {name} is a DTensor, whose values are divided over ranks, and {what} takes ordinary parameters. "
-                'zeroshard.shard(model, optimizer, stage, group=mesh["dp"]) takes DTensors.'
+                'Call zeroshard.shard(model, optimizer, stage, group=mesh["dp"]), which takes DTensors.'
             )

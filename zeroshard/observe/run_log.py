@@ -100,7 +100,8 @@ def read_run(path: Path) -> RunLog:
     if below:
         raise UsageError(f"{path} holds no log, but these below it do: {', '.join(below[:3])}. Give one of them.")
     raise UsageError(
-        f"{path} holds no log: neither {STEPS} (json_monitor, zeroshard.progress(log=...)) nor a folder of one."
+        f"{path} holds no log: neither {STEPS} nor a folder of one. Keep one with json_monitor or "
+        "zeroshard.progress(log=...)."
     )
 
 
@@ -127,7 +128,7 @@ def _read_file(path: Path) -> RunLog:
         found = "it is empty, or the run has not ended its first step"
         if left_out:
             found = f"line {left_out[0]} is not a JSON object of a step"
-        raise UsageError(f"{path} holds no step: {found}.")
+        raise UsageError(f"{path} holds no step: {found}. Name the log of a run that has stepped.")
     if left_out:
         run.notes.append(_left_out(path, left_out))
     return run

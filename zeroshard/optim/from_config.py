@@ -47,14 +47,14 @@ def create_optimizer(
     name = block.type.lower()
     if name in _NOT_OFFERED:
         raise ConfigError(
-            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Known here: Adam, AdamW, SGD, "
-            "Adagrad, Lion, Muon, and any class of torch.optim; or give `initialize` an optimizer of your own."
+            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
+            "Adagrad, Lion, Muon, or any class of torch.optim; or give `initialize` an optimizer of your own."
         )
     cls: Any = _NAMES.get(name) or getattr(torch.optim, block.type, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
-            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Known here: Adam, "
-            "AdamW, SGD, Adagrad, Lion, Muon, and any class of torch.optim."
+            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Choose Adam, "
+            "AdamW, SGD, Adagrad, Lion, Muon, or any class of torch.optim."
         )
     if cls is MuonWithAdamW:
         params = _muon(params)
@@ -65,9 +65,7 @@ def create_optimizer(
     if cls is MuonWithAdamW and model is not None:
         parameters = _muon_groups(parameters, model)
     if "max_grad_norm" in params:
-        raise ConfigError(
-            "optimizer.params.max_grad_norm: clipping is the optimizer's neighbour: set gradient_clipping."
-        )
+        raise ConfigError("optimizer.params.max_grad_norm: the engine clips gradients. Set gradient_clipping instead.")
     check_arguments(cls, params, "optimizer")
     for key in ("betas", "adam_betas"):
         if isinstance(params.get(key), list):
@@ -106,7 +104,9 @@ def _known() -> list[str]:
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """DeepSpeed's arguments of Adam that are none of torch's."""
     if not params.pop("bias_correction", True):
-        raise ConfigError("optimizer.params.bias_correction = false is not offered: torch's Adam always corrects.")
+        raise ConfigError(
+            "optimizer.params.bias_correction = false is not offered: torch's Adam always corrects. Leave it out."
+        )
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels decay nothing by default, torch's AdamW 0.01
     decays_apart = params.pop("adam_w_mode", True)

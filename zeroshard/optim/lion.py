@@ -25,7 +25,8 @@ class Lion(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise UsageError(
-                f"Lion takes lr >= 0, weight_decay >= 0 and betas in [0, 1), not {lr=}, {weight_decay=}, {betas=}."
+                f"Lion takes lr >= 0, weight_decay >= 0 and betas in [0, 1), not {lr=}, {weight_decay=}, "
+                f"{betas=}. Change what is outside of these."
             )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 

@@ -82,7 +82,10 @@ class LRSchedule(ABC):
         else:
             values = [value] * count
         if len(values) != count:
-            raise ConfigError(f"scheduler.params.{name}: {len(values)} values for {count} param groups.")
+            raise ConfigError(
+                f"scheduler.params.{name}: {len(values)} values for {count} param groups. Give one value, or one for "
+                "each group."
+            )
         return values
 
 
@@ -256,7 +259,7 @@ class OneCycle(LRSchedule):
         if self._first <= 0 or self._second < 0:
             raise ConfigError(
                 "scheduler.params: cycle_first_step_size must be positive and cycle_second_step_size not negative, not "
-                f"{cycle_first_step_size!r} and {cycle_second_step_size!r}."
+                f"{cycle_first_step_size!r} and {cycle_second_step_size!r}. Change them."
             )
         self._stairs = (cycle_first_stair_count, cycle_second_stair_count)
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr", optimizer)
@@ -361,7 +364,7 @@ def refuse_without_metrics(scheduler: Any) -> None:
 
 def _steps(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: a positive integer was expected, not {value!r}.")
+        raise ConfigError(f"scheduler.params.{name}: a positive integer was expected, not {value!r}. Change it.")
     return value
 
 
@@ -382,8 +385,9 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, mi
     cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
     if not isinstance(cls, type) or not hasattr(cls, "step"):
         raise ConfigError(
-            f"scheduler.type: unknown {block.type!r}{nearest(block.type, [*SCHEDULES, *vars(torch.optim.lr_scheduler)])} Known "
-            f"here: {', '.join(SCHEDULES)}, and any class of torch.optim.lr_scheduler."
+            "scheduler.type: unknown "
+            f"{block.type!r}{nearest(block.type, [*SCHEDULES, *vars(torch.optim.lr_scheduler)])} Choose "
+            f"{', '.join(SCHEDULES)}, or any class of torch.optim.lr_scheduler."
         )
     check_arguments(cls, block.params, "scheduler")
     try:

@@ -22,13 +22,13 @@ class Several(torch.optim.Optimizer):
             if any(isinstance(held, torch.optim.Optimizer) for value in vars(member).values() for held in _flat(value)):
                 raise UsageError(
                     f"{type(member).__name__} is made of other optimizers, which may keep states where this one's are "
-                    "not: pass those, or this one alone."
+                    "not: pass those, or only this one."
                 )
         groups = [group for member in members for group in member.param_groups]
         parameters = [id(parameter) for group in groups for parameter in group["params"]]
         twice = len(parameters) - len({*parameters})
         if twice:
-            raise UsageError(f"{twice} parameters are in more than one of the optimizers: each steps its own.")
+            raise UsageError(f"{twice} parameters are in more than one of the optimizers. Give each parameter to one.")
         super().__init__(groups, {})
         self.members = list(members)
         for member in members:

@@ -229,7 +229,7 @@ class Appearance:
                     raise UsageError(
                         f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had "
                         f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
-                        "model: convert it before, or say precision=Precision(...) (in a config, bf16 or fp16)."
+                        "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
                     )
                 view.copy_(data)
                 entry.show(view)

@@ -256,7 +256,7 @@ class TakenGradient(Tensor):
         fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
         raise UsageError(
             f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
-            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it: "
+            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it, call "
             f'sharded.states.get("{fqn}", "gradients").'
         )
 

@@ -178,7 +178,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     config = load_config(raw, job.data_ranks, model, auto)
     if not config.names_batch_size:
         raise UsageError(
-            "neither the config nor the caller names a batch size: say how many samples one call of the model has."
+            "neither the config nor the caller names a batch size: give the number of samples of one call of the model."
         )
     members = _Members(job, config, ledger, clock)
     if job.tensor_parallel > 1:
@@ -270,7 +270,7 @@ class _Members:
         """Stand in for `create_collectives`."""
         if wire.is_lossy:
             raise UsageError(
-                "no plan is made of wires that round what they bring (zero_quantized_gradients): plan without them. "
+                "no plan is made of quantised communication (zero_quantized_gradients): plan without it. "
                 "Memory at rest is the same."
             )
         self.made = self._hosts.collectives(predivide_factor, within)
@@ -290,10 +290,10 @@ def _build(job: Job) -> nn.Module:
     except Exception as error:
         raise UsageError(
             f"the model could not be built without values: {type(error).__name__}: {_first_line(error)} A plan builds the model as "
-            "it is born, from its configuration: read no weights there (from_config in the place of from_pretrained)."
+            "it is born, from its configuration: read no weights there (from_config instead of from_pretrained)."
         ) from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the factory made {type(model).__name__}, not a torch.nn.Module.")
+        raise UsageError(f"the factory made {type(model).__name__}, not a torch.nn.Module. Return a module.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             "the factory gave a model on the meta device: leave the device out, a plan makes tensors without values itself."
@@ -427,7 +427,8 @@ def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spen
     except Exception as error:
         raise UsageError(
             f"the model could not be run without values: {type(error).__name__}: {_first_line(error)} Shapes that "
-            "depend on values, and operations that torch does not know without them, cannot be planned."
+            "depend on values, and operations that torch cannot run without them, cannot be planned: leave them "
+            "out of the model that the plan builds."
         ) from error
     ledger.enter("between steps", TEMPORARIES)
     return spent
@@ -457,8 +458,8 @@ def _loss(job: Job, output: Any) -> Tensor:
         found = found[0]
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise UsageError(
-            f"the model returned {type(output).__name__}, in which no loss is known: return a scalar, or something "
-            "with `loss`, or say loss=function of what it returns."
+            f"the model returned {type(output).__name__}, which has no loss: return a scalar, or an object with "
+            "`loss`, or pass loss=FUNCTION, which takes what the model returns."
         )
     return found
 

@@ -41,7 +41,8 @@ class LongSequences:
         """Raise where sequences cannot lie on so many ranks."""
         if world_size % self.ranks:
             raise UsageError(
-                f"{world_size} ranks cannot hold sequences on {self.ranks} ranks each: the number must divide."
+                f"{world_size} ranks cannot hold sequences on {self.ranks} ranks each. Choose a number of ranks "
+                "that divides them."
             )
 
     def wrap(self, model: nn.Module, send: Callable[[int], None]) -> nn.Module:

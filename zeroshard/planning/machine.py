@@ -125,7 +125,7 @@ def machine_of(name: str) -> Machine:
     path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"there is no machine {name!r}: known are {', '.join(machines())}; or name a file of doctor --profile."
+            f"there is no machine {name!r}: name one of {', '.join(machines())}, or a file of doctor --profile."
         )
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))

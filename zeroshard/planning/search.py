@@ -98,7 +98,8 @@ def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
     _, status = os.waitpid(pid, 0)
     if status or not data:
         raise UsageError(
-            f"a dry run in a process of its own died (exit {os.waitstatus_to_exitcode(status)}): is there memory left?"
+            f"a dry run in a process of its own died (exit {os.waitstatus_to_exitcode(status)}). Make memory "
+            "free, or plan a smaller model."
         )
     result: T | ZeroshardError = pickle.loads(data)
     return result

@@ -223,7 +223,8 @@ class Hosts:
             size, rest = divmod(self.ranks, self.hosts)
             if rest:
                 raise UsageError(
-                    f'within="host" wants as many ranks on each host: {self.ranks} ranks over {self.hosts} hosts are not.'
+                    f'within="host" needs the same number of ranks on each host: {self.ranks} ranks over {self.hosts} '
+                    "hosts are not. Choose a multiple of the hosts."
                 )
         try:
             return SimulatedTwoLevel(self.ranks, size, predivide_factor, self._level(size))

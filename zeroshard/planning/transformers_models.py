@@ -47,15 +47,15 @@ def from_config_file(path: Path, sequence: int) -> Subject:
     if path.is_dir():
         file = path / "config.json"
         if not file.is_file():
-            raise UsageError(f"no config.json in {path}.")
+            raise UsageError(f"no config.json in {path}. Name a folder of a transformers model.")
     elif not file.is_file():
-        raise UsageError(f"no file at {path}.")
+        raise UsageError(f"no file at {path}. Check the path.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not readable as JSON: {error}") from None
     if not isinstance(values, dict) or "model_type" not in values:
-        raise UsageError(f"{file} names no model_type: a plan takes the config.json of a transformers model.")
+        raise UsageError(f"{file} names no model_type: name the config.json of a transformers model.")
     config = _config(file, values)
     cls = _class_of(file, values, config)
     depths = {key: int(values[key]) for key in _DEPTHS if isinstance(values.get(key), int)}
@@ -86,7 +86,8 @@ def _config(file: Path, values: dict[str, Any]) -> Any:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise UsageError(
-            f"{file}: this transformers does not know the architecture {kind!r}: install one that does, or name a "
+            f"{file}: the installed transformers has no architecture {kind!r}: install a release that has it, or "
+            "name a "
             "factory, package.module:function."
         )
     try:

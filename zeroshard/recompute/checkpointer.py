@@ -267,7 +267,9 @@ def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str
     for pattern in patterns:
         matching = [(name, module) for name, module in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not matching:
-            raise UsageError(f"checkpoint_units: no module of the model is called {pattern!r}.")
+            raise UsageError(
+                f"checkpoint_units: no module of the model is called {pattern!r}. Use names of model.named_modules()."
+            )
         found += [pair for pair in matching if pair not in found]
     # Of modules inside one another the outermost: a checkpoint in a checkpoint would keep what the outer one does not.
     names = {name for name, _ in found}

@@ -194,6 +194,6 @@ def refuse_transforms(units: Sequence[Unit]) -> None:
     away = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
     if away and in_transform():
         raise UsageError(
-            f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot be "
-            "brought together: use torch.autograd.grad, or Policy.stage(2) or below."
+            f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot "
+            "be gathered: use torch.autograd.grad, or Policy.stage(2) or below."
         )

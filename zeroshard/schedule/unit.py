@@ -291,7 +291,7 @@ class Unit:
         if self.pins and self.sharded_at_rest:
             raise UsageError(
                 "optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
-                f"{self.label} as it is. Step outside."
+                f"{self.label} as it is. Call it outside."
             )
 
     def refuse_parked(self, what: str) -> None:
@@ -430,7 +430,8 @@ class Unit:
                 )
             else:
                 raise UsageError(
-                    f"{entry.fqn} has a gradient, and is frozen as far as zeroshard knows: it would not be updated. "
+                    f"{entry.fqn} has a gradient, and was frozen when zeroshard took the model: it would not be "
+                    "updated. "
                     "Call update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
                 )
 

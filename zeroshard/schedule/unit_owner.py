@@ -33,7 +33,7 @@ class UnitOwner(Owner):
         if unit.is_parked:
             raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
         raise UsageError(
-            f"{fqn} is sharded at rest, and `{what}` wants its values while its module does not run. Read or write inside "
+            f"{fqn} is sharded at rest, and `{what}` needs its values while its module does not run. Read or write inside "
             "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
         )
 

@@ -122,8 +122,8 @@ class CutAttention:
             return None
         if own is None or positions.dim() != 2 or positions.shape[1] != own * self._ranks.size:
             raise UsageError(
-                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: Sequences.cut "
-                f"makes 1/{self._ranks.size} of the tokens, and [rows, all positions]."
+                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: pass what "
+                f"Sequences.cut returned, 1/{self._ranks.size} of the tokens and position_ids [rows, all positions]."
             )
         for name in ("attention_mask", "past_key_values"):
             if kwargs.get(name) is not None:
@@ -144,8 +144,8 @@ class CutAttention:
             return
         raise UsageError(
             f"{type(decoder).__name__} has {self._layers} layers, and {self._calls} of them called the registered "
-            "attention: others mix positions in a way of their own (recurrent layers?), and would see a slice only. "
-            "This model's sequences cannot be cut."
+            "attention: others mix positions in a way of their own (recurrent layers?), and would see a slice "
+            "only. Train this model without Sequences."
         )
 
     def _mask(
@@ -164,8 +164,8 @@ class CutAttention:
             )  # fmt: skip
         if options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
             raise UsageError(
-                f"{type(self._decoder).__name__} makes a mask that depends on more than positions (two directions, "
-                "blocks, images): its sequences cannot be cut over ranks."
+                f"{type(self._decoder).__name__} makes a mask that depends on more than positions (two "
+                "directions, blocks, images): its sequences cannot be cut over ranks. Train it without Sequences."
             )
         rows, length = cut.positions.shape
         if cut.documents is not None:
@@ -194,8 +194,9 @@ class CutAttention:
         if cut is None:
             if self._slice is not None:
                 raise UsageError(
-                    f"{type(module).__name__} got none of the keywords of its model's forward, so it cannot see that "
-                    "positions are cut over ranks: this model's sequences cannot be cut."
+                    f"{type(module).__name__} got none of the keywords of its model's forward, so it cannot see "
+                    "that positions are cut over ranks: pass them on (**kwargs) in the model, or train it without "
+                    "Sequences."
                 )
             return core(module, query, key, value, attention_mask, *args, **options)
         self._calls += 1
@@ -221,13 +222,14 @@ class CutAttention:
             is_causal = getattr(module, "is_causal", True)
         if not is_causal:
             raise UsageError(
-                f"{kind} attends in two directions or to other sequences: only causal self-attention can be cut over ranks."
+                f"{kind} attends in two directions or to other sequences: only causal self-attention can be cut "
+                "over ranks. Train it without Sequences."
             )
         tensors = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _HARMLESS]
         if tensors:
             raise UsageError(
-                f"{kind} hands {tensors[0]} to its attention (ALiBi, sinks, or a bias of its own), which holds for all "
-                "heads or for one slice: its sequences cannot be cut over ranks."
+                f"{kind} hands {tensors[0]} to its attention (ALiBi, sinks, or a bias of its own), which holds "
+                "for all heads or for one slice: its sequences cannot be cut over ranks. Train it without Sequences."
             )
         length = cut.positions.shape[1]
         if mask is None:
@@ -235,13 +237,14 @@ class CutAttention:
             needs_one = cut.documents is not None or (window is not None and window < length)
             if needs_one:
                 raise UsageError(
-                    f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks in a "
-                    "way of its own, so its sequences cannot be cut over ranks."
+                    f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks "
+                    "in a way of its own, so its sequences cannot be cut over ranks. Train it without Sequences."
                 )
         elif isinstance(mask, Tensor) and mask.shape[-2:] != (length, length):
             raise UsageError(
-                f"{kind} got a mask of the shape {list(mask.shape)} for sequences of {length} positions: its model "
-                "makes masks in a way of its own, so its sequences cannot be cut over ranks."
+                f"{kind} got a mask of the shape {list(mask.shape)} for sequences of {length} positions: its "
+                "model makes masks in a way of its own, so its sequences cannot be cut over ranks. Train it "
+                "without Sequences."
             )
 
 
@@ -315,19 +318,20 @@ def _decoder_of(model: nn.Module) -> Any:
     }
     if not innermost:
         raise UsageError(
-            f"{type(model).__name__} is no model of transformers: in its attention call Sequences.attend(function, "
+            f"{type(model).__name__} is no model of transformers: in its attention, call Sequences.attend(function, "
             "query, key, value), which needs no attach."
         )
     for one in models.values():
         if one.config.is_encoder_decoder:  # type: ignore[union-attr]
             raise UsageError(
-                f"{type(one).__name__} has cross attention, to sequences of another length: only causal decoders can "
-                "be cut over ranks."
+                f"{type(one).__name__} has cross attention, to sequences of another length: only causal decoders "
+                "can be cut over ranks. Train it without Sequences."
             )
     if len(innermost) > 1:
         raise UsageError(
             f"{type(model).__name__} holds several models of transformers ({', '.join(innermost)}), with other "
-            "sequences each: only a model of one sequence of text can be cut over ranks."
+            "sequences each: only a model of one sequence of text can be cut over ranks. Train it without "
+            "Sequences, or attach to the language model inside it."
         )
     return next(iter(innermost.values()))
 
@@ -345,11 +349,13 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
         )
     if getattr(config, "add_cross_attention", False):
         raise UsageError(
-            f"{kind} has cross attention, to sequences of another length: only causal decoders can be cut over ranks."
+            f"{kind} has cross attention, to sequences of another length: only causal decoders can be cut over "
+            "ranks. Train it without Sequences."
         )
     if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
         raise UsageError(
-            f"{kind} has ALiBi, biases for each head that are made of local positions: its sequences cannot be cut over ranks."
+            f"{kind} has ALiBi, biases for each head that are made of local positions: its sequences cannot be "
+            "cut over ranks. Train it without Sequences."
         )
     types = [one for one in dict.fromkeys(getattr(config, "layer_types", None) or ()) if one not in _LAYERS]
     states = [
@@ -360,8 +366,8 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     if types or states:
         found = f"layers of the type {types[0]}" if types else f"{states[0]}"
         raise UsageError(
-            f"{kind} has {found}, which carry a state from position to position (recurrent layers, convolutions): its "
-            "sequences cannot be cut over ranks."
+            f"{kind} has {found}, which carry a state from position to position (recurrent layers, convolutions): "
+            "its sequences cannot be cut over ranks. Train it without Sequences."
         )
     if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
         raise UsageError(

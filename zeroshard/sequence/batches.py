@@ -36,8 +36,8 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
         positions = torch.arange(length, device=tokens.device)[None]
     if positions.dim() != 2 or positions.shape[1] != length:
         raise UsageError(
-            f"position_ids of the shape {list(positions.shape)} for {length} tokens: one position for each token, "
-            "[rows, tokens], can be cut."
+            f"position_ids of the shape {list(positions.shape)} for {length} tokens: give one position for each "
+            "token, [rows, tokens]."
         )
     positions = positions.expand(rows, length)
     labels = whole.pop("labels", None)

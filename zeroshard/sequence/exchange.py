@@ -62,13 +62,14 @@ def heads_for_positions(ranks: SequenceRanks, query: Tensor, key: Tensor, value:
     refuse_heads(heads, key.shape[_HEADS], size)
     if not query.dtype == key.dtype == value.dtype:
         raise UsageError(
-            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: they travel in one "
-            "message, so cast them to one."
+            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: they are sent in one "
+            "message. Cast them to one."
         )
     if not query.shape[_POSITIONS] == key.shape[_POSITIONS] == value.shape[_POSITIONS]:
         raise UsageError(
             f"queries of {query.shape[_POSITIONS]} and keys of {key.shape[_POSITIONS]} positions are cross attention, "
-            "or come with a cache: only self-attention can be cut over ranks."
+            "or come with a cache: only self-attention can be cut over ranks. Leave the cache out, or call the "
+            "attention itself."
         )
     if key.shape[_HEADS] < size:
         key = key.repeat_interleave(size // key.shape[_HEADS], dim=_HEADS)

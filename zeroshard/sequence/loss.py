@@ -52,10 +52,10 @@ def head_log_probabilities(
     if labels.shape != hidden.shape[:-1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise UsageError(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels {list(labels.shape)} do not fit: "
-            "[..., D], [V, D] and [...] are needed."
+            "give [..., D], [V, D] and [...]."
         )
     if tiles < 1:
-        raise UsageError(f"tiles={tiles}: the tokens are cut into 1 part or more.")
+        raise UsageError(f"tiles={tiles}: the tokens are cut into 1 part or more. Pass such a number.")
     flat = hidden.reshape(-1, hidden.shape[-1])
     run: Any = _LogProbabilities.apply
     result: Tensor = run(flat, weight, bias, labels.reshape(-1), tiles, ignore_index, transform).view(labels.shape)

@@ -50,8 +50,8 @@ class Sequences:
         outside = set(self._ranks.members) - set(self._averaged.members)
         if outside and type(self._ranks) is SequenceRanks:
             raise UsageError(
-                f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over which "
-                "gradients are averaged: that group needs every rank of a sequence."
+                f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over "
+                "which gradients are averaged: shard over a group that has every rank of a sequence."
             )
         self._attached: list[tuple[nn.Module, CutAttention]] = []
 

@@ -43,7 +43,7 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
         UsageError: no module has such a name, or its work is not position by position.
     """
     if tokens < 1:
-        raise UsageError(f"tokens={tokens}: a tile has 1 position or more.")
+        raise UsageError(f"tokens={tokens}: a tile has 1 position or more. Pass such a number.")
     return Tiles(_matching(model, [patterns] if isinstance(patterns, str) else patterns), tokens)
 
 
@@ -193,7 +193,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     for pattern in patterns:
         matching = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}
         if not matching:
-            raise UsageError(f"tile: no module of the model is called {pattern!r}.")
+            raise UsageError(f"tile: no module of the model is called {pattern!r}. Use names of model.named_modules().")
         found |= matching
     outermost = {
         name: module

@@ -65,7 +65,7 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         return known
     name = type(optimizer).__name__
     raise UsageError(
-        f"zeroshard cuts parameters into shards and does not know whether {name} treats each element alone. If its update "
+        f"zeroshard cuts parameters into shards, and {name} may need whole ones. If its update "
         "of an element uses nothing but that element's own gradient and state, pass elementwise=True; if it uses the "
         "parameter that the element lies in (its norm, its rows), pass elementwise=False, and no parameter is cut; in a config "
         f'"zero_allow_untested_optimizer": true is the same. Or use one of {", ".join(ELEMENTWISE + WHOLE)}.'

@@ -210,8 +210,8 @@ class ModelStates:
             held = mine.get((part.start, stop))
             if held is None or not self._overwrite(held, state, part.tensor.reshape(-1)):
                 raise UsageError(
-                    f"rank {self._collectives.rank} holds no range [{part.start}, {stop}) of {state} of {fqn}; it "
-                    f"holds {list(mine)}."
+                    f"rank {self._collectives.rank} holds no range [{part.start}, {stop}) of {state} of {fqn}. "
+                    f"Choose one of {list(mine)}."
                 )
         if state == PARAMETERS:
             unit, index = self._find(fqn)
@@ -251,7 +251,9 @@ class ModelStates:
         unit, index = self._find(fqn)
         placement = unit.named[index].placement
         if value.shape != placement.shape:
-            raise UsageError(f"{state} of {fqn} has shape {placement.shape}, not {tuple(value.shape)}.")
+            raise UsageError(
+                f"{state} of {fqn} has shape {placement.shape}, not {tuple(value.shape)}. Pass a tensor of that shape."
+            )
         # A reduction under way must not come after the new value.
         if state == GRADIENTS and not self._has_gradient(unit.named[index].fqn):
             raise UsageError(
@@ -262,7 +264,7 @@ class ModelStates:
         self._note_change(state)
         for held in self._parts(fqn):
             if not self._overwrite(held, state, flat[held.span.within(0)]):
-                raise UsageError(f"{fqn} has no state {state!r} to set; it has {', '.join(self.names(fqn))}.")
+                raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(self.names(fqn))}.")
         if state == PARAMETERS:
             unit.take_masters([index])
 
@@ -299,7 +301,7 @@ class ModelStates:
         fqn = name_of(fqn)
         if fqn not in self._unit_of:
             raise UsageError(
-                f"the model has no parameter {fqn!r}; one that it has is {next(iter(self._unit_of), 'none')}."
+                f"the model has no parameter {fqn!r}. Use names such as {next(iter(self._unit_of), 'none')}."
             )
         return self._unit_of[fqn]
 

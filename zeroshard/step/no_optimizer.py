@@ -18,4 +18,6 @@ class NoOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Raise, since there is nothing to update."""
-        raise UsageError("this model was sharded without an optimizer, for evaluation alone: it cannot take a step.")
+        raise UsageError(
+            "this model was sharded without an optimizer, for evaluation only. Pass shard() an optimizer to train."
+        )

@@ -57,7 +57,8 @@ class GroupOptions:
                 if first != value:
                     raise UsageError(
                         f"{name} is {first} on rank 0 and {value} on rank {rank}: every rank must step with the same. A scheduler "
-                        "that looks at losses (ReduceLROnPlateau) needs their mean: sharded.sum_over_ranks(loss), divided."
+                        "that looks at losses (ReduceLROnPlateau) needs their mean: pass "
+                        "sharded.sum_over_ranks(loss) / sharded.world_size."
                     )
         raise UsageError("the ranks' optimizers have different param groups: make the same groups on every rank.")
 

@@ -64,11 +64,13 @@ class Parking:
         wanted = list(states)
         unknown = [state for state in wanted if state not in STATES]
         if unknown:
-            raise UsageError(f"the model states are {', '.join(STATES)}, and {unknown[0]!r} is none of them.")
+            raise UsageError(
+                f"the model states are {', '.join(STATES)}, and {unknown[0]!r} is none of them. Name some of these."
+            )
         if self._schedule.parked:
             raise UsageError("model states are parked already: call reload_states() first.")
         if self._schedule.awaits_step:
-            raise UsageError("offload_states between backward and step: end the step first.")
+            raise UsageError("offload_states between backward and step: call step() first.")
         self._storage = self._storages.open(place, offload)
         if self._storage is self._storages.accelerator:
             return 0

@@ -209,7 +209,9 @@ class ParamGroups:
         known = {parameter for group in self.ids for parameter in group}
         again = sum(id(parameter) in known for parameter in parameters)
         if again:
-            raise UsageError(f"{again} of the new param group's parameters are in a group of the optimizer already.")
+            raise UsageError(
+                f"{again} of the new param group's parameters are in a group of the optimizer already. Leave them out."
+            )
         self.ids.append([id(parameter) for parameter in parameters])
         type(self._inner).add_param_group(self._inner, {**param_group, "params": parameters})
         self._users.append(self._inner.param_groups[-1]["params"])

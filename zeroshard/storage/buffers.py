@@ -215,7 +215,9 @@ class ShareableBuffer(FlatBuffer):
 
 
 def _no_memory(label: str, nbytes: int, error: OSError) -> StorageError:
-    return StorageError(f"no memory for {label} ({nbytes:,} bytes): {error}.")
+    return StorageError(
+        f"no memory for {label} ({nbytes:,} bytes): {error}. Use a higher stage, offload, or smaller buckets."
+    )
 
 
 class BufferPool:

@@ -124,7 +124,10 @@ class DirectFile:
         except OSError as error:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, before)
             if error.errno != errno.EINVAL:
-                raise StorageError(f"{self.folder} cannot be written to: {error.strerror}.") from error
+                raise StorageError(
+                    f"{self.folder} cannot be written to: {error.strerror}. Name another folder (in a config, "
+                    "nvme_path)."
+                ) from error
             return False
         return bool(flag)
 

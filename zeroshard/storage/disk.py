@@ -72,7 +72,7 @@ def disk_file(offload: Offload, device: torch.device) -> DirectFile:
         StorageError: the folder is missing or cannot be written to.
     """
     if offload.path is None:
-        raise PolicyError("states are to go to disk, and no folder is named: Offload(path=...).")
+        raise PolicyError("states are to go to disk, and no folder is named: pass Offload(path=...).")
     return DirectFile(offload.path, offload.block_nbytes, offload.requests, device)
 
 

@@ -331,7 +331,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Gather the whole state on rank `to`, in CPU memory, tensor by tensor. Every rank must call it."""
         if not 0 <= to < self.world_size:
             raise UsageError(
-                f"consolidate_state_dict(to={to}): the ranks of the process group are 0 to {self.world_size - 1}."
+                f"consolidate_state_dict(to={to}): the ranks of the process group are 0 to {self.world_size - 1}. "
+                "Pass one of them."
             )
         self._consolidated = consolidate(
             self.optim, self._views, self._indices(), self._all_parameters, self._collectives, to

@@ -205,7 +205,8 @@ def _part(value: Any, name: str, view: OwnView) -> Any:
         return value.clone()
     raise UsageError(
         f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has "
-        f"{tuple(view.parameter.shape)}: it comes from an optimizer that looks at whole parameters, and cannot be cut."
+        f"{tuple(view.parameter.shape)}: it comes from an optimizer that looks at whole parameters, and cannot be "
+        "cut. Load it into that optimizer."
     )
 
 

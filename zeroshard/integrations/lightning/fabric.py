@@ -70,7 +70,9 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         for one in self._models:
             if one.model is model:
                 return one
-        raise UsageError(f"this {type(model).__name__} was not set up by fabric.setup.")
+        raise UsageError(
+            f"this {type(model).__name__} was not set up by fabric.setup. Call fabric.setup(model, optimizer) first."
+        )
 
     # ------------------------------------------------------------------ set up
 
@@ -94,7 +96,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         raise UsageError(
-            "FabricZeroStrategy sets a model up together with its optimizer: fabric.setup(model, optimizer)."
+            "FabricZeroStrategy sets a model up together with its optimizer. Call fabric.setup(model, optimizer)."
         )
 
     def module_init_context(self, empty_init: bool | None = None) -> ExitStack:
@@ -156,7 +158,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         missing = [key for key in rest if key not in remainder]
         if missing and strict:
             raise UsageError(
-                f"{path} has no {missing[0]!r}, which the state asks for: strict=False leaves it as it is."
+                f"{path} has no {missing[0]!r}, which the state asks for: pass strict=False to leave it as it is."
             )
         for key in rest:
             if key in remainder and hasattr(rest[key], "load_state_dict"):

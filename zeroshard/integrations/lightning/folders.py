@@ -79,15 +79,16 @@ def refuse_what_is_none(path: str | os.PathLike[str]) -> None:
     _refuse_remote(path)
     if Path(path).is_dir():
         raise CheckpointError(
-            f"{path} is a folder, and no sharded checkpoint of zeroshard's: it has no {_TAG}/{MANIFEST}."
+            f"{path} is a folder, and no sharded checkpoint of zeroshard's: it has no {_TAG}/{MANIFEST}. Name the "
+            "folder that Lightning saved to."
         )
     if not Path(path).exists():
-        raise CheckpointError(f"there is no checkpoint at {path}.")
+        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.")
 
 
 def _refuse_remote(path: str | os.PathLike[str]) -> None:
     if "://" in os.fspath(path):
-        raise UsageError(f"{path} is not a local folder: checkpoints need one that all ranks see.")
+        raise UsageError(f"{path} is not a local folder. Name one that all ranks see.")
 
 
 def clear_for_file(path: str | os.PathLike[str]) -> None:

@@ -72,9 +72,7 @@ class Registered:
         )  # fmt: skip
         for name in given:
             if name not in known:
-                raise UsageError(
-                    f"{cls.__name__} has no argument {name!r}: of DDPStrategy's it takes {', '.join(known)}."
-                )
+                raise UsageError(f"{cls.__name__} has no argument {name!r}: pass only {', '.join(known)}.")
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -109,11 +107,13 @@ class Sharding:
         units: Units | None, auto: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         if config is not None and (stage is not None or policy is not None or units is not None):
-            raise UsageError("a config says the stage, the policy and the units itself: leave the others out.")
+            raise UsageError("a config sets the stage, the policy and the units: leave the other arguments out.")
         if stage is not None and policy is not None:
-            raise UsageError("a policy says more than a stage: give one of them.")
+            raise UsageError("a policy sets the stage, too: pass one of them.")
         if isinstance(stage, str | os.PathLike | Mapping):
-            raise UsageError(f"a stage is a number from 0 to 3, not {stage!r}; a config is given as config=...")
+            raise UsageError(
+                f"a stage is a number from 0 to 3, not {stage!r}. Pass such a number, or a config as config=..."
+            )
         if stage is None:
             stage = 2
         self._policy = policy or Policy.stage(stage)
@@ -205,7 +205,7 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
     for key, said in (("fp16", "16-mixed"), ("torch_autocast", autocast)):
         if getattr(schema, key).enabled:
             raise ConfigError(
-                f'{key}.enabled: under Lightning the precision is its own: precision="{said}", and no {key} here.'
+                f'{key}.enabled: under Lightning the precision is its own: leave {key} out, and set precision="{said}".'
             )
     if schema.bf16.enabled and facts.precision != "bf16-true":
         raise ConfigError(
@@ -216,7 +216,7 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
         where = f"gradient_clip_val is {clipping}"
         if facts.clipping is None:
             where = "the loop is yours: call fabric.clip_gradients"
-        raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, and {where}: let them agree.")
+        raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, and {where}: set both alike.")
 
 
 def _refuse_accumulation(config: Config, facts: Facts) -> None:

@@ -219,7 +219,10 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         filepath = self.broadcast(filepath)
         if self.sharded is not None and "optimizer_states" in checkpoint:
             if storage_options is not None:
-                raise UsageError("storage_options have no meaning for ZeroStrategy: ranks write their own files.")
+                raise UsageError(
+                    "storage_options have no meaning for ZeroStrategy: ranks write their own files. Leave the "
+                    "argument out."
+                )
             folders.save_sharded(
                 self.sharded, filepath, checkpoint | {"state_dict": {}, "optimizer_states": []}, self.barrier
             )
@@ -256,6 +259,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if any(checkpoint["optimizer_states"]):
             raise UsageError(
-                "the checkpoint is one file, whose optimizer states another strategy saved whole: ZeroStrategy resumes "
-                "from folders of its own. For the weights alone, load them in the module and fit without ckpt_path."
+                "the checkpoint is one file, whose optimizer states another strategy saved whole: ZeroStrategy "
+                "resumes from folders of its own. To use only the weights, load them in the module and fit "
+                "without ckpt_path."
             )

@@ -119,7 +119,7 @@ def _data_parallel_group(mpu: Any) -> Any:
     size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
     if size > 1:
         raise UsageError(
-            f"initialize(mpu=...): {size} model-parallel ranks. zeroshard has data-parallel ranks alone: leave mpu out."
+            f"initialize(mpu=...): {size} model-parallel ranks. zeroshard has data-parallel ranks only: leave mpu out."
         )
     return mpu.get_data_parallel_group()
 

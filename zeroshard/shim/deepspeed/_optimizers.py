@@ -75,12 +75,14 @@ def _check_adam(name: str, bias_correction: bool, amsgrad: bool) -> None:
     if amsgrad:
         raise UsageError(f"{name} has no amsgrad, as DeepSpeed's: use torch.optim.AdamW(amsgrad=True).")
     if not bias_correction:
-        raise UsageError(f"{name}(bias_correction=False) is not offered: torch's Adam always corrects.")
+        raise UsageError(f"{name}(bias_correction=False) is not offered: torch's Adam always corrects. Leave it out.")
 
 
 def _check_states(name: str, fp32: bool) -> None:
     if not fp32:
-        raise UsageError(f"{name}(fp32_optimizer_states=False) is not offered: states have the master weights' dtype.")
+        raise UsageError(
+            f"{name}(fp32_optimizer_states=False) is not offered: states have the master weights' dtype. Leave it out."
+        )
 
 
 def _without_kernels(group: dict[str, Any]) -> dict[str, Any]:

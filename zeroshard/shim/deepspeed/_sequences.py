@@ -23,7 +23,8 @@ class SequenceGroups:
         world = dist.get_world_size()
         if world % size:
             raise UsageError(
-                f"sp_size={size} does not divide the {world} ranks: each sequence lies on so many of them."
+                f"sp_size={size} does not divide the {world} ranks: each sequence lies on so many of them. Choose "
+                "a divisor."
             )
         device = get_accelerator().device_name() if torch.accelerator.is_available() else "cpu"
         self._mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=("dp", "sp"))["sp"]

@@ -111,7 +111,8 @@ def refuse_uneven(size: int, world: int) -> None:
     """Raise where so many tensor-parallel ranks cannot divide each model of a job."""
     if world % size:
         raise UsageError(
-            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model lies on so many of them."
+            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model lies on so many of them. "
+            "Choose a divisor."
         )
 
 

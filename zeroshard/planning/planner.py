@@ -256,8 +256,8 @@ def divided(job: Job, ranks: int, config: str | os.PathLike[str] | Mapping[str, 
         return job
     if job.ranks % ranks or job.ranks % job.hosts or (job.ranks // job.hosts) % ranks:
         raise UsageError(
-            f"{job.ranks} ranks on {job.hosts} hosts cannot hold models on {ranks} tensor-parallel ranks each: the number must "
-            "divide the ranks of each host."
+            f"{job.ranks} ranks on {job.hosts} hosts cannot hold models on {ranks} tensor-parallel ranks each. Choose a number "
+            "that divides the ranks of each host."
         )
     if job.sequences.ranks > 1 or job.born_sharded:
         raise UsageError(

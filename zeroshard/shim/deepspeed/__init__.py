@@ -154,7 +154,10 @@ def tp_model_init(
         raise UsageError(f"tp_model_init({', '.join(kwargs)}=...) is not offered: ranks are neighbours. Leave it out.")
     mesh = mesh_of_model(model)
     if mesh is not None and mesh.size() != tp_size:
-        raise UsageError(f"tp_model_init(tp_size={tp_size}): the model is divided over {mesh.size()} ranks already.")
+        raise UsageError(
+            f"tp_model_init(tp_size={tp_size}): the model is divided over {mesh.size()} ranks already. Name that number, or "
+            "load the model again."
+        )
     if tp_size == 1 or mesh is not None:
         return model
     init_distributed()

@@ -103,7 +103,7 @@ def test_what_cannot_be_planned() -> None:
 
     with pytest.raises(UsageError, match="3 ranks on 1 hosts cannot hold models on 2 tensor-parallel ranks"):
         planned(3, settings(1))
-    with pytest.raises(UsageError, match="must divide the ranks of each host"):
+    with pytest.raises(UsageError, match="that divides the ranks of each host"):
         planned(4, settings(1), hosts=4)
     with pytest.raises(UsageError, match=r"tensor_parallel is 4, and the config's tensor_parallel.autotp_size 2"):
         planned(4, settings(1), tensor_parallel=4)

@@ -957,3 +957,19 @@ def test_other_doors_refuse_dtensors_by_name() -> None:
         )
 
     on_ranks(body, 2)
+
+
+def test_a_copy_of_the_model_compares_no_inputs() -> None:
+    """The hook that does is the model's alone: a copy has none, and holds no connections."""
+
+    def body(rank: int) -> None:
+        sharded = sharded_on(meshed(2, 1), 2, blocks_only)
+        copied = copy.deepcopy(sharded.model)
+        with torch.no_grad():
+            assert torch.equal(copied(tokens(0, 0)[:, 1:]), sharded.model(tokens(0, 0)[:, 1:]))
+        loss_of(copied, tokens(0, rank)).backward()
+        loss_of(sharded.model, tokens(0, 0)).backward()
+        sharded.optimizer.step()
+        sharded.remove()
+
+    on_ranks(body, 2)

@@ -224,7 +224,7 @@ def _shard(
     _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     step = ShardedStep(optimizer, schedule, context)
-    OptimizerStates(step)
+    OptimizerStates(step)  # which the optimizer's hooks hold
     if step.replicas is not None:
         step.replicas.watch(model)
     schedule.optimized = optimized

@@ -25,6 +25,8 @@ METADATA = {
 """Operations of torch that describe a tensor without its values; getters and setters of attributes among them."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values, where all others describe the tensor."""
+DATA: Any = torch.Tensor.data
+"""The slot of `data`, past the properties of subclasses."""
 
 
 class Owner(ABC):
@@ -53,9 +55,6 @@ class Owner(ABC):
     @abstractmethod
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`."""
-
-
-DATA: Any = torch.Tensor.data
 
 
 def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:

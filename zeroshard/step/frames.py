@@ -80,7 +80,7 @@ class Frames:
         self._is_bounded = policy.uses_disk
         self._open: Travelling | None = None
         self._open_frame: Frame
-        self._waiting: deque[SubGroup]
+        self._waiting = deque[SubGroup]()
         self._plan()
         if self._largest > self._limit // 2:
             self._refuse()
@@ -144,12 +144,15 @@ class Frames:
     # ------------------------------------------------------------------ the step
 
     def begin(self) -> None:
-        """Begin a step: start to read the gradients of what was read ahead, and the next groups while frames are free."""
+        """Begin a step: start to read the gradients of what was read ahead."""
         self._close()
         for group in self.groups:
             if group.frame is not None:
                 group.start_gradients()
         self._waiting = deque(group for group in self.groups if group.frame is None)
+
+    def read_on(self) -> None:
+        """Start to read the next groups while frames are free, and others are updated."""
         for started in self._read_ahead(self._waiting):
             started.start_gradients()
 

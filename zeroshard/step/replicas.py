@@ -1,4 +1,4 @@
-"""The comparison of gradients of replicated parameters over another dimension of a mesh, in the step's small message.
+"""The comparison of inputs and of replicated parameters' gradients over another dimension, in the step's small message.
 
 Such parameters start equal, and stay so where their gradients are equal. These differ where such ranks draw different dropout, or
 get different batches. Where the first module is divided, different batches give equal gradients, which are wrong: so the tensors
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.norm import digest_of, digests_as_bytes
+from zeroshard.schedule.module_hooks import module_hook
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.options import DIGEST_NBYTES
 from zeroshard.step.resident import Resident
@@ -47,7 +48,8 @@ class Replicas:
 
     def watch(self, model: nn.Module) -> None:
         """Compare the tensors that enter a model in training."""
-        self._hook = model.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
+        hook = module_hook()(self._take_inputs)
+        self._hook = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def release(self) -> None:
         """Take the hook off the model."""
@@ -63,7 +65,10 @@ class Replicas:
                 self._entered.append(digest_of(one.detach().flatten().double()))
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
-        """Return a digest of this rank's mean gradients of replicated parameters."""
+        """Return a digest of this rank's mean gradients of replicated parameters, and of what entered the model since the last one.
+
+        Forwards that no step follows count too: the ranks that divide a model run all of them together.
+        """
         digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
         self._own = list(self._digests(residents))
         self._entered.clear()
@@ -88,7 +93,7 @@ class Replicas:
         digests.
 
         Raises:
-            UsageError: names the first parameter that differs.
+            UsageError: names the first parameter that differs, or the inputs.
         """
         everyone = self._everyone
         first: dict[int, bytes] = {}
@@ -96,22 +101,23 @@ class Replicas:
         if all(digest == first.setdefault(place, digest) for place, digest in zip(places, digests, strict=True)):
             return
         own = [(name, one.hex()) for name, one in self._own]
-        answers = everyone.exchange_json(own, "the gradients of what is not divided")
+        answers = everyone.exchange_json(own, "the inputs, and the gradients of what is not divided")
         for rank, other in enumerate(answers):
             reference = places.index(places[rank])
-            for (name, expected), (_, found) in zip(answers[reference], other, strict=False):
-                if expected != found and name == _INPUTS:
+            for (name, expected), (other_name, found) in zip(answers[reference], other, strict=False):
+                if (name, expected) == (other_name, found):
+                    continue
+                if _INPUTS in (name, other_name):
                     raise UsageError(
                         f"the model got other inputs on rank {rank} than on rank {reference} of those that divide it: give these "
                         "ranks the same batches (a sampler of the data-parallel rank), and tensors that are meant to differ as "
                         "DTensors."
                     )
-                if expected != found:
-                    raise UsageError(
-                        f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank "
-                        f"{rank} than on rank {reference} of them: it would no longer be the same. Give these ranks "
-                        "the same batches, draw dropout from the same seed (outside of divided modules), put no adapters "
-                        "(LoRA) on divided matrices, and on accelerators use kernels and sums in a fixed order "
-                        "(torch.use_deterministic_algorithms(True))."
-                    )
+                raise UsageError(
+                    f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank "
+                    f"{rank} than on rank {reference} of them: it would no longer be the same. Give these ranks "
+                    "the same batches, draw dropout from the same seed (outside of divided modules), put no adapters "
+                    "(LoRA) on divided matrices, and on accelerators use kernels and sums in a fixed order "
+                    "(torch.use_deterministic_algorithms(True))."
+                )
         raise UsageError("ranks that divide one model hold different parameters: build the same model on every rank.")

@@ -1,7 +1,7 @@
 """Owns the step: an unmodified torch optimizer that gets views of shards.
 
-Each parameter that has elements in a shard is one 1-D tensor there, in its own param group: so it keeps its own state, step
-count and hyperparameters, and one that no rank used in a step is skipped, as in plain PyTorch.
+Each parameter that has elements in a shard is one 1-D tensor there, in the parameter's own param group: so it keeps its own state,
+step count and hyperparameters, and one that no rank used in a step is skipped, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -447,8 +447,8 @@ class ShardedStep:
 
         Every rank must call it, after the last backward.
         """
-        self._dropped.refuse_later_backward()
         self._agree_on_used()
+        self._dropped.refuse_later_backward()
         return {
             unit.named[index].fqn: used and not self.has_dropped(unit.named[index].parameter)
             for (unit, index), used in zip(self._flags, self._used, strict=True)

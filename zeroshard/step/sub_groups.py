@@ -52,16 +52,19 @@ class SubGroups:
     def run(self, on_left: Callable[[list[Resident]], None]) -> Iterator[list[Resident]]:
         """Yield each group in turn, in memory. Afterwards its changes are written back, and `on_left` is called with it."""
         with self._abandoned_on_error():
-            if self._frames.groups:
+            travels = bool(self._frames.groups)
+            if travels:
                 self._frames.begin()
             for residents in self._in_place:
+                if travels:
+                    self._frames.read_on()
                 for resident in residents:
                     resident.enter()
                 yield residents
                 for resident in residents:
                     resident.leave(write=True, update_rest=True)
                 on_left(residents)
-            if self._frames.groups:
+            if travels:
                 yield from self._frames.run(on_left)
 
     def prefetch(self) -> None:

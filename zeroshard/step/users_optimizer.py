@@ -212,8 +212,8 @@ class ParamGroups:
             raise UsageError(
                 f"{again} of the new param group's parameters are in a group of the optimizer already. Leave them out."
             )
-        self.ids.append([id(parameter) for parameter in parameters])
         type(self._inner).add_param_group(self._inner, {**param_group, "params": parameters})
+        self.ids.append([id(parameter) for parameter in parameters])
         self._users.append(self._inner.param_groups[-1]["params"])
 
 

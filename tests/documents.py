@@ -10,6 +10,7 @@ A page's code runs from top to bottom, in an empty folder:
 
 from __future__ import annotations
 
+import pydoc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,9 +112,12 @@ def slug(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the places of a page that a link can name: its headings, and what has an id."""
-    ids = re.findall(r'<a id="([^"]+)"></a>', "\n".join(prose(page)))
-    return {*(slug(text) for _, text in headings(page)), *ids}
+    """Return the places of a page that a link can name: its headings, what has an id, and objects of the API."""
+    text = "\n".join(prose(page))
+    ids = re.findall(r'<a id="([^"]+)"></a>', text)
+    objects = re.findall(r"^::: (\S+)$", text, re.M)
+    members = [f"{name}.{member}" for name in objects for member in dir(pydoc.locate(name))]
+    return {*(slug(text) for _, text in headings(page)), *ids, *objects, *members}
 
 
 def links(page: Path) -> list[str]:

@@ -83,9 +83,38 @@ def test_every_page_is_on_the_menu() -> None:
 
 
 def directives() -> dict[str, str]:
-    """List the objects of the API page, by the name that they have there."""
-    found = re.findall(r"^::: (\S+)\n    options: \{heading: ([^,(]+)", (DOCS / "api.md").read_text(), re.M)
+    """List the objects of the API pages, by the name that they have there."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    found = re.findall(r"^::: (\S+)\n    options: \{heading: ([^,(]+)", text, re.M)
     return {heading.strip(): target for target, heading in found}
+
+
+def hidden() -> list[tuple[str, str]]:
+    """List (object, member) of the insides that the API pages leave out."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    found = re.findall(r'^::: (\S+)\n.*"!\^\(([^)]+)\)\$"', text, re.M)
+    return [(target, member) for target, members in found for member in members.split("|")]
+
+
+def test_the_ten_calls_of_a_loop_come_first() -> None:
+    rows = [line for line in prose(DOCS / "api.md") if line.startswith("| ") and "---" not in line]
+    assert headings(DOCS / "api.md")[1] == (2, "Ten calls of a loop")
+    assert rows[0] == "| call | effect | ranks |"
+    assert rows[11].startswith("| page |")
+
+
+def test_every_part_of_the_api_is_linked_from_its_first_page() -> None:
+    linked = {target for target in links(DOCS / "api.md") if "#" not in target}
+    assert linked == {f"api/{page.name}" for page in (DOCS / "api").glob("*.md")}
+
+
+def test_insides_that_the_api_pages_leave_out_exist_and_no_page_needs_them() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages() if page.name != "CHANGELOG.md")
+    for target, member in hidden():
+        module, _, name = target.rpartition(".")
+        assert hasattr(getattr(importlib.import_module(module), name), member), f"{target}.{member}"
+        assert not re.search(rf"(sharded|policy|optimizer|states|checkpoints)\.{member}\b", text), member
+    assert len(hidden()) > 10
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -1,6 +1,6 @@
 """Owns `import zeroshard.as_deepspeed`, the first line of a script that calls for `deepspeed`: from there on, zeroshard is it.
 
-Importing is all: it puts our package of that name first on the path, for this process and those that it starts, and says so.
+Importing is all: it puts our package of that name first on the path, for this process and those that it starts, and prints this.
 
 Raises:
     UsageError: too late: the real DeepSpeed is loaded, or transformers or accelerate have looked for one and found none.

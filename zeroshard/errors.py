@@ -9,7 +9,7 @@ PAGES = ("troubleshooting.md", "refused_calls.md")
 class ZeroshardError(Exception):
     """Base of all errors of this package. Uncaught under torchrun, it is one sentence, printed once.
 
-    Tracebacks end in a note that names the command which explains the error; `str` of an error is its sentence alone.
+    Tracebacks end in a note that names the command which explains the error; `str` of an error is only its sentence.
     """
 
     def __init__(self, *args: object) -> None:
@@ -36,7 +36,7 @@ class UsageError(ZeroshardError, RuntimeError):
 
 
 class CollectiveError(ZeroshardError, RuntimeError):
-    """Ranks diverged, timed out or died inside a collective. The message names the ranks and what each was doing."""
+    """Ranks diverged, timed out or died inside a collective. The message names the ranks and the operation of each."""
 
 
 class CheckpointError(ZeroshardError, RuntimeError):

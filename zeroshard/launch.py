@@ -190,11 +190,11 @@ def init_distributed(
     backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, rank: int = -1,
     world_size: int = -1, required: bool | None = None,
 ) -> None:  # fmt: skip
-    """Join the ranks that a launcher started, where nobody has. A process that none started becomes a group of one rank.
+    """Join the ranks that a launcher started, unless that is done. A process that none started becomes a group of one rank.
 
     Args:
         backend, timeout: of torch.distributed; default: the accelerator's own (gloo on a CPU), and torch's.
-        init_method, rank, world_size: where and as whom to join, instead of what the launcher's environment says.
+        init_method, rank, world_size: the address, and this process's place, instead of those in the launcher's environment.
         required: False: the caller has joined the ranks already.
 
     Raises:
@@ -212,7 +212,7 @@ def init_distributed(
 def join_ranks(
     device: torch.device, required: bool | None = None, backend: str | None = None, timeout: timedelta | None = None
 ) -> None:
-    """Join the ranks that the launcher started in torch.distributed, where nobody has; the process leaves them at exit.
+    """Join the launcher's ranks in torch.distributed, unless they are joined already; the process leaves them at exit.
 
     Does nothing where torch.distributed is initialised, or the environment names one rank.
 
@@ -279,7 +279,7 @@ def trap_of_restarts(env: Mapping[str, str]) -> str | None:
 
 
 def mark_use() -> None:
-    """Let `zeroshard run` know that zeroshard was given something to train."""
+    """Record for `zeroshard run` that zeroshard received a model to train."""
     if _MARK in os.environ:
         with contextlib.suppress(OSError):  # the launcher is gone
             Path(os.environ[_MARK]).touch()
@@ -325,7 +325,7 @@ def unknown_address(launch: Launch) -> str | None:
 def leave_ranks() -> None:
     """Take torch.distributed down at the end of the process, for some seconds at most: another rank may be dead.
 
-    A process that ends with its groups alive is aborted now and then, by a thread of the backend's that wants Python when it is
+    A process that ends with its groups alive is aborted now and then, by a thread of the backend's that calls Python when it is
     gone. The backend waits for collectives that were begun, without releasing Python.
     """
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
 """Owns the memory decision: which model state is sharded and where it rests.
 
 A ZeRO stage is nothing but a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5): see `Policy.stage`.
-The policy never changes a result, but where its `wire` says so by name: see docs/design.md, "Numbers".
+The policy never changes a result, except where its `wire` names lossy sums: see docs/design.md, "Numbers".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Residency:
 
     Attributes:
         sharded: over all ranks, or each rank has the whole.
-        per_host: parameters: sharded over the ranks of a host (`Policy.within`) alone, so that each host has the whole.
+        per_host: parameters: sharded only over the ranks of a host (`Policy.within`), so that each host has the whole.
     """
 
     sharded: bool
@@ -140,7 +140,7 @@ class Policy:
             optimizer.
         within: how many ranks are one host, in the order of ranks, or "host" for those that share a machine. Sums over ranks are
             then those over hosts of each host's: other bits than without, and the same for every policy of the same `within`.
-        wire: what loses digits on its way between ranks. By default nothing does; else the bits are other ones.
+        wire: the values that are rounded on their way between ranks. By default none are; with a wire the bits differ.
         rests_as_masters: where sharded parameters have master weights of another dtype, and both rest on the accelerator, the
             master weights are all that rests: they are rounded on their way to each all-gather. 14 bytes a parameter instead of
             16 in 16 bits, and the same bits. Not where each host has the whole (`per_host`).
@@ -319,7 +319,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training run. `None` means: as the dtype above it in this list, where nothing else is said.
+    """The dtypes of a training run. `None` means: as the dtype above it in this list, unless its entry has another default.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.

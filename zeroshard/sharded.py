@@ -177,7 +177,7 @@ class Sharded:
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:
-        """Say that this microbatch's backward is over, also where the loss touched no parameter on this rank."""
+        """Record that this microbatch's backward is over, also where the loss touched no parameter on this rank."""
         self._schedule.end_backward_once()
 
     @property
@@ -291,7 +291,7 @@ class Sharded:
         were listed when the model was sharded. One unit is whole at a time.
 
         Args:
-            param_group: a new group of the optimizer, for freed parameters that it does not know: `{"params": [...], "lr": ...}`.
+            param_group: a new group of the optimizer, for freed parameters that it does not have: `{"params": [...], "lr": ...}`.
 
         `optimizer.add_param_group(param_group)` of the user's optimizer is the same. Gradients that a step has used are dropped.
 

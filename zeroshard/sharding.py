@@ -111,17 +111,18 @@ def shard(
         precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
         bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
         overlap: run collectives behind the computation. The result is the same bit for bit.
-        elementwise: your word on an optimizer unknown to us: True, it updates each element from that element's own
-            history alone, so parameters may be cut; False, it looks at whole parameters, so each lies whole on one rank.
+        elementwise: for an optimizer of an unknown class. True: it updates each element only from that
+            element's own history, so parameters may be cut. False: it reads whole parameters, so each lies whole on one rank.
         units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. Where a launcher
             started several and torch.distributed is not initialised, they are joined. Parameters may be DTensors over another
             dimension of the mesh (tensor parallelism): each rank then shards what it holds of them.
         attributes: a class whose properties the parameters show beside their own while the model is sharded, under policies
-            that shard parameters: for code that asks parameters themselves. `parameter_states` says what such properties may tell.
+            that shard parameters: for code that asks parameters themselves. See `parameter_states` for the values that such
+            properties may return.
 
     Raises:
-        UsageError: the model or the optimizer cannot be sharded; says which parameter and what to do.
+        UsageError: the model or the optimizer cannot be sharded; the message names the parameter and the remedy.
     """
     sharded = shard_on(
         BACKEND, model, optimizer, policy, precision, bucket_numel, overlap, elementwise, units, group, attributes

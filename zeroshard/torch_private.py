@@ -105,7 +105,7 @@ def storage_users(tensor: Tensor) -> int:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that all tensors over one storage share, and no tensor over another storage that lives now.
+    """Return a number that identifies a tensor's storage among those that exist now.
 
     Python's identity of a storage's wrapper is not stable, and not every tensor has an address.
 

@@ -1,6 +1,6 @@
 """Owns `zeroshard.progress`: the line that a training shows while it runs, and the log that it keeps.
 
-with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine says the rest
+with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine has the rest
     for batch in data: ...
 
 with zeroshard.progress(sharded, steps=1000, samples=64, log="runs/a") as progress:
@@ -54,13 +54,13 @@ def progress(
     they have arrived.
 
     Args:
-        trained: an engine, which says by itself what its steps come to; or what `shard` returned: then call `step` after each.
+        trained: an engine, which reports its steps itself; or the result of `shard`: then call `step` after each step.
         steps: of the whole training, those before `begin` included: for the time that is left.
-        begin: steps that were made before, by a run that is continued. An engine knows.
-        samples: of one step, over all ranks. An engine knows.
+        begin: steps that an earlier run made, if this one continues it. An engine has the number.
+        samples: of one step, over all ranks. An engine has the number.
         tokens: of one sample.
         flops: of one sample, forward and backward. Default: 6 for each trained parameter and token, 4 for each frozen one.
-        peak_flops: what one accelerator does at most in a second, for MFU. Default: what `zeroshard plan` knows of the device.
+        peak_flops: the peak of one accelerator in operations a second, for MFU. Default: the figure of `zeroshard plan`.
         log: a folder, where rank 0 keeps each step in `steps.jsonl`, for `zeroshard report`.
 
     Raises:

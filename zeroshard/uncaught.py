@@ -1,7 +1,7 @@
 """Owns the end of a process under torchrun by an error of ours: the sentence first, once, and in torchrun's report.
 
 torchrun gives each process a file for its last words, and prints what lies in it. The files of one machine's processes have a
-folder in common, where the first process to fail says so: the others, which mostly fail alike, then stay quiet.
+folder in common, where the first process to fail records this: the others, which mostly fail alike, then stay quiet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Hook:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell an uncaught exception."""
+        """Print an uncaught exception."""
         if not isinstance(error, self.kind):
             self.before(kind, error, trace)
             return
@@ -53,7 +53,7 @@ class Hook:
 
 
 def report_uncaught(kind: type[BaseException]) -> None:
-    """Tell uncaught exceptions of this kind as a sentence, where torchrun started this process; elsewhere Python does it."""
+    """Print uncaught exceptions of this kind as a sentence, if torchrun started this process; otherwise Python prints them."""
     if _FILE in os.environ and not isinstance(sys.excepthook, Hook):
         sys.excepthook = Hook(kind, sys.excepthook)
 

@@ -21,7 +21,7 @@ from zeroshard.step.sharded_step import ShardedStep
 
 
 class Freezing:
-    """See the module's docstring."""
+    """The changes of one model's trained parameters, see the module's docstring."""
 
     def __init__(self, schedule: Schedule, hooks: Hooks, context: Context, step: ShardedStep) -> None:
         self._schedule = schedule
@@ -31,7 +31,7 @@ class Freezing:
         step.on_added_group(self.update)
 
     def update(self, param_group: dict[str, Any] | None) -> None:
-        """Take note of parameters whose `requires_grad` was changed, see `Sharded.update_trainable`."""
+        """Update for parameters whose `requires_grad` was changed, see `Sharded.update_trainable`."""
         with self._context.collectives.operation("update_trainable"):
             self._update(param_group)
 

@@ -1,6 +1,6 @@
-"""Owns `named_weights`: the weights that an export would write, whole, one unit at a time, without files.
+"""Owns `named_weights`: the weights of an export, complete, one unit at a time, without files.
 
-Where parameters are sharded at rest, all ranks walk through the units together: after each unit they exchange one byte, by which a
+Where parameters are sharded at rest, all ranks loop over the units together. After each unit they exchange one byte, so that a
 rank that left its loop early is found before the next all-gather. Otherwise no rank waits for another.
 """
 
@@ -44,7 +44,7 @@ class _Part:
     adapted: list[tuple[str, nn.Module]] = field(default_factory=list)
 
     def parameters(self) -> list[Tensor]:
-        """All that has to be whole for it."""
+        """Return the parameters that must be whole for this part."""
         return [tensor for _, tensor in self.plain] + [
             parameter for _, module in self.adapted for parameter in module.parameters()
         ]
@@ -106,7 +106,7 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
 
 
 def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
-    """Bring a part's units together until the stack ends. Writes to sharded parameters are undone, to others refused."""
+    """Unshard a part's units until the stack ends. Writes to sharded parameters are undone, to others refused."""
     wanted = [parameter for parameter in part.parameters() if id(parameter) in unit_of]
     # What an outer `unsharded` holds is whole already, and its end looks for writes.
     wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].is_pinned]
@@ -125,7 +125,7 @@ def _refuse_step(has_stepped: bool) -> None:
 
 
 def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
-    """Return the ranks that have left."""
+    """Exchange one byte with the other ranks, and return those that left their loops."""
     with live.collectives.operation("named_weights()"):
         everyone = live.collectives.exchange(status, f"the end of {part.label}")
     return [rank for rank, other in enumerate(everyone) if other == _LEFT]

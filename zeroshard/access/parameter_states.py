@@ -63,15 +63,15 @@ class ParameterStates:
         return self._unit.is_arriving
 
     def names(self) -> list[str]:
-        """The states that there are, as far as this rank has them."""
+        """Return the names of the states that exist, as far as this rank has them."""
         return self._states.names(self.fqn)
 
     def get(self, state: str = PARAMETERS) -> Tensor | None:
-        """The whole of a state, on every rank; None where there is none. Every rank must call it."""
+        """Return a complete state, on every rank; None where there is none. Every rank must call it."""
         return self._states.get(self.fqn, state)
 
     def set(self, value: Tensor, state: str = PARAMETERS) -> None:
-        """Give every rank its part of a whole. Every rank must call it, with the same values.
+        """Set a state from a complete tensor. Every rank must call it, with the same values.
 
         Raises:
             UsageError: there is no such state, or it has another shape.
@@ -79,7 +79,7 @@ class ParameterStates:
         self._states.set(self.fqn, state, value)
 
     def local(self, state: str = PARAMETERS) -> list[Range]:
-        """The ranges of the flattened state that this rank holds, see `ModelStates.local`. Runs no collective."""
+        """Return the ranges of the flattened state that this rank holds, see `ModelStates.local`. Runs no collective."""
         return self._states.local(self.fqn, state)
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
@@ -106,7 +106,7 @@ class ParameterStates:
         return torch.cat(parts)
 
     def set_flat(self, value: Tensor, state: str = PARAMETERS) -> None:
-        """Overwrite what `flat` gives. Every rank must call it, with its own.
+        """Overwrite the elements that `flat` returns. Every rank must call it, with its own.
 
         Raises:
             UsageError: there is no such state, or it has another number of elements.
@@ -123,7 +123,7 @@ class ParameterStates:
 
 
 def parameter_states(parameter: Tensor) -> ParameterStates:
-    """Find the model states of a parameter of a model that was sharded, or that was born sharded.
+    """Find the model states of a parameter of a sharded model, or of one made under `sharded_init`.
 
     Raises:
         UsageError: it is neither.
@@ -142,7 +142,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
 
 
 class _Born(ParameterStates):
-    """The same for a parameter that was born sharded and is in no unit so far: it has values only."""
+    """The states of a parameter that was made sharded and is in no unit so far: it has values only."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter

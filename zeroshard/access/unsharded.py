@@ -1,4 +1,4 @@
-"""Owns `unsharded`: parameters that are whole for a while; and the map from a parameter to its unit."""
+"""Owns `unsharded`, which makes parameters whole inside a block, and the map from a parameter to its unit."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def unregister(units: Iterable[Unit]) -> None:
 
 
 def is_taken(parameter: Tensor) -> bool:
-    """Whether a model that was sharded holds it."""
+    """Return whether a sharded model holds the parameter."""
     return parameter in _home_of
 
 
 def home_of(parameter: Tensor) -> Home | None:
-    """The place of a parameter, if a model that was sharded holds it."""
+    """Return the place of a parameter, if a sharded model holds it."""
     home: Home | None = _home_of.get(parameter)
     return home
 
@@ -71,7 +71,9 @@ def home_of(parameter: Tensor) -> Home | None:
 def unsharded(
     target: nn.Module | Tensor | Iterable[Tensor | None], modifier_rank: int | None = None, *, undo: bool = False
 ) -> Iterator[None]:
-    """Unshard the parameters of a module, or those given, inside the block, under every policy; also those born sharded.
+    """Unshard the parameters of a module, or those given, inside the block, under every policy.
+
+    Parameters made under `sharded_init` are unsharded, too.
 
     They stay so while the model runs: inside, ranks may run it as often as each likes (to generate, say). Where parameters
     are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it. It nests. Where an exception
@@ -99,7 +101,7 @@ def unsharded(
 
 
 def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
-    """Have parameters of other blocks whole while `module` runs its forward (and in its backward, where that needs them).
+    """Unshard parameters of other blocks while `module` runs its forward, and its backward where that needs them.
 
     For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run
     the module as often.
@@ -111,7 +113,7 @@ def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed
 
 
 class Borrowed:
-    """See `borrow`."""
+    """The result of `borrow`, whose `remove` ends it."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         self._borrowed = [weakref.ref(parameter) for parameter in parameters]
@@ -131,7 +133,7 @@ class Borrowed:
             self._open.pop().__exit__(None, None, None)
 
     def remove(self) -> None:
-        """End it: the module runs as before."""
+        """End the borrowing: the module runs as before."""
         for handle in self._handles:
             handle.remove()
 
@@ -191,12 +193,12 @@ def _units_whole(
 
 
 def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]:
-    """Name the waits for other ranks inside."""
+    """Name the operation, for errors of waits for other ranks inside."""
     return units[0].collectives.operation(name) if units else nullcontext()
 
 
 def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> list[str]:
-    """Give the modifier rank's values to all ranks. Without one, return the fqns of parameters that were changed."""
+    """Copy the modifier rank's values to all ranks. Without one, return the fqns of parameters that were changed."""
     written = list[str]()
     for unit, versions in looks:
         if modifier_rank is not None:
@@ -217,7 +219,7 @@ def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[st
 
 
 def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], at_rest: Sequence[Unit]) -> None:
-    """Make the parameters what they were on entering, if they do not leave now. `kept` copies those that are unsharded at rest."""
+    """Restore the parameters that stay whole to their values on entry. `kept` has copies of those unsharded at rest."""
     for unit, versions in looks:
         if unit in kept:
             unit.appearance.take_new_data()

@@ -1,4 +1,4 @@
-"""Owns the checkpoints of one sharded model: save, load, and the save that is still being written."""
+"""Owns the checkpoints of one sharded model: save, load, and the asynchronous save that is being written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Loaded:
 
 
 def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
-    """The program ends. A save that failed, and that nobody heard of, is a failure of the program."""
+    """Fail the program at its end, if an asynchronous save failed and its error was never raised."""
     there = checkpoints()
     if there is not None and there.tell_failure():
         logging.shutdown()
@@ -70,7 +70,7 @@ def _set_random_state(state: Any, path: Path) -> None:
         set_random_state(state)
     except Exception as error:  # torch, numpy and Python each refuse in their own way
         raise CheckpointError(
-            f"{path} is damaged: its random state is none ({error}). load(random=False) leaves it out."
+            f"{path} is damaged: its random state cannot be set ({error}). load(random=False) leaves it out."
         ) from error
 
 
@@ -93,7 +93,7 @@ class Checkpoints:
 
     @property
     def control(self) -> Collectives:
-        """Its own connections, made at first use: a save behind the training must not meet the training's messages."""
+        """The connections of saves, made at first use: an asynchronous save must not mix with the training's messages."""
         if self._control is None:
             self._control = self.live.collectives.control()
         return self._control
@@ -209,7 +209,7 @@ class Checkpoints:
             self.wait()
 
     def tell_failure(self) -> bool:
-        """Say on stderr that the last asynchronous save failed, if nobody has heard of it. Returns whether it did."""
+        """Print to stderr that the last asynchronous save failed, if its error was never raised. Returns whether it did."""
         if self._pending is None or self._pending.cancelled() or self._pending.exception() is None:
             return False
         print(f"zeroshard: the last asynchronous save failed: {self._pending.exception()}", file=sys.stderr)

@@ -143,7 +143,7 @@ class Description:
 
     @classmethod
     def of(cls, found: Any) -> Description:
-        """Make one of what a manifest has. An export writes to the names in it, so each is looked at: the author may be a stranger.
+        """Make a description from a manifest. An export writes to its names, so each is verified: its author is not trusted.
 
         Raises:
             CheckpointError: it is no description, or a name leads elsewhere.
@@ -171,7 +171,7 @@ class Description:
 
 
 def _is_subfolder(name: str) -> bool:
-    """Whether it is "", or the plain name of a folder with a slash at its end."""
+    """Return whether it is "", or the plain name of a folder with a slash at its end."""
     return name == "" or (name.endswith("/") and is_folder_name(name.removesuffix("/")))
 
 

@@ -151,7 +151,7 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> R
 
 
 def covering(state: StateRecord, span: Span) -> list[tuple[RangeRecord, Span]]:
-    """Find the ranges that hold a span of one model state, and what each holds of it. All of it must be there."""
+    """Find the ranges that hold a span of one model state, and the part that each holds. All of it must be there."""
     held: list[tuple[RangeRecord, Span]] = []
     for part in state.ranges:
         if part.start < span.stop and span.start < part.stop:
@@ -212,7 +212,7 @@ def _requests(state: StateRecord, fqn: str, runs: Runs, out: Tensor) -> list[Rea
 
 
 def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord, Common]]:
-    """Find what each saved range has of some elements of a flattened parameter. All of them must be there."""
+    """Find the elements of a flattened parameter that each saved range holds. All of them must be there."""
     found = []
     for part in state.ranges:
         if part.start < runs.stop and runs.start < part.stop:
@@ -245,7 +245,7 @@ class Loader:
         self._buffers: dict[str, Tensor] = {}
 
     def prepare(self, *, strict: bool) -> None:
-        """Find what to read, and refuse a checkpoint of another model or optimizer. Nothing is changed yet."""
+        """Find the ranges to read, and refuse a checkpoint of another model or optimizer. Nothing is changed yet."""
         self._refuse_another_model(strict)
         if self.optimizer_states:
             self._refuse_another_optimizer()
@@ -383,7 +383,7 @@ class Loader:
         return requests
 
     def apply(self) -> None:
-        """Give what every rank has read to optimizer, buffers and parameters. Every rank must call it."""
+        """Put the values that were read into optimizer, buffers and parameters. Every rank must call it."""
         if self.optimizer_states:
             self._apply_states()
         buffers = self._live.buffers
@@ -423,7 +423,7 @@ def _first_that_differs(groups: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Write at most five of these names, and how many more there are."""
+    """Join at most five of these names, and the number of the others."""
     if not names:
         return "nothing"
     text = ", ".join(names[:5])

@@ -8,7 +8,7 @@
             rank_00001.<save>.safetensors
 
 Files have names that were never used before, and the manifest replaces its predecessor in one step: saving again under a tag
-leaves the old checkpoint whole until the new one is. docs/checkpoint_format.md tells other programs how to read it.
+leaves the old checkpoint whole until the new one is. docs/checkpoint_format.md describes the format for other programs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FileRecord(_Record):
 
 
 class _Sparse(_Record):
-    """A record that leaves out what is None, and was not there in version 1."""
+    """A record without its fields that are None and that version 1 lacks."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TensorRecord(_Record):
 
 
 class Manifest(_Sparse):
-    """See the module's docstring."""
+    """The contents of one checkpoint, see the module's docstring."""
 
     format: str = "zeroshard checkpoint"
     version: int = VERSION
@@ -176,7 +176,7 @@ def write_manifest(folder: Path, manifest: Manifest, save: str) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a checkpoint's manifest. A `CheckpointError` says which file is missing or damaged, and why."""
+    """Read and verify a checkpoint's manifest. A `CheckpointError` names a missing or damaged file, and the reason."""
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -238,7 +238,7 @@ def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
 
 
 def _refuse_wrong_values(path: Path, manifest: Manifest) -> None:
-    """Raise where the values that every reader looks at are of other types: those of all ranks, and each rank's buffers."""
+    """Raise where the values that every reader needs have wrong types: those of all ranks, and each rank's buffers."""
     ranks = manifest.values.get("ranks", [])
     if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
         raise CheckpointError(f"{path} is damaged: its values are of wrong types. {ANOTHER}")
@@ -273,7 +273,7 @@ def is_whole(folder: Path, manifest: Manifest) -> bool:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether it is the plain name of a folder, which leads nowhere else."""
+    """Return whether it is the plain name of a folder, without a path to another one."""
     encoded = name.encode(errors="ignore")
     is_text = encoded.decode() == name  # no half of a surrogate pair, which no file system takes
     return name not in ("", ".", "..") and not {*"/\\\0\n"} & {*name} and len(encoded) <= _LONGEST_NAME and is_text
@@ -335,7 +335,7 @@ def _import_first(folder: Path) -> str:
 
 
 def _absent(folder: Path) -> str:
-    """Say why there is no checkpoint in this folder."""
+    """Return the reason for which there is no checkpoint in this folder."""
     folder = folder.absolute()
     if is_of_deepspeed(folder):
         return _import_first(folder)
@@ -345,7 +345,7 @@ def _absent(folder: Path) -> str:
 
 
 def _without_latest(folder: Path) -> str:
-    """Say why the newest checkpoint of this folder is not known."""
+    """Return the reason for which the newest checkpoint of this folder cannot be found."""
     if is_of_deepspeed(folder):
         return _import_first(folder)
     if (folder / MANIFEST).is_file():
@@ -374,7 +374,7 @@ def _by_time(folder: Path, *, whole: bool) -> list[tuple[float, str]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """List the folders in it. What a link leads to is another's, or is listed already."""
+    """List the folders in it, without links: their targets belong to others, or are listed already."""
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -463,7 +463,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """A dtype by the name that a manifest gives it."""
+    """Return the dtype of a name in a manifest."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Owns checkpoints in folders that each host has for itself: copies on the next host, and files that a host lacks before a load.
+"""Owns checkpoints in folders that hosts do not share: copies on the next host, and missing files before a load.
 
 The folder is a local disk, or memory (/dev/shm). The file of each rank lies on its own host and on the one after it, the manifest
 on all: the loss of one host loses no file.
@@ -36,7 +36,7 @@ class Hosts:
 
     @classmethod
     def of(cls, control: Collectives) -> Hosts:
-        """Ask every rank for its host. Every rank must call it."""
+        """Gather the host of each rank. Every rank must call it."""
         return cls(hosts_of(control.members) if isinstance(control, Grouped) else [[0]])
 
     def host(self, rank: int) -> int:
@@ -159,7 +159,7 @@ class _Version:
 
     @property
     def lost(self) -> list[str]:
-        """Files that no host has."""
+        """The files that no host has."""
         return [name for name in self.sizes if not self.holders[name]]
 
 

@@ -146,7 +146,7 @@ class SafetensorsReader:
         _read_fully(self._fd, memory_of(flat), entry.offset + start * entry.dtype.itemsize, self.path)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self._fd)
 
     def __enter__(self) -> SafetensorsReader:
@@ -182,13 +182,13 @@ class Source:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Source:
-        """Make one of a tensor that is in memory."""
+        """Make a source of a tensor that is in memory."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: nullcontext(tensor))
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements of one file that go to `out`, [n] or [rows, n], of any dtype, on any device.
+    """A request for elements of one file, into `out`, [n] or [rows, n], of any dtype, on any device.
 
     Attributes:
         file: the number of the file in its manifest.
@@ -275,7 +275,7 @@ class _ChecksummedFile:
 def write_file(
     path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance = ignore
 ) -> tuple[FileRecord, dict[str, int]]:
-    """Write a safetensors file and flush it to the disk, one source at a time. `advance` hears of bytes as they are written.
+    """Write a safetensors file and flush it to the disk, one source at a time. `advance` is called with the bytes written.
 
     Return the file's record, and where each tensor begins in it, in bytes. After an error, no file is left.
     """
@@ -312,7 +312,8 @@ def _on_cpu(flat: Tensor) -> Iterator[Tensor]:
 def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance = ignore) -> int:
     """Read elements of one file and verify every chunk that they lie in. Return the bytes that were read.
 
-    A file that is missing, of another size, unreadable, or altered is an error. `advance` hears of bytes that requests have got.
+    A file that is missing, of another size, unreadable, or altered is an error.
+    `advance` gets the number of bytes that requests got.
     """
     path = folder / record.name
     by_chunk: dict[int, list[ReadRequest]] = defaultdict(list)

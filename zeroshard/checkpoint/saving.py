@@ -1,7 +1,7 @@
 """Owns the saving of a checkpoint: every rank writes its own shards, all agree, then it exists.
 
-No rank ever holds a whole. A save writes the very tensors that are at rest; an asynchronous one writes a copy in CPU memory, behind
-the training.
+No rank ever holds a complete state. A save writes the tensors at rest themselves; an asynchronous one writes a copy in CPU memory
+while the training goes on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FAILED = "the save failed; the checkpoints that were there are as they were.\n 
 
 @dataclass(frozen=True)
 class Destination:
-    """The place of a new checkpoint, and what happens once it is whole: see `Checkpoints.save`.
+    """The place of a new checkpoint, and the options of its save: see `Checkpoints.save`.
 
     Attributes:
         hosts: each has the folder for itself; None: all ranks see one folder.
@@ -157,7 +157,7 @@ class Part:
 def take_snapshot(
     live: LiveModel, shared: Mapping[str, Any], own: Mapping[str, Any], *, exclude_frozen: bool
 ) -> tuple[dict[str, Any], Part]:
-    """Look at everything that this rank saves, without a copy. Return the outline of a manifest, and this rank's part.
+    """Collect everything that this rank saves, without a copy. Return the outline of a manifest, and this rank's part.
 
     Of `shared`, rank 0's values are saved; of `own`, each rank's.
     """
@@ -212,7 +212,7 @@ def take_snapshot(
 
 
 def _source(held: Held, state: str) -> Source:
-    """Make a source of one state. The spans of a shard follow one another, so that each shard comes to memory once."""
+    """Make a source of one state. The spans of a shard follow one another, so that each shard is read into memory once."""
 
     @contextmanager
     def opened() -> Iterator[Tensor]:
@@ -232,7 +232,7 @@ def write_checkpoint(
     outline: dict[str, Any], part: Part, to: Destination, control: Collectives, advance: Advance = ignore,
     refuse: Callable[[], None] = nothing,
 ) -> None:  # fmt: skip
-    """Write this rank's part, agree with the others, and let the checkpoint exist. Every rank must call it.
+    """Write this rank's part, agree with the others, and write the manifest. Every rank must call it.
 
     Args:
         refuse: called when the part is written: raises where its values changed meanwhile.
@@ -381,7 +381,7 @@ def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
 
 
 def finish(manifest: Manifest, to: Destination, save: str) -> None:
-    """Every file is written: write the manifest and `latest`, and remove checkpoints that are not kept."""
+    """Write the manifest and `latest` after all files, and remove checkpoints that are not kept."""
     files.write_manifest(to.path, manifest, save)
     if to.save_latest:
         try:

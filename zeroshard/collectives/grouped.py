@@ -48,7 +48,7 @@ class Grouped(Collectives):
         self.world_size = len(members.ranks)
         self._end_watch: Callable[[], object] = lambda: None
         self.warn_others: Callable[[], None] = lambda: None
-        """Lets those know of a wait that failed who wait for this rank over other connections."""
+        """Warns the ranks that wait for this one over other connections that a wait failed."""
 
     def owns_watch(self) -> None:
         """End the watch when this object ends."""
@@ -94,7 +94,7 @@ class Grouped(Collectives):
         Args:
             peer: the member at the other end.
             works: the rest of the same operation.
-            gone: members whose processes have ended; nobody waits for their word.
+            gone: members whose processes have ended; no rank waits for them.
         """
         self.warn_others()
         ranks = self.members.ranks

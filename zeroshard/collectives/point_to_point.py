@@ -27,7 +27,7 @@ class PointToPoint(Grouped):
     """Pairwise transfers. What does not lie in CPU memory passes through it: gloo reads and writes plain memory.
 
     Args:
-        peers: with whom; the rest of the members is somebody else's business. Default: everybody.
+        peers: the members to connect with; another object serves the others. Default: all members.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class Window:
     """Another rank's file, as this process reads it.
 
     Args:
-        descriptor: of the file; ours to close.
+        descriptor: the file's; the window closes it.
 
     Raises:
         OSError: the system does not allow it.

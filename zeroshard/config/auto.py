@@ -18,7 +18,7 @@ from zeroshard.errors import ConfigError
 DEFAULT = object()
 """Leave the key out: its default, or the arithmetic of batch sizes, gives the value."""
 UNKNOWN = object()
-"""Only the user can know."""
+"""Only the user can supply the value."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Facts:
 
     Attributes:
         supplied: the user's `auto={...}`, by full key path, by last part, or, for `fp16.enabled` and the like, by block.
-        hidden_size: the model's, where it says one.
+        hidden_size: the model's, where it has one.
         dtype: the dtype of the model's parameters.
     """
 
@@ -141,7 +141,7 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
     """Return a copy of the config without any "auto", and the key paths where it stood. Unknown keys are the schema's to refuse.
 
     Raises:
-        ConfigError: lists every key that only the user can know, and `auto` keys that nothing knows.
+        ConfigError: the message lists every key whose value only the user can supply, and unknown keys of `auto`.
     """
     resolved = copy.deepcopy(config)
     order = {path: number for number, path in enumerate(RULES)}

@@ -203,7 +203,7 @@ def _json(value: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """A type as people say it."""
+    """Return a type in plain words."""
     origin = get_origin(annotation)
     if origin is tuple:
         return "list"

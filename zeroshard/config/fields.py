@@ -1,6 +1,6 @@
 """Owns the description of a config key: its type as people write it, and its effect here; and the check of a block's `params`.
 
-Every key carries an `Effect`: it works, or has no meaning here (accepted, and the resolved config says so), or would change
+Every key carries an `Effect`: it works, or has no meaning here (accepted, and the resolved config lists it), or would change
 what the user gets and is not offered (refused when it is switched on). Nothing is accepted and ignored in silence.
 """
 
@@ -123,7 +123,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> None:
-    """Refuse arguments that a class cannot take, before it says so in words that do not name them.
+    """Refuse arguments that a class cannot take, since its own error does not name them.
 
     Args:
         cls: an optimizer or a scheduler: its first argument is no argument of the config's.

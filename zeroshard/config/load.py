@@ -63,7 +63,7 @@ class Config:
 
     @property
     def names_batch_size(self) -> bool:
-        """Whether the config, or "auto", says how many samples a microbatch or a step has; else `batch` counts microbatches."""
+        """Whether the config, or "auto", gives the samples of a microbatch or a step; otherwise `batch` counts microbatches."""
         return self.schema.train_batch_size is not None or self.schema.train_micro_batch_size_per_gpu is not None
 
     @property
@@ -174,7 +174,7 @@ class Config:
 
     @property
     def skips_steps_that_are_not_finite(self) -> bool:
-        """Always, but under bf16 where the config says that it may go on."""
+        """True, except under bf16 where the config allows such steps."""
         return not self.schema.bf16.enabled or self.schema.bf16.check_grad_overflow
 
     @property
@@ -223,11 +223,11 @@ def load_config(
     Args:
         config: a path to JSON (comments and trailing commas are fine), a dict, or any Mapping.
         world_size: data-parallel ranks, for the batch sizes.
-        model: tells its hidden size and dtype to keys that are "auto".
+        model: gives its hidden size and dtype to keys that are "auto".
         auto: values for keys that are "auto", by key path or by its last part; batch sizes also where the config names none.
 
     Raises:
-        ConfigError: names the key path, what was expected and what came.
+        ConfigError: the message names the key path, the expected values and the one given.
     """
     raw = _in_full(read(config))
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -365,7 +365,7 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename the keys that are written shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
 
     `prefetch_bucket_size` for `stage3_prefetch_bucket_size`; `zero_optimization.reduce_bucket_size` at the top level, which counts
-    where the block does not say it.
+    where the block does not have it.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")
@@ -385,7 +385,7 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(schema: Schema) -> None:
-    """A misspelt block would train with its defaults: nobody would see it."""
+    """Raise for unknown blocks: a misspelt one would train with its defaults, unnoticed."""
     unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
     if unknown:
         lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]

@@ -180,7 +180,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
 
 def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Make one of the new parameters in the place of one old one. Returns them, by the old ones.
+    """Make one parameter again of the new ones that replace one old one. Returns them, by the old ones.
 
     Args:
         before: the model's parameters by each of their names.
@@ -206,7 +206,7 @@ def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn
 
 
 def replace_parameters(groups: Iterator[Any] | list[Any], made: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
-    """Return parameters, or param groups, with those in the place of replaced ones."""
+    """Return parameters, or param groups, with new parameters instead of the replaced ones."""
     replaced: list[Any] = []
     for one in groups:
         if isinstance(one, dict):

@@ -13,7 +13,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Resumable:
-    """Objects that resume at their own position after a load. None, and objects without a `state_dict`, are left out."""
+    """The objects whose state a checkpoint carries. None, and objects without a `state_dict`, are left out."""
 
     lr_scheduler: Any
     loss_scaler: LossScaler
@@ -34,7 +34,7 @@ class Resumable:
         return {**values, "client_state": dict(client_state or {})}
 
     def load(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
-        """Go on where `values` were saved."""
+        """Restore the state that `values` holds."""
         if lr_scheduler and values.get("lr_scheduler") and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(values["lr_scheduler"])
         if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):

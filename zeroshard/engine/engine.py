@@ -42,7 +42,7 @@ _PARKED = {
 
 
 class Engine(Saving, Readers, nn.Module):
-    """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
+    """An engine that trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
     It is a module that holds the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()` and `eval()` are as
     of any wrapper, and an attribute that it lacks is the model's.
@@ -191,7 +191,7 @@ class Engine(Saving, Readers, nn.Module):
 
     @property
     def _ends_step(self) -> bool:
-        """Whether a step now is one that updates: each is, where the caller counts microbatches."""
+        """Return whether a step now updates: each does, where the caller counts microbatches."""
         return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
@@ -252,14 +252,14 @@ class Engine(Saving, Readers, nn.Module):
         return batch.micro * batch.world_size * self._microbatches.backwards  # each was a microbatch's
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step's microbatches so far, after an exception, say: the next is the step's first."""
+        """Drop the gradients of the step so far, as after an exception: the next microbatch is the step's first."""
         self.optimizer.zero_grad()
         self.micro_steps -= self._microbatches.count
         self._microbatches.start_step()
         self._progress.forget_losses()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present microbatch is the last of its step."""
+        """Return whether the present microbatch is the last of its step."""
         if self._microbatches.boundary is not None:
             return self._microbatches.boundary
         if not self.managed_gradient_accumulation():
@@ -281,7 +281,7 @@ class Engine(Saving, Readers, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside are summed on this rank, where gradients are not sharded; `parameter.grad` shows the sum.
+        """Sum backwards inside on this rank, where gradients are not sharded; `parameter.grad` shows the sum.
 
         Where they are, they are reduced as ever: no rank has room for the whole.
         """
@@ -289,7 +289,7 @@ class Engine(Saving, Readers, nn.Module):
             yield
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Backwards of one microbatch stand inside: their gradients are summed, with or without this block."""
+        """Accept the backwards of one microbatch inside: their gradients are summed, with or without this block."""
         return nullcontext()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
@@ -351,7 +351,7 @@ class Engine(Saving, Readers, nn.Module):
         return loss
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
-        """Take note of parameters that were frozen or freed, see `Sharded.update_trainable`. Every rank must call it."""
+        """Update for parameters that were frozen or unfrozen, see `Sharded.update_trainable`. Every rank must call it."""
         if param_group is not None and isinstance(self.lr_scheduler, LRSchedule | Floor):
             raise UsageError(
                 f"{type(self.lr_scheduler).__name__} was made for the param groups that there were: list the "
@@ -395,7 +395,7 @@ class Engine(Saving, Readers, nn.Module):
         self._sharded.reload_states()
 
     def empty_partition_cache(self) -> None:
-        """Give back the memory that torch's allocator keeps for reuse: nothing sharded is whole between steps."""
+        """Release the memory that torch's allocator keeps for reuse. Between steps no sharded parameter is whole."""
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
@@ -454,7 +454,7 @@ class Engine(Saving, Readers, nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model is compiled."""
+        """Return whether the model is compiled."""
         return compiled_call_of(self.module) is not None
 
     def destroy(self) -> None:
@@ -472,7 +472,7 @@ def _to_half(value: Any) -> Any:
 
 
 def _value(name: Any) -> str:
-    """A state or a device; DeepSpeed's are enums."""
+    """Return the text of a state or a device; DeepSpeed's are enums."""
     return str(getattr(name, "value", name))
 
 

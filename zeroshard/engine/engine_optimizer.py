@@ -68,7 +68,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was left out, or the last norm was infinite or NaN."""
+        """Whether the last step was skipped, or the last norm was infinite or NaN."""
         return self._step.overflow
 
     @property

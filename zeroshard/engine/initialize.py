@@ -1,4 +1,4 @@
-"""Owns `initialize(config) -> Engine`: everything that a config names, made and put together."""
+"""Owns `initialize(config) -> Engine`, which makes everything that a config names."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def initialize(
 
 
 def _tensor_parallel_ranks(config: Any, mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> int:
-    """Return how many ranks divide the model, or will.
+    """Return the number of ranks that divide the model, or will divide it.
 
     Raises:
         UsageError: the config and the model's DTensors disagree, or the config divides what `group` shards.

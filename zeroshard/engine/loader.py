@@ -1,7 +1,7 @@
 """Owns the loader over this rank's part of a dataset, whose position can be saved.
 
-The order of samples depends on the seed and the epoch alone: rank r takes every world_size-th, so a global batch holds the same
-samples at any world size, and a position, counted in samples over all ranks, means the same there.
+The order of samples depends only on the seed and the epoch. Rank r takes every world_size-th sample, so a global batch holds the
+same samples at any world size. A position counts samples over all ranks, and means the same at any world size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroshard.errors import UsageError
 
 
 class ShardedSampler(Sampler[int]):
-    """Every world_size-th sample of a shuffled epoch, from a position on. Ranks get equally many: the first ones are repeated."""
+    """A sampler of every world_size-th sample of a shuffled epoch. Ranks get equally many: the first samples are repeated."""
 
     def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool, seed: int = 0) -> None:
         self.epoch = 0

@@ -1,4 +1,4 @@
-"""Owns the place in a step: the present microbatch, its backwards so far, and the factor that their gradients lack."""
+"""Owns the position in a step: the present microbatch, its backwards so far, and the divisor of their gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Microbatches:
         self.start_step()
 
     def start_step(self) -> None:
-        """Note that the step is over, or begins again."""
+        """Start a new step, or the same one again."""
         self.count = self.backwards = 0
         self.was_scaled = False
         self._had_own = self._had_users = False
@@ -46,7 +46,7 @@ class Microbatches:
         self._ended_before = self._sharded.backwards_ended
 
     def expect_backward(self, is_boundary: bool) -> None:
-        """A backward is to come, the engine's or the user's: it reduces what is unsharded, or it does not."""
+        """Set whether the next backward, the engine's or the user's, reduces unsharded gradients."""
         self.ended_by_optimizer = False
         self._is_reduced = is_boundary and not self._no_sync
         self._sharded.expect_last_microbatch(self._is_reduced)
@@ -75,7 +75,7 @@ class Microbatches:
         )
 
     def end(self, *, ends_step: bool) -> None:
-        """The microbatch is over."""
+        """End the microbatch."""
         ended = self._sharded.backwards_ended - self._ended_before
         if not self._own_here:
             self._had_users = True
@@ -90,7 +90,7 @@ class Microbatches:
         self._start_microbatch()
 
     def multiple(self, accumulation: int, config: Config) -> float:
-        """The divisor of the gradients, besides the loss scale, that makes them those of the mean loss.
+        """Return the divisor, beside the loss scale, that makes the gradients those of the mean loss.
 
         Raises:
             UsageError: the microbatches of the step were scaled in different ways, or not at all under fp16.
@@ -122,7 +122,7 @@ class Microbatches:
             self._no_sync -= 1
 
     def refuse_second_step(self) -> None:
-        """Raise where `engine.step()` follows `optimizer.step()`: it would end a microbatch that nobody ran."""
+        """Raise where `engine.step()` follows `optimizer.step()`: it would end a microbatch that never ran."""
         if self.ended_by_optimizer:
             raise UsageError(
                 "engine.step() after optimizer.step(), which had ended the step already: call one of them. After "
@@ -130,6 +130,6 @@ class Microbatches:
             )
 
     def refuse_inside_no_sync(self) -> None:
-        """Raise where a step would end what `no_sync` holds back."""
+        """Raise where a step is taken inside `no_sync`."""
         if self._no_sync:
             raise UsageError("engine.step() inside engine.no_sync(), which holds back the reduction: call it outside.")

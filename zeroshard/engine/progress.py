@@ -1,4 +1,4 @@
-"""Owns the reports of a run's steps: a printed line, the monitors, and other listeners."""
+"""Owns the reports of a run's steps: a printed line, the monitors, and other watchers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Watcher = Callable[[StepReport, int, int, float, Sequence[Tensor]], None]
 
 
 class Progress:
-    """Gathers a step's figures, and logs them on rank 0 where the config asks for it.
+    """The figures of each step, logged on rank 0 where the config asks for it.
 
     Attributes:
         tokens: tokens per sample, if the caller gave them.
@@ -128,7 +128,7 @@ class Progress:
     # ------------------------------------------------------------------ while a step lasts
 
     def measure(self, part: str) -> AbstractContextManager[None]:
-        """Add the time inside to a part of the step, under `wall_clock_breakdown`. An accelerator is waited for at both ends."""
+        """Add the time inside to a part of the step, under `wall_clock_breakdown`. It waits for an accelerator at both ends."""
         if self._schema.wall_clock_breakdown:
             return self._measure(part)
         return nullcontext()
@@ -176,7 +176,7 @@ class Progress:
 
     @contextmanager
     def also_to(self, folder: Path) -> Iterator[None]:
-        """Keep each step inside in `folder/steps.jsonl` too. Every rank must call it: each gives its part of the loss."""
+        """Write each step inside to `folder/steps.jsonl` too. Every rank must call it: each contributes its part of the loss."""
         before = self._is_monitored
         self._is_monitored = True
         monitor: JsonLinesMonitor | None = None
@@ -193,7 +193,7 @@ class Progress:
                     self._monitors.remove(monitor)
 
     def _prints(self, step: int) -> bool:
-        """Whether this step has a line. The same on every rank."""
+        """Return whether this step has a line: the same on every rank."""
         return self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
 
     def tell(self, report: StepReport, step: int, samples: int, lr: float) -> None:
@@ -238,7 +238,7 @@ class Progress:
     # ------------------------------------------------------------------ in words
 
     def _events(self, figures: StepFigures) -> dict[str, float]:
-        """The figures that the config asks for, under DeepSpeed's names."""
+        """Return the figures that the config asks for, under DeepSpeed's names."""
         events = {"lr": figures.lr, "loss_scale": figures.loss_scale, "grad_norm": figures.grad_norm}
         if figures.has_loss:
             events = {"train_loss": figures.loss, **events}

@@ -1,4 +1,4 @@
-"""Owns the answers of an engine's getters: its config in DeepSpeed's words, the last step, bytes."""
+"""Owns an engine's getters: its config in DeepSpeed's words, the figures of the last step, bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _returns(doc: str, read: Callable[[Readers], T]) -> Callable[[Any], T]:
-    """A method without arguments that returns one value."""
+    """Make a method without arguments that returns one value."""
 
     def method(self: Readers) -> T:
         return read(self)

@@ -49,7 +49,7 @@ class Saving:
         save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> bool:  # fmt: skip
-        """Save everything that training needs, see `Sharded.save`. Every rank must call it.
+        """Save everything that a resumed training needs, see `Sharded.save`. Every rank must call it.
 
         That is: model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the position of
         `training_dataloader`, and `client_state`. Within a step's microbatches a load begins that step again.
@@ -99,7 +99,7 @@ class Saving:
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
         fall_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Go on where a checkpoint was saved, see `Sharded.load`. Every rank must call it.
+        """Load a checkpoint and resume from it, see `Sharded.load`. Every rank must call it.
 
         Args:
             load_dir: the folder of all checkpoints.
@@ -205,7 +205,7 @@ class Saving:
         return not self._sharded.policy.parameters.sharded or False not in keys or True in keys
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict, whole, on every rank. Every rank must call it."""
+        """Return the model's complete state dict on every rank. Every rank must call it."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied parameters share one
         state = {}
         for name, value in self.module.state_dict().items():
@@ -218,7 +218,7 @@ class Saving:
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The model's state dict, whole, in rank 0's CPU memory, one unit at a time; None elsewhere. Every rank must call it."""
+        """Return the complete state dict in rank 0's CPU memory, built unit by unit; None elsewhere. Every rank must call it."""
         state = self._sharded.consolidated_state_dict()
         if state is not None and exclude_frozen_parameters:
             return self._without_frozen(state)
@@ -243,7 +243,7 @@ class Saving:
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name where tensors are divided
 
     def _reshard_adapters(self) -> None:
-        """End what `_zero3_consolidated_16bit_state_dict` left whole."""
+        """Reshard the adapters that `_zero3_consolidated_16bit_state_dict` left whole."""
         self._whole_adapters.close()
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -273,7 +273,7 @@ def _names_checkpoints(folder: Path) -> bool:
 
 
 class _OnRank0(dict[str, Tensor]):
-    """The empty state dict of a rank, where rank 0 has the whole. It refuses to become a file."""
+    """The empty state dict of a rank other than 0, which has the complete one. Pickling it raises."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(

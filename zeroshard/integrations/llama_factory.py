@@ -5,7 +5,7 @@ import zeroshard.integrations.llama_factory as entry; entry.register()     # the
 dist_config: {name: zeroshard}
 optim_config: {name: zeroshard, optimizer: AdamW, lr: 1.0e-5, consolidate_every: 500}     # as save_steps
 
-Its training loop reads `parameter.grad`, clips with torch's function, and saves on rank 0 alone for every name but its own: that is
+Its training loop reads `parameter.grad`, clips with torch's function, and saves only on rank 0 for every name but its own: that is
 right for sharded optimizer states (stage 1), and for no more. Stages 2 and 3 go through `dist_config.name: deepspeed`.
 """
 

@@ -56,7 +56,7 @@ class Settings:
     Attributes:
         policy, precision: where model states rest, and in which dtypes.
         config: the DeepSpeed config, where one was given.
-        shard_arguments: what else `zeroshard.shard` is told.
+        shard_arguments: other arguments of `zeroshard.shard`.
         autocast_dtype: the dtype of torch.autocast around the forward, or None.
     """
 
@@ -78,11 +78,11 @@ class Settings:
 
     @property
     def skips_steps_that_are_not_finite(self) -> bool:
-        """Always, but under bf16 where a config says that it may go on."""
+        """True, except under bf16 where a config allows such steps."""
         return self.config is None or self.config.skips_steps_that_are_not_finite
 
     def create_loss_scaler(self) -> LossScaler:
-        """Make a dynamic scaler under fp16, else a scale of 1."""
+        """Make a dynamic scaler under fp16, otherwise a scale of 1."""
         if self.config is not None and self.config.scales_loss:
             return create_loss_scaler(self.config)
         if self.precision.param_dtype is torch.float16:
@@ -94,11 +94,11 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     """Resolve `zero=` with transformers' TrainingArguments.
 
     Args:
-        model: tells its hidden size to keys that are "auto".
+        model: gives its hidden size to keys that are "auto".
         total_steps: optimizer steps of the whole training, for a schedule whose length is "auto".
 
     Raises:
-        ConfigError: the config cannot be used, or says other than the arguments.
+        ConfigError: the config cannot be used, or contradicts the arguments.
         UsageError: `zero` is none of the things that it may be.
     """
     if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):

@@ -35,7 +35,7 @@ a few messages, which take longer than the block computes."""
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that become one unit: same module, dtype, device, and trainability."""
+    """A group of parameters that become one unit: same module, dtype, device, and trainability."""
 
     label: str
     module: nn.Module
@@ -49,7 +49,7 @@ class Group:
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
-    """The (fqn, module) pairs that are unsharded one at a time, without the root, in the order of registration."""
+    """Return the (fqn, module) pairs that are unsharded one at a time, without the root, in the order of registration."""
     rule = rule or Units()
     leaves = _leaves(model, rule)
     if model in leaves:
@@ -73,7 +73,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """The modules that were declared to be one unit each. The model itself is one where a class names it, and nothing inside it."""
+    """Return the modules that were declared to be one unit each. Where a class names the model itself, it is the only one."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
@@ -107,12 +107,12 @@ def _is_of_class(module: nn.Module, name: str) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """A pure container (ModuleList, ModuleDict, ParameterList) is never called itself, so no hook on it would run."""
+    """Return whether hooks on it run: a pure container (ModuleList, ModuleDict, ParameterList) is never called itself."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
 def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None = None) -> list[Group]:
-    """Group the parameters that share a flat buffer. Of DTensors that is what this rank holds, apart from others.
+    """Group the parameters that share a flat buffer. DTensors, of which this rank holds a part, are in groups of their own.
 
     Args:
         optimized: `id`s of the parameters that the optimizer updates; a trainable parameter outside of it is left as
@@ -157,14 +157,14 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
 
 
 def _kind_of(entry: NamedParameter) -> str:
-    """Name what makes parameters unlike others of their module: cut ones are counted on each of a mesh's ranks, others once."""
+    """Name the kind of a parameter: cut ones are counted on each of a mesh's ranks, others once."""
     if not entry.is_distributed:
         return ""
     return " (whole DTensors)" if entry.placement.is_whole else " (tensor-parallel)"
 
 
 def _persistent(model: nn.Module, rule: Units) -> set[int]:
-    """`id`s of the parameters that are too small to be sharded: the smallest first, as many as the total allows."""
+    """Return the `id`s of the parameters that are too small to be sharded: the smallest first, as many as the total allows."""
     small = sorted((p for p in model.parameters() if p.numel() < rule.persistent_numel), key=Tensor.numel)
     found = set()
     total = 0

@@ -13,7 +13,7 @@ from zeroshard.torch_private import is_distributed, local_of
 
 
 def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
-    """Find the place of what this rank holds of a parameter. One that is no DTensor is here as a whole.
+    """Find the place of this rank's part of a parameter. A parameter that is no DTensor is whole on each rank.
 
     Raises:
         UsageError: a DTensor over several dimensions of a mesh, or of a placement other than Shard and Replicate, or one of which

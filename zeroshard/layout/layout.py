@@ -31,7 +31,7 @@ straight from the tensor that autograd made, without a copy into a buffer."""
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements `start` to `stop` of the flattened parameter `name`."""
+    """A range of elements, `start` to `stop`, of the flattened parameter `name`."""
 
     name: str
     start: int
@@ -42,7 +42,7 @@ class Span:
         return self.stop - self.start
 
     def intersect(self, start: int, stop: int) -> Span | None:
-        """The elements that also lie between `start` and `stop`; None where there are none."""
+        """Return the elements that also lie between `start` and `stop`; None where there are none."""
         low = max(self.start, start)
         high = min(self.stop, stop)
         if low >= high:
@@ -50,7 +50,7 @@ class Span:
         return Span(self.name, low, high)
 
     def within(self, outer: int) -> slice:
-        """The place of these elements in a tensor that begins at element `outer`."""
+        """Return the place of these elements in a tensor that begins at element `outer`."""
         return slice(self.start - outer, self.stop - outer)
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class BucketLayout:
         return tuple(gaps)
 
     def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
-        """The pieces of one of the shards; `start` counts from its start."""
+        """Return the pieces of one of the shards; `start` counts from its start."""
         low = shard * self.shard_numel
         high = low + self.shard_numel
         found = []
@@ -127,7 +127,7 @@ class UnitLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, start, stop): which shards hold which elements of the flattened parameter `index`."""
+        """Yield (shard, start, stop): the shards that hold the flattened parameter `index`, and their elements of it."""
         for bucket in self.buckets:
             if any(piece.index == index for piece in bucket.pieces):
                 for shard in range(bucket.world_size):

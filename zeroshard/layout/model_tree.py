@@ -1,6 +1,6 @@
 """Finds what changed in a model's tree of modules since zeroshard took the model.
 
-Steps, saves and exports go by the parameters that were there then. A module that is replaced or added later would not train, and
+Steps, saves and exports use the parameters of that time. A module that is replaced or added later would not train, and
 its values would be missing in files.
 """
 
@@ -35,7 +35,7 @@ class ModelTree:
 
     @property
     def _is_unchanged(self) -> bool:
-        """Every step asks: this compares identities, and calls no Python for each parameter."""
+        """Return whether nothing changed. It runs in every step: it compares identities, without Python calls per parameter."""
         content = chain.from_iterable(map(dict.values, self._filled))
         return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
 

@@ -1,4 +1,4 @@
-"""Owns what is the same of ordinary parameters and DTensors: this rank's part, with its names and its place in the whole."""
+"""Owns one view of ordinary parameters and DTensors: this rank's part, with its names and its place in the whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.torch_private import distributed_as, is_distributed, local_of, pa
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A user's parameter.
+    """A parameter of the user's model.
 
     Attributes:
         fqns: all its names in the model, first name first.

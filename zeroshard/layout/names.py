@@ -1,7 +1,7 @@
 """Owns the names of parameters and buffers: those of the model without `torch.compile`.
 
-`torch.compile(module)` is another module, which holds the first under `_orig_mod`. Readers of a checkpoint or an export do not
-care: files load whether or not the model is compiled, and PEFT and transformers know the names.
+`torch.compile(module)` is another module, which holds the first under `_orig_mod`. Names in checkpoints and exports lack that part,
+so files load into compiled and plain models, and have the names that PEFT and transformers use.
 """
 
 from __future__ import annotations

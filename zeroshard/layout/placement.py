@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Parts of a flattened whole: `count` runs of `numel` elements each, the first at `start`, one every `stride` elements."""
+    """A pattern in a flattened whole: `count` runs of `numel` elements each, the first at `start`, one every `stride` elements."""
 
     start: int
     numel: int
@@ -28,11 +28,11 @@ class Runs:
 
     @property
     def stop(self) -> int:
-        """The end of the last."""
+        """The end of the last run."""
         return self.start + (self.count - 1) * self.stride + self.numel
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Give (start, stop, before) of what lies in a range: elements of the whole, and how many of the runs' come before them."""
+        """Yield (start, stop, before) of each part in a range: elements of the whole, and how many of the runs' come before."""
         first = max((start - self.start) // self.stride, 0) if self.count > 1 else 0
         for number in range(first, self.count):
             begin = self.start + number * self.stride
@@ -44,7 +44,7 @@ class Runs:
                 yield low, high, number * self.numel + low - begin
 
     def common(self, other: Runs) -> Iterator[Common]:
-        """Find what two patterns share: few blocks where their strides agree, or where one of them is contiguous."""
+        """Intersect two patterns: few blocks where their strides agree, or where one of them is contiguous."""
         strides = {runs.stride for runs in (self, other) if runs.count > 1}
         stride = next(iter(strides), max(self.stop, other.stop, 1))
         pairs: tuple[tuple[Runs, Runs], ...] = ((self, other),)
@@ -60,7 +60,7 @@ class Runs:
             own += mine.numel * mine.count
 
     def _rows(self, stride: int) -> Iterator[tuple[Runs, int]]:
-        """Give runs of one stride, none of which passes a multiple of it, and how many elements come before each."""
+        """Return runs of one stride, none of which passes a multiple of it, and the number of elements before each."""
         if self.count > 1 and self.stride == stride and self.start % stride + self.numel <= stride:
             yield self, 0
             return
@@ -82,7 +82,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What two patterns of runs share: `count` blocks of `numel` elements.
+    """The intersection of two patterns of runs: `count` blocks of `numel` elements.
 
     Attributes:
         here, every: where the first lies among the first pattern's elements, and how many lie between the starts of two.
@@ -98,7 +98,7 @@ class Common:
 
 
 def _common_rows(a: Runs, here: int, b: Runs, there: int, stride: int) -> Iterator[Common]:
-    """Find what runs of one stride share, of which none passes a multiple of it."""
+    """Intersect runs of one stride, of which none passes a multiple of it."""
     first_a, first_b = a.start // stride, b.start // stride
     first = max(first_a, first_b)
     count = min(first_a + a.count, first_b + b.count) - first

@@ -1,7 +1,7 @@
 """Finds parameters that share memory without being one parameter.
 
-A sharded model keeps its parameters in buffers of its own. Two parameters over one memory, and a buffer over a parameter's, would
-part there, where plain PyTorch keeps them one.
+A sharded model copies its parameters into flat buffers. Two parameters in one memory, or a buffer in a parameter's memory, would
+become separate there; in plain PyTorch a write to one shows in the other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _extent(name: str, tensor: Tensor, *, is_parameter: bool) -> _Extent:
 
 
 def _candidates(extents: list[_Extent]) -> Iterator[tuple[_Extent, _Extent]]:
-    """Give the pairs with a parameter whose extents meet."""
+    """Yield the pairs, with a parameter among them, whose extents meet."""
     in_order = sorted(extents, key=lambda extent: extent.start)
     for number, one in enumerate(in_order):
         for other in in_order[number + 1 :]:
@@ -64,7 +64,7 @@ def _candidates(extents: list[_Extent]) -> Iterator[tuple[_Extent, _Extent]]:
 
 
 def _overlap(one: _Extent, other: _Extent) -> bool:
-    """Whether two tensors whose extents meet have an element in common: columns of one matrix have none."""
+    """Return whether two tensors whose extents meet have an element in common: columns of one matrix have none."""
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
     if one.tensor.itemsize != other.tensor.itemsize:

@@ -37,7 +37,7 @@ def ignore(amount: float) -> None:
 
 
 class Row:
-    """A task that lasts: its name, the amount to do (None: unknown) and done, and its start by the monotonic clock."""
+    """A long task: its name, the amount to do (None: unknown), the amount done, and its start by the monotonic clock."""
 
     def __init__(
         self, what: str, total: float | None, display: Display, *, done: float = 0.0, delay: float = DELAY_SECONDS
@@ -119,7 +119,7 @@ class Display:
 
     Args:
         speaks: whether this process may have lines: rank 0. An attribute too.
-        animated: a thread draws them, and they appear at once: for commands that say little on their way.
+        animated: a thread draws them, and they appear at once: for commands that print little meanwhile.
     """
 
     def __init__(self, *, speaks: bool = True, animated: bool = False) -> None:

@@ -85,7 +85,7 @@ def formula(
     Args:
         numel: trainable parameters, all ranks' together.
         states: fp32 tensors of optimizer state for each parameter: 2 for Adam.
-        ranks_per_host: over which parameters are sharded where each host has the whole; default: as many as the policy says.
+        ranks_per_host: over which parameters are sharded where each host has the whole; default: the policy's `within`.
     """
     if ranks_per_host is None:
         ranks_per_host = policy.within if isinstance(policy.within, int) else world_size

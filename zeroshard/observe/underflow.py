@@ -116,10 +116,10 @@ class UnderflowReport:
 def summarise(
     counts: Sequence[GradientCount], scale: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> UnderflowReport:
-    """Bring the ranks' counts together. Every rank must call it, with the same scales in the same order.
+    """Add up the counts of all ranks. Every rank must call it, with the same scales in the same order.
 
     Args:
-        sum_over_ranks: takes and gives int64, of shape [n].
+        sum_over_ranks: returns the sum of an int64 tensor of shape [n] over all ranks.
     """
     names = sorted({fqn for count in counts for fqn in count.zeros})
     rows = []

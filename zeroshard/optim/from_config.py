@@ -38,7 +38,7 @@ def create_optimizer(
     0.19.8 takes: without `torch_adam`, Adam and AdamW decay nothing. Fused kernels are the default.
 
     Args:
-        model: tells Muon which matrices lie inside blocks; those outside (embeddings, heads) go to AdamW.
+        model: shows which matrices lie inside blocks, for Muon; those outside (embeddings, heads) go to AdamW.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not take these params.

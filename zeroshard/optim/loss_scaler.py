@@ -25,7 +25,7 @@ from zeroshard.errors import LossScaleError
 
 
 class LossScaler(ABC):
-    """Knows the scale for the next backward. The same on every rank, since every rank sees the same norm."""
+    """The scale for the next backward, and its changes. The same on every rank, since every rank sees the same norm."""
 
     scale: float
 

@@ -18,7 +18,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, or param groups. A group with `"use_muon": True` or `False` goes there; in others, matrices (2
             dimensions) go to Muon. Embeddings and output heads train better under AdamW: give them a group of their own.
-        lr, weight_decay: of both, where `muon_lr` and `adam_lr` say nothing else.
+        lr, weight_decay: of both, unless `muon_lr` and `adam_lr` are given.
         momentum, nesterov, ns_steps, adjust_lr_fn: as torch.optim.Muon. The default of `adjust_lr_fn` here is
             "match_rms_adamw", so that one lr suits both (Liu et al., arXiv:2502.16982, section 2.2).
         betas, eps, fused: as torch.optim.AdamW.

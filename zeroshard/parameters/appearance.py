@@ -127,7 +127,7 @@ class Appearance:
         self._exchange(self.whole_class, self._taken_class)
 
     def show_ordinary(self) -> None:
-        """End `show_taken`."""
+        """Show ordinary parameters again, after `show_taken`."""
         self._exchange(self._taken_class, self.whole_class)
         self._shown_taken = set()
 

@@ -67,7 +67,7 @@ class Context:
 
     @cached_property
     def everyone(self) -> Collectives:
-        """The ranks of both, for small messages."""
+        """The ranks of `collectives` and of `others`, for small messages."""
         if self.others.world_size == 1:
             return self.collectives
         return Everyone(self.collectives, self.others)

@@ -34,7 +34,7 @@ class Processor(_Part):
         flops: by dtype of the operands, a second.
         memory_bandwidth: bytes a second, read and written together.
         launch_seconds: of one operation, besides its work.
-        peak_flops: by dtype, what its maker says of dense matrices, where that is known.
+        peak_flops: by dtype, the maker's figure for dense matrices, where it is known.
     """
 
     flops: dict[str, float]

@@ -35,7 +35,7 @@ class Plan:
         figures: what the dry run saw.
         limit: bytes of an accelerator's memory.
         host_limit: bytes of a host's CPU memory.
-        told: keys of the config that make a run talk.
+        told: keys of the config that make a run print or log.
     """
 
     job: Job

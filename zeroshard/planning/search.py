@@ -1,11 +1,11 @@
 """Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
 
-Every answer is a dry run. A model that is deep is first run at two small depths, which tell what a block takes; what is chosen is
+Every answer is a dry run. A model that is deep is first run at two small depths, which give the needs of a block; what is chosen is
 run at its full depth. What cannot be the answer is not run: see [Note: pruning].
 
 [Note: pruning]
 A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best; what grows
-with the micro-batch tells how far down to go. Checkpointing, and states that rest on the CPU, cost time and gain memory alone: they
+with the micro-batch bounds how far down to go. Checkpointing, and states that rest on the CPU, cost time and gain only memory: they
 are not tried where the same setting without fits as large a micro-batch. Where the full depth shows that it does not fit after
 all, what was left out because of it is tried.
 """
@@ -50,12 +50,12 @@ _ALIKE = 0.02
 """Steps whose times differ by no more than this share are alike: then the lower stage is chosen."""
 
 _DOUBT = 0.03
-"""How far off what was not run may be, as a share of the memory: a whole depth told by two shallow ones, a smaller micro-batch by
-a larger one."""
+"""How far off what was not run may be, as a share of the memory: a whole depth estimated from two shallow ones, a smaller
+micro-batch from a larger one."""
 
 
 BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-"""The settings that all choices of a search share, where the caller has nothing to say."""
+"""The settings that all choices of a search share, unless the caller passes others."""
 
 
 # ---------------------------------------------------------------------- dry runs in processes of their own
@@ -349,7 +349,7 @@ class Search:
         per_rank: samples of a step on each rank.
         limit, host_limit: bytes of an accelerator, and of a host.
         depth, shallow: of the model, and the same with fewer blocks.
-        told: hears of the progress.
+        told: is called with the progress.
     """
 
     job: Job

@@ -41,7 +41,7 @@ def from_config_file(path: Path, sequence: int) -> Subject:
     """A model of transformers, by its `config.json` or the folder of it. Reads no weights, and asks no network.
 
     Raises:
-        UsageError: there is no such file, it describes no model, or transformers does not know the architecture.
+        UsageError: there is no such file, it describes no model, or transformers has no such architecture.
     """
     file = path
     if path.is_dir():

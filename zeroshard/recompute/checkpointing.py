@@ -31,11 +31,11 @@ def configure(
     num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> Checkpointer:  # fmt: skip
-    """Say how `checkpoint` keeps its inputs, for this process.
+    """Set how `checkpoint` keeps its inputs, for this process.
 
     Args:
         mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
-        deepspeed_config: its `activation_checkpointing` block is taken where the arguments after it say nothing.
+        deepspeed_config: its `activation_checkpointing` block gives the values of later arguments that are None.
         partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile: as
             `Checkpointing`'s partition_activations, contiguous_memory_optimization, number_checkpoints, cpu_checkpointing,
             synchronize_checkpoint_boundary, profile.

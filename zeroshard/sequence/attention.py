@@ -277,7 +277,7 @@ def _within_documents(mask_function: Callable[..., Any], positions: Tensor, docu
 
     Args:
         mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query sees the key.
-        positions: [rows, positions], counted within each document, so that windows and chunks begin anew with it.
+        positions: [rows, positions], counted within each document, so that windows and chunks begin again with it.
         documents: [rows, positions], the number of each position's document.
     """
 

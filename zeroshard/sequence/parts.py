@@ -19,7 +19,7 @@ def parts(count: int, most: int) -> Iterable[slice]:
 
 @contextmanager
 def chosen(choice: Choice) -> Iterator[None]:
-    """Run some of the parts alone: for a dry run, whose tensors have no values."""
+    """Run only some of the parts: for a dry run, whose tensors have no values."""
     token = _CHOICE.set(choice)
     try:
         yield

@@ -49,7 +49,7 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     """Return whether this optimizer needs each parameter whole in one shard.
 
     Args:
-        elementwise: the user's word, which goes before what we know.
+        elementwise: the user's argument, which overrides the known classes.
 
     Raises:
         UsageError: neither way is known to be right.

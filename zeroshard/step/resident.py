@@ -67,7 +67,7 @@ class Resident:
         """Block until the optimizer's tensors look at all values of the shard, and no transfer is under way.
 
         Raises:
-            UsageError: somebody wrote to what these tensors looked at meanwhile.
+            UsageError: user code wrote to the memory of these tensors meanwhile.
         """
         for slot in (self.shard.rest, self.shard.master, self.shard.gradient):
             slot.wait()

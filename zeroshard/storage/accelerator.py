@@ -24,7 +24,7 @@ FREE_SHARE = 1 / 16
 
 @final
 class AcceleratorStorage(DeviceStorage):
-    """Memory of `device`. Where that is the CPU, it is CPU memory too."""
+    """The memory of `device`, which may be the CPU."""
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
         self.device = device

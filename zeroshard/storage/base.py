@@ -5,7 +5,7 @@
     slot.read(out).wait(out.device)        into any tensor of that many elements, wherever that lies
     slot.memory_in(storage)                the content itself, where it is memory of that storage
 
-Nobody but `Storages` knows which of the three storages a slot is of.
+Only `Storages` distinguishes the three storages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned
 
 
 class Slot(ABC):
-    """`numel` elements of one dtype that rest in a storage. `label` is for errors."""
+    """A place for `numel` elements of one dtype in a storage. `label` is for errors."""
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
         self.label = label
@@ -35,12 +35,12 @@ class Slot(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the content."""
+        """The number of bytes of the content."""
         return self.numel * self.dtype.itemsize
 
     @abstractmethod
     def memory_in(self, storage: Storage) -> Tensor | None:
-        """The content itself, [numel], where it is memory of `storage`: to be used in place, after `wait`.
+        """Return the content itself, [numel], where it is memory of `storage`: to be used in place, after `wait`.
 
         Where the slot `is_empty`, nobody may read or write there.
         """
@@ -54,16 +54,16 @@ class Slot(ABC):
         """Start to replace the content by `source` [numel], of any dtype, on any device. A read after it sees it."""
 
     def before_write(self) -> None:
-        """The content in `memory_in` is about to change: block until nobody else reads it."""
+        """Block until nobody else reads the content in `memory_in`, which is about to change."""
         return
 
     @abstractmethod
     def prefetch(self) -> None:
-        """The next `read` is near: make it quick, if that costs no other."""
+        """Prepare the `read` that comes next, if that delays no other."""
 
     @abstractmethod
     def wait(self, device: torch.device = CPU) -> None:
-        """Make `device` do what comes from now on after every write that was started. A CPU blocks, and raises what went wrong."""
+        """Order the later work of `device` after every write that was started. A CPU blocks, and raises a write's error."""
 
     # ------------------------------------------------------------------ content that is not always wanted
 
@@ -74,16 +74,19 @@ class Slot(ABC):
 
     @property
     def buffer(self) -> FlatBuffer | None:
-        """Its memory, where that can be given back while the slot stays."""
+        """The memory under the slot, where that can be given back while the slot stays."""
         return None
 
     def empty(self) -> None:
-        """The content is not wanted any longer. Where its memory can be given back, that is done, and a `read` raises until
-        the next `write` or `fill`; views of it stay valid, and look at nothing meanwhile. What somebody else looks at stays."""
+        """Drop the content, and give its memory back where that is possible.
+
+        A `read` then raises until the next `write` or `fill`. Views of the memory stay valid, but nobody may read them until
+        then. Memory that somebody else looks at stays.
+        """
         return
 
     def fill(self) -> None:
-        """The end of `empty`, with undefined content."""
+        """Take memory again after `empty`, with undefined content."""
         return
 
     def refuse_empty(self) -> None:
@@ -97,11 +100,11 @@ class Slot(ABC):
     def borrowed(
         self, storage: Storage, pool: BufferPool, *, read: bool = True, write: bool = False
     ) -> Iterator[Tensor]:
-        """The content as memory of `storage`: in place, or in scratch from `pool`.
+        """Lend the content as memory of `storage`: in place, or in scratch from `pool`.
 
         Args:
-            read: what is there is wanted; else the tensor's content is undefined.
-            write: what the tensor holds on leaving becomes the content.
+            read: fill the tensor with the content; otherwise what it holds is undefined.
+            write: replace the content by what the tensor holds at the end of the block.
         """
         memory = self.memory_in(storage)
         if read:
@@ -127,21 +130,21 @@ class Slot(ABC):
 
 
 class Storage(ABC):
-    """A place where model states rest. What rests here is computed with on `device`."""
+    """A place where model states rest. `device` computes with them."""
 
     device: torch.device
     pin = False
     """Its CPU memory is pinned."""
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory of `device` [numel] with undefined content, of which direct I/O takes any page."""
+        """Return memory of `device` [numel] with undefined content, of which direct I/O takes any page."""
         if self.device.type == "cpu":
             return aligned_bytes(numel * dtype.itemsize, pin=self.pin).view(dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     @abstractmethod
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Space for `numel` elements.
+        """Take space for `numel` elements.
 
         Raises:
             StorageError: there is no space; names the place.
@@ -149,12 +152,12 @@ class Storage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. What was in flight is waited for."""
+        """Wait for transfers in flight, and give everything back."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes at rest."""
+        """The number of bytes at rest."""
 
 
 class MemoryStorage(Storage):
@@ -171,7 +174,7 @@ class MemoryStorage(Storage):
 
     @abstractmethod
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        """A slot for memory that is there, and may be a part of that of another."""
+        """Make a slot around existing memory, which may be a part of another slot's."""
 
 
 class DeviceStorage(MemoryStorage):
@@ -179,27 +182,27 @@ class DeviceStorage(MemoryStorage):
 
     @abstractmethod
     def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        """A slot in memory that was made for it."""
+        """Make a slot in memory that was allocated for it."""
 
     @abstractmethod
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """A slot whose memory is given back while it has no content, see `Slot.empty`."""
+        """Make a slot whose memory is given back while it has no content, see `Slot.empty`."""
 
     @abstractmethod
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Zeros [numel], whose memory can be given back; one that `comes_and_goes` often does it at little cost."""
+        """Make zeros [numel] whose memory can be given back: at little cost, where the buffer `comes_and_goes` often."""
 
     def park_at_most(self, nbytes: int) -> None:
-        """Memory that flat buffers gave back waits for the next, as long as both together are at most so much."""
+        """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
         return
 
     @property
     def parked_nbytes(self) -> int:
-        """The number of bytes that wait in this way."""
+        """The number of bytes that are kept in this way."""
         return 0
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much more was free whenever this process took the most: for what is quicker, and can be done without.
+        """Return whether `nbytes` more were free at this process's peak: for scratch that only saves time.
 
         False where nothing is copied between the device and CPU memory.
         """

@@ -1,12 +1,11 @@
 """Owns 1-D tensors whose memory can be given back and taken again while every view of them stays valid.
 
 [Note: freed storage]
-Autograd saves views of parameters. When a sharded unit is given back, the *memory* of its flat buffer goes, and before the backward
-it comes again at the same place: the saved views see the values again. Until then nothing may read them: reading
-freed memory is a segmentation fault, not an error. So a parameter at rest does not look
-at this memory at all but at a placeholder, see `unit.py`; and memory that somebody else looks at is not given back until
-nobody does: a
-view that a module returned, an alias that the user keeps, what autograd saved where no hook of ours saw it.
+Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed, and before the
+backward it is allocated again under the same views: they see the values again. Until then nothing may read them, because a read of
+freed memory is a segmentation fault, not an error. So a parameter at rest looks at a placeholder instead of this memory, see
+`unit.py`. Memory that somebody else looks at is kept until nobody does: a view that a module returned, an alias that the user
+keeps, a tensor that autograd saved where no hook of ours saw it.
 
 Where memory is a device's, or small, its storage shrinks to nothing and grows again. Memory of a CPU that is not small stays at its
 addresses and loses its pages, see pages.py: torch's way would have the kernel make each page anew.
@@ -32,7 +31,7 @@ from zeroshard.torch_private import storage_users
 
 
 class FlatBuffer(ABC):
-    """`tensor` [numel], whole until it is given back. `label` is for warnings and errors."""
+    """A 1-D tensor [numel] with memory until `free`. `label` is for warnings and errors."""
 
     def __init__(self, label: str, tensor: Tensor) -> None:
         self.label = label
@@ -40,11 +39,11 @@ class FlatBuffer(ABC):
         self._own_uses: int | None = None
 
     def view(self, start: int, shape: torch.Size) -> Tensor:
-        """The elements from `start` on, in `shape`."""
+        """Return the elements from `start` on, in `shape`."""
         return self.tensor[start : start + shape.numel()].view(shape)
 
     def rows(self, start: int, numel: int, count: int) -> Tensor:
-        """The elements from `start` on as a matrix of `count` rows."""
+        """Return the elements from `start` on as a matrix of `count` rows."""
         return self.tensor[start : start + numel].view(count, numel // count)
 
     @property
@@ -79,12 +78,12 @@ class FlatBuffer(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of live memory now."""
+        """The number of bytes of live memory now."""
 
 
 @final
 class ResizedBuffer(FlatBuffer):
-    """Memory of torch's own."""
+    """A buffer in memory of torch's allocator."""
 
     def __init__(self, label: str, tensor: Tensor) -> None:
         super().__init__(label, tensor)
@@ -112,7 +111,7 @@ class ResizedBuffer(FlatBuffer):
 
     @property
     def _stream(self) -> Any:
-        """The current one, where memory belongs to one."""
+        """Return the current stream, where memory belongs to a stream."""
         device = self.tensor.device
         return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
@@ -123,7 +122,7 @@ class ResizedBuffer(FlatBuffer):
 
 @final
 class PagedBuffer(FlatBuffer):
-    """Zeros in CPU memory whose pages go to the next buffer.
+    """A buffer of zeros in CPU memory, whose pages go to the next buffer.
 
     Raises:
         OSError: there are no addresses.
@@ -191,7 +190,7 @@ class ArenaBuffer(FlatBuffer):
 
 @final
 class ShareableBuffer(FlatBuffer):
-    """Memory that other ranks read: all of what `Collectives.buffer` gave, as bytes.
+    """A buffer in memory that other ranks read: all of what `Collectives.buffer` returned, as bytes.
 
     Args:
         emptied: addresses of those that have no memory now; kept up to date.
@@ -221,7 +220,7 @@ def _no_memory(label: str, nbytes: int, error: OSError) -> StorageError:
 
 
 class BufferPool:
-    """Hands out 1-D scratch tensors and takes them back.
+    """A pool of 1-D scratch tensors.
 
     It holds at most as many buffers as were ever out at once, each as large as the largest request: when none of the
     free ones is large enough, one of them makes room for the new one.
@@ -243,7 +242,7 @@ class BufferPool:
         self.spare_nbytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of `numel` elements with undefined content. Give it back with `release`."""
+        """Return a tensor of `numel` elements with undefined content. Give it back with `release`."""
         nbytes = numel * dtype.itemsize
         fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if self.spare_nbytes:
@@ -272,11 +271,11 @@ class BufferPool:
         return [] if waiting + nbytes <= self.spare_nbytes else fitting[:1]
 
     def release(self, scratch: Tensor, after: Transfer | None = None) -> None:
-        """Take back what `acquire` gave; it is used again once `after` is over."""
+        """Take back a tensor of `acquire`; it is used again once `after` is over."""
         self._free.append((self._out.pop(id(scratch)), after or LANDED))
 
     def clear(self) -> None:
-        """Give back what is not out."""
+        """Free the tensors that nobody has acquired."""
         self._free.clear()
 
     def _make(self, nbytes: int) -> Tensor:
@@ -291,12 +290,12 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of live storage, in use and waiting."""
+        """The number of bytes of live storage, acquired or not."""
         return sum(buffer.numel() for buffer in [*(buffer for buffer, _ in self._free), *self._out.values()])
 
 
 def memory_of(flat: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to be read from or written to.
+    """Return the bytes of a contiguous CPU tensor, to be read from or written to.
 
     Made from the address: a storage of which `Tensor.numpy` has given a view can never be freed and refilled again.
     """

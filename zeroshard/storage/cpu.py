@@ -18,7 +18,7 @@ _LEFT = 1 / 16
 
 @final
 class CpuStorage(MemoryStorage):
-    """CPU memory, pinned where `pin` says so, that is taken once and kept."""
+    """CPU memory that is allocated once and kept; pinned where `pin` is True."""
 
     def __init__(self, copies: Copies, *, pin: bool) -> None:
         self.device = CPU
@@ -53,7 +53,7 @@ class CpuStorage(MemoryStorage):
 
 
 def slab_nbytes(nbytes: int, taken: int) -> int:
-    """The size of a slab for a slot of `nbytes`, and others like it, where `taken` bytes were taken before.
+    """Return the size of a slab for a slot of `nbytes`, and others like it, where `taken` bytes were taken before.
 
     A power of two, of which little is left over. The next slots may never come: no more than was taken is laid by for them.
     """

@@ -1,7 +1,7 @@
 """Owns one file that has no name: blocks of it are read and written by threads, around the page cache, with checksums.
 
 The file is gone from its folder before it is used, so the operating system takes it back whatever becomes of this
-process, and no other job can meet it. What one process wrote no other reads.
+process, and no other job can open it. No other process reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BOUNCE_NBYTES = 1 << 20
 
 
 class Requests(Transfer):
-    """Reads or writes of blocks that are under way."""
+    """The reads or writes of blocks that are under way."""
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
@@ -77,7 +77,7 @@ class BlockFile(Protocol):
 
 
 class DirectFile:
-    """See the module's docstring. A `BlockFile`.
+    """A `BlockFile` without a name, see the module's docstring.
 
     Args:
         folder: where the file is; it must be there.
@@ -133,11 +133,11 @@ class DirectFile:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the file that are in use."""
+        """The number of bytes of the file that are in use."""
         return self._nbytes - sum(nbytes * len(starts) for nbytes, starts in self._released.items())
 
     def allocate(self, nbytes: int, label: str) -> int:
-        """Take space on the disk now, so that it is not missing in the middle of a step; returns where it begins."""
+        """Take space on the disk now, so that a step does not run out of it. Returns the offset where it begins, in bytes."""
         start = self._nbytes
         nbytes = in_pages(nbytes)
         if self._released.get(nbytes):
@@ -154,7 +154,7 @@ class DirectFile:
         return start
 
     def release(self, start: int, nbytes: int) -> None:
-        """Give back a range that `allocate` gave."""
+        """Give back a range of `allocate`."""
         self._released.setdefault(in_pages(nbytes), []).append(start)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Requests:
@@ -162,7 +162,7 @@ class DirectFile:
         return self._start(self._write, start, flat, label, after)
 
     def read(self, start: int, flat: Tensor, label: str) -> Requests:
-        """Start to fill a contiguous CPU tensor from `start`; what is read is verified."""
+        """Start to fill a contiguous CPU tensor from `start`, and verify the checksums of its blocks."""
         return self._start(self._read, start, flat, label, LANDED)
 
     def _start(self, work: Any, start: int, flat: Tensor, label: str, after: Transfer) -> Requests:
@@ -208,7 +208,7 @@ class DirectFile:
             yield low, part, self._own.pages[: in_pages(len(part))]
 
     def _transfer(self, call: Any, start: int, pages: Any, wanted: int, label: str) -> None:
-        """Call until all of `pages` went over; of the last page only the bytes up to `wanted` are needed."""
+        """Repeat the system call until all of `pages` is transferred; of the last page only the bytes up to `wanted` count."""
         done = 0
         while done < wanted:
             try:
@@ -226,6 +226,6 @@ class DirectFile:
             done += count
 
     def close(self) -> None:
-        """Wait for what is under way, and give the disk its space back."""
+        """Wait for transfers under way, and give the disk its space back."""
         self._threads.shutdown()
         self._file.close()

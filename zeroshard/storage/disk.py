@@ -1,4 +1,4 @@
-"""Owns model states on disk, and the few buffers through which they come and go."""
+"""Owns model states on disk, and the few buffers in CPU memory that transfers use."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Staging:
         """Bytes of all buffers that were made."""
 
     def take(self) -> Tensor:
-        """A buffer, whatever it takes: one that is free, or one with what some slot had read ahead."""
+        """Take a buffer: a free one, or one whose content another slot has read ahead."""
         if not self._free and not self._left:
             self._readers[0].forget_prefetched()
         return self._take()
 
     def try_to_take(self, reader: DiskSlot) -> Tensor | None:
-        """A buffer for what `reader` reads ahead, if one is free."""
+        """Take a buffer for `reader` to read ahead, if one is free."""
         if not self._free and not self._left:
             return None
         self._readers.append(reader)
@@ -48,7 +48,7 @@ class Staging:
     def _take(self) -> Tensor:
         if self._free:
             buffer, after = self._free.popleft()
-            with suppress(StorageError):  # which the slot will tell
+            with suppress(StorageError):  # the slot raises it
                 after.wait(CPU)
             return buffer
         self._left -= 1
@@ -66,7 +66,7 @@ class Staging:
 
 
 def disk_file(offload: Offload, device: torch.device) -> DirectFile:
-    """A file without a name in `offload.path`, for states that `device` computes with.
+    """Open a file without a name in `offload.path`, for states that `device` computes with.
 
     Raises:
         StorageError: the folder is missing or cannot be written to.
@@ -187,7 +187,7 @@ class DiskSlot(Slot):
         return copying
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Ranges of elements that fit into a buffer each."""
+        """Return ranges of elements that fit into a buffer each."""
         step = self._storage.staging.nbytes // self.dtype.itemsize
         return [(low, min(low + step, self.numel)) for low in range(0, self.numel, step)]
 
@@ -206,7 +206,7 @@ class DiskSlot(Slot):
 
 
 def _release(file: BlockFile, start: int, nbytes: int, writing: list[Transfer]) -> None:
-    """A slot is gone: its range may be used again, once nothing writes to it any longer."""
+    """Give the range of a deleted slot back, once nothing writes to it any longer."""
     for requests in writing:
         with suppress(StorageError):
             requests.wait(CPU)

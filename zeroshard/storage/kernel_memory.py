@@ -1,6 +1,6 @@
 """Owns the system calls for memory whose addresses stay while its pages come and go.
 
-Addresses are plain integers here: nothing keeps them alive but who asked for them.
+Addresses are plain integers here: the caller keeps them alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class KernelMemory:
-    """Private anonymous mappings of this process.
+    """The private anonymous mappings of this process.
 
     Raises:
         OSError: (everywhere) the kernel would not; its own number says why.
@@ -45,7 +45,7 @@ class KernelMemory:
         self._libc.madvise.argtypes = (pointer, size, ctypes.c_int)
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses without memory, from a multiple of CHUNK_NBYTES on where they are as many: a read there ends the process."""
+        """Reserve addresses without memory: a read there ends the process. A chunk or more begins at a multiple of CHUNK_NBYTES."""
         if nbytes < CHUNK_NBYTES:
             return self._map(None, nbytes, _RESERVED)
         start = self._map(None, nbytes + CHUNK_NBYTES, _RESERVED)
@@ -57,7 +57,7 @@ class KernelMemory:
         return address
 
     def fill(self, address: int, nbytes: int) -> None:
-        """Zeros, of which a page takes memory when it is first written to; huge pages where a chunk is asked for."""
+        """Map zeros there. A page takes memory at its first write; a range of exactly CHUNK_NBYTES gets huge pages."""
         self._map(address, nbytes, _READ_WRITE)
         if nbytes == CHUNK_NBYTES:
             self._libc.madvise(address, nbytes, _HUGE_PAGES)  # a wish
@@ -70,12 +70,12 @@ class KernelMemory:
             self._libc.madvise(address, nbytes, _DONT_NEED)
 
     def move(self, source: int, target: int, nbytes: int) -> None:
-        """Pages, not bytes: what was at `source` is at `target`, and `source` has none."""
+        """Move pages, without a copy: afterwards `target` has those of `source`, and `source` has none."""
         flags = _MAY_MOVE | _MOVE_FIXED | _KEEP_OLD
         self._check(self._libc.mremap(source, nbytes, nbytes, flags, target))
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """The addresses are anybody's."""
+        """Release the addresses to the kernel."""
         self._libc.munmap(address, nbytes)
 
     def _map(self, address: int | None, nbytes: int, protection: int) -> int:

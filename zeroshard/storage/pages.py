@@ -1,9 +1,9 @@
 """Owns memory of a CPU whose pages come and go while its addresses stay: ranges, and the pool of pages that one model keeps.
 
 [Note: parked pages]
-To give memory back to the kernel and to take it again costs a page fault, and zeros, for each page: 35 ms for 64 MiB. So pages that
-a unit gives back are moved aside (0.1 ms), and moved to where the next unit needs them. What waits so, and what units hold, is
-never more than units held at once before, nor than `limit_nbytes`; what is above goes to the kernel.
+Memory that goes to the kernel and comes back costs a page fault, and zeros, for each page: 35 ms for 64 MiB. So the pages of a
+resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages aside and pages of units together are
+never more than units held at once before, nor than `limit_nbytes`; further pages go to the kernel.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Pages:
 
     @property
     def parked_nbytes(self) -> int:
-        """Bytes that wait."""
+        """The number of bytes of pages that are parked."""
         return sum(size * len(addresses) for size, addresses in self._parked.items())
 
     def hold(self, nbytes: int) -> None:
-        """A unit holds so much more; or, if it is negative, less."""
+        """Count the bytes that a unit holds from now on; a negative number: no longer."""
         self._held += nbytes
         self._most_held = max(self._most_held, self._held)
 
     def trim(self) -> None:
-        """Give to the kernel what is parked above what may be. Odd sizes, which fit fewer, go first."""
+        """Give parked pages above the limit to the kernel. Odd sizes, which fit fewer units, go first."""
         over = -self._room
         if over <= 0:
             return
@@ -70,7 +70,7 @@ class Pages:
         return min(self.limit_nbytes, self._most_held) - self._held - self.parked_nbytes
 
     def put(self, address: int, nbytes: int) -> None:
-        """Memory at these reserved addresses, of undefined content."""
+        """Put memory of undefined content at these reserved addresses."""
         parked = self._parked.get(nbytes)
         if parked:
             source = parked.pop()
@@ -84,7 +84,7 @@ class Pages:
         self.kernel.fill(address, nbytes)
 
     def take(self, address: int, nbytes: int) -> None:
-        """The memory at these addresses is needed no longer. They are to be hidden next."""
+        """Park the memory at these addresses, if there is room. The caller hides the addresses next."""
         if nbytes > self._room:
             return
         try:
@@ -113,7 +113,7 @@ def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
 
 
 class Range:
-    """`nbytes` of addresses, in pieces of CHUNK_NBYTES and a last one of what is left, each with memory or without.
+    """A range of `nbytes` addresses, in pieces of CHUNK_NBYTES and a shorter last one. Each piece has memory or has none.
 
     The addresses are reserved as long as this, or a tensor of it, lives.
 
@@ -130,17 +130,17 @@ class Range:
         self._has_memory = [False] * len(self._starts)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, owner: object = None) -> Tensor:
-        """`numel` (at least 1) elements from `offset` on, with a storage of their own, which keeps `owner` alive too."""
+        """Return `numel` (at least 1) elements from `offset` on, in a storage of their own, which keeps `owner` alive too."""
         array: Any = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(self._address + offset)
         array.owner = self if owner is None else owner  # which lives as long as the storage
         return torch.frombuffer(array, dtype=dtype)
 
     def pieces(self, offset: int, nbytes: int) -> range:
-        """The numbers of the pieces that these bytes lie in."""
+        """Return the numbers of the pieces that these bytes lie in."""
         return range(bisect_right(self._starts, offset) - 1, bisect_right(self._starts, offset + nbytes - 1))
 
     def fill(self, pieces: range) -> None:
-        """Memory where there is none, of undefined content.
+        """Give memory of undefined content to pieces without memory.
 
         Raises:
             OSError: there is none left.
@@ -166,7 +166,7 @@ class Range:
 
 
 class Arena:
-    """Ranges that parts are cut from, one after another: a piece of them has memory while any part in it has."""
+    """A list of ranges that parts are cut from, one after another. A piece has memory while any part in it has."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
@@ -175,7 +175,7 @@ class Arena:
         self._used = self._nbytes = 0
 
     def part(self, nbytes: int) -> Part:
-        """Room for so many bytes (at least 1), without memory.
+        """Cut a part of so many bytes (at least 1), without memory.
 
         Raises:
             OSError: there are no addresses.
@@ -209,7 +209,7 @@ class Part:
         return self._range.tensor(self._offset, numel, dtype, self)
 
     def fill(self) -> None:
-        """Memory, of undefined content.
+        """Give the part memory of undefined content.
 
         Raises:
             OSError: there is none left.
@@ -221,7 +221,7 @@ class Part:
                 self._users[piece] += 1
 
     def empty(self) -> None:
-        """The end of `fill`."""
+        """Give the part's memory back."""
         if not self._is_filled:
             return
         for piece in self._pieces:

@@ -21,12 +21,12 @@ STAGING_COUNT, STAGING_SHARE = 2, 8
 
 
 def buffers_nbytes(offload: Offload) -> int:
-    """Bytes of CPU memory that the optimizer's states on disk may take, in all."""
+    """Return the bytes of CPU memory that the optimizer's states on disk may take, in all."""
     return offload.buffer_count * offload.buffer_numel * torch.float32.itemsize
 
 
 def is_cpu_memory(device: torch.device) -> bool:
-    """Whether the device's memory is CPU memory: then the two places are one, and nothing is copied between them."""
+    """Return whether the device's memory is CPU memory: then nothing is copied between the two places."""
     return device.type == "cpu"
 
 
@@ -88,14 +88,14 @@ class Storages:
         return self._at(policy.optimizer.place, "optimizer")
 
     def gradient_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """A slot for a shard of gradients. What it takes on the accelerator is given back while it is empty."""
+        """Make a slot for a shard of gradients. Its memory on the accelerator is given back while it is empty."""
         storage = self._at(policy.gradients.place, "optimizer")
         if storage is self.accelerator:
             return self.accelerator.transient_slot(label, numel, dtype)
         return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """A slot for parameters at rest. Of those on disk, as many stay in CPU memory as the policy allows."""
+        """Make a slot for parameters at rest. Of those on disk, as many stay in CPU memory as the policy allows."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
             policy.parameters.place is Place.DISK
@@ -135,7 +135,7 @@ class Storages:
         return ResizedBuffer(label, memory)
 
     def open(self, place: Place, offload: Offload) -> Storage:
-        """A storage of its own, to be closed by who opened it; where CPU memory is the accelerator's, the accelerator's."""
+        """Open a storage that the caller closes. For memory that is the accelerator's, return the accelerator's storage."""
         pin = offload.pin_memory and self.accelerator.device.type != "cpu"
         if place is Place.DISK:
             nbytes = offload.buffer_numel * torch.float32.itemsize
@@ -145,7 +145,7 @@ class Storages:
         return CpuStorage(self._copies, pin=pin)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes at rest off the accelerator, and of the buffers through which they come and go: in CPU memory, and on disk."""
+        """Return the bytes off the accelerator, with the buffers of transfers: in CPU memory, and on disk."""
         at_rest = self.host.nbytes if self.host is not self.accelerator else 0
         disks = self._disks.values()
         buffers = self._copies.nbytes + sum(disk.staging.taken + disk.file.buffers_nbytes for disk in disks)

@@ -26,12 +26,12 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait(self, device: torch.device) -> None:
-        """Make `device` do what comes from now on after this transfer. A CPU blocks."""
+        """Order the later work of `device` after this transfer. A CPU blocks."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether `wait` would not block."""
+        """Return whether `wait` would not block."""
 
 
 class Landed(Transfer):
@@ -122,7 +122,7 @@ class InFlight(Transfer):
 
 
 class Copies:
-    """Copies between an accelerator and CPU memory, in each direction on a stream of its own. On a CPU: plain copies.
+    """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies.
 
     Args:
         pin: buffers of its own are pinned.
@@ -140,7 +140,7 @@ class Copies:
             self._streams = [self._to_device.stream, self._to_host.stream]
 
     def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
-        """Start to copy `source` to `target`, of any dtype, on any device; not before `after` is over.
+        """Start to copy `source` to `target`, of any dtype, on any device, once `after` is over.
 
         The device's memory is kept until a stream of the device waits for the copy, or the host does. Storage that is given back
         under its tensor (`FlatBuffer.free`) is not: whoever gives it back waits for the copy first.
@@ -183,12 +183,12 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buffers that were made."""
+        """The number of bytes of the buffers that were made."""
         return sum(buffer.numel() for buffer, _ in self._staging)
 
 
 def aligned_bytes(nbytes: int, *, pin: bool) -> Tensor:
-    """CPU memory [nbytes] as uint8 that begins at a page. Undefined content."""
+    """Return CPU memory [nbytes] as uint8 that begins at a page, with undefined content."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     if memory.data_ptr() % PAGE_NBYTES:
         del memory  # before there is another
@@ -199,5 +199,5 @@ def aligned_bytes(nbytes: int, *, pin: bool) -> Tensor:
 
 
 def in_pages(nbytes: int) -> int:
-    """Rounded up to whole pages."""
+    """Round up to whole pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

@@ -40,8 +40,8 @@ _IN_FLIGHT = 4
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """Shards the state of any torch optimizer over a process group. Use it beside DistributedDataParallel.
 
-    Elementwise optimizers get even shards, so that every rank holds the same; others (Muon, Adafactor, classes that we do not know)
-    get whole parameters, balanced by size. Its `repr` says which.
+    Elementwise optimizers get even shards, so that every rank holds the same; others (Muon, Adafactor, unknown classes)
+    get whole parameters, balanced by size. Its `repr` shows which.
 
     Args:
         params: parameters, or param groups.
@@ -51,7 +51,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             (`p.data = x` breaks that.) Otherwise they keep their own storages, and small ones pass through scratch.
         overlap_with_ddp: the step runs inside DDP's backward, by `hook_with_zero_step` or `hook_with_zero_step_interleaved`;
             `step()` then does nothing, with a warning.
-        elementwise: your word on whether each element is updated from its own history alone.
+        elementwise: whether the optimizer updates each element only from its own history; default: known classes decide.
         defaults: arguments of the local optimizer.
 
     Raises:

@@ -58,7 +58,7 @@ class OwnView:
     is_whole: bool
 
     def follow(self) -> None:
-        """Look at the parameter's storage again, where somebody gave it another (`p.data = x`: trainers do)."""
+        """Look at the parameter's storage again, where user code gave it another (`p.data = x`: trainers do)."""
         if self.value.data_ptr() != self.parameter.data_ptr() + self.start * self.parameter.element_size():
             self.value.data = _range(self.parameter, self.start, self.stop, self.is_whole)
 
@@ -97,7 +97,7 @@ class Home:
 
 @dataclass(frozen=True)
 class ParameterBucket(ABC):
-    """Parameters, or ranges of them, that are gathered together. Three final classes say how.
+    """Parameters, or ranges of them, that are gathered together. Three final classes implement it.
 
     Attributes:
         parameters: those that the layout's pieces count.

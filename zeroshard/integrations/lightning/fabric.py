@@ -42,8 +42,9 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         fabric = lightning.Fabric(strategy=FabricZeroStrategy(stage=3), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)` alone is for
-    evaluation. Modules that are built inside `fabric.init_module()` are sharded as they are built, where the policy shards them.
+    Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
+    without an optimizer is for evaluation. Modules that are built inside `fabric.init_module()` are sharded as they are built,
+    where the policy shards them.
 
     `fabric.save(path, {"model": model, "optimizer": optimizer, ...})` writes a folder, each rank its part; `fabric.load`
     reads it at any number of processes and any stage. One file of weights: `write_single_file(path, out)` afterwards.

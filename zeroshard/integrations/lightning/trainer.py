@@ -45,14 +45,14 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     Args:
         stage: the ZeRO stage, 0 to 3; default 2.
-        config: a DeepSpeed config (path or mapping) in place of stage, policy and units.
-        policy: where model states rest, in place of the stage.
+        config: a DeepSpeed config (path or mapping) instead of stage, policy and units.
+        policy: where model states rest, instead of the stage.
         units: which parameters are gathered at once, see `zeroshard.shard`.
         auto: values that you must give for keys that are "auto" in the config.
         ddp: arguments of Lightning's DDPStrategy: process_group_backend, timeout, start_method, cluster_environment and so on.
 
     Raises:
-        UsageError, ConfigError: say what cannot be honoured, and what to do.
+        UsageError, ConfigError: a setting cannot be honoured; the message names it, and the remedy.
     """
 
     strategy_name = "zeroshard"

@@ -1,6 +1,6 @@
 """Owns the making of this package's modules: from their files, and from the table in `_names`.
 
-Importing it puts one hook on `sys.path_hooks`. It takes this package's folders alone, so it finds nothing for others.
+Importing it puts one hook on `sys.path_hooks`. It takes only this package's folders, so it finds nothing for others.
 """
 
 from __future__ import annotations

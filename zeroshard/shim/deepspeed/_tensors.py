@@ -37,7 +37,7 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Tensors on `device`, in lists, tuples and dicts of any depth; those that `criterion_func` names are changed in place."""
+    """Return tensors on `device`, in lists, tuples and dicts of any depth; change those that `criterion_func` accepts in place."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item

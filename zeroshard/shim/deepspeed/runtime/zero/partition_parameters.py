@@ -1,4 +1,4 @@
-"""Models that are born sharded, parameters that are whole for a while, and what parameters say of themselves."""
+"""Models that are born sharded, parameters that are whole for a while, and the attributes that DeepSpeed's parameters have."""
 
 from __future__ import annotations
 

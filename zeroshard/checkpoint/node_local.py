@@ -53,7 +53,7 @@ class Hosts:
         return ranks[number % len(ranks)]
 
     def keeper(self, rank: int) -> int:
-        """The rank of the next host that keeps a copy of this rank's file."""
+        """Return the rank of the next host that keeps a copy of this rank's file."""
         home = self.host(rank)
         return self.member(home + 1, self.ranks[home].index(rank))
 

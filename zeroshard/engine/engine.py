@@ -50,7 +50,7 @@ class Engine(Saving, Readers, nn.Module):
     Attributes:
         module: the user's own model.
         optimizer, lr_scheduler: what the config or the caller named. `optimizer.step()` is a step without the scheduler's.
-        config: the JSON as it was read, with values in the place of "auto".
+        config: the JSON as it was read, with values instead of "auto".
         resolved: the same with every question answered.
         checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
         training_dataloader: what has a `state_dict` of its position; rank 0's is saved in checkpoints, and loaded on all. Set your

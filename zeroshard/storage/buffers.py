@@ -8,7 +8,7 @@ freed memory is a segmentation fault, not an error. So a parameter at rest looks
 keeps, a tensor that autograd saved where no hook of ours saw it.
 
 Where memory is a device's, or small, its storage shrinks to nothing and grows again. Memory of a CPU that is not small stays at its
-addresses and loses its pages, see pages.py: torch's way would have the kernel make each page anew.
+addresses and loses its pages, see pages.py: torch's own way would make the kernel map each page again.
 """
 
 from __future__ import annotations

@@ -349,7 +349,11 @@ class Side:
 
     def drop_grads(self, number: int) -> None:
         """As loops do that know no optimizer."""
-        self.model.zero_grad(set_to_none=bool(number % 4))
+        self.model.zero_grad(set_to_none=self.drops(number))
+
+    def drops(self, number: int) -> bool:
+        """Whether `drop_grads` removes gradients, or sets them to zero. Own classes show none to set to zero (docs/limits.md)."""
+        return bool(number % 4) or self.setting.own_class
 
     def toggle(self, number: int) -> None:
         _, parameter = self.pick(number)

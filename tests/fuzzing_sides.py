@@ -304,7 +304,7 @@ class Plain(Side):
         super().drop_grads(number)
         for master in self.masters.values():
             if master.grad is not None:
-                master.grad = None if number % 4 else torch.zeros_like(master)
+                master.grad = None if self.drops(number) else torch.zeros_like(master)
 
     def zero_grad(self, number: int) -> None:
         self.optimizer.zero_grad()

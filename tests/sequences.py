@@ -173,7 +173,8 @@ def train(
     model: Any = make(case)
     sequences = Sequences(mesh["sp"]).attach(model)
     if case.mlp_tokens:
-        tile(model, ["*.mlp", "*norm"], tokens=case.mlp_tokens)
+        norms = "*.ln_*" if case.model == "learned positions" else "*norm"
+        tile(model, ["*.mlp", norms], tokens=case.mlp_tokens)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-3)
     precision = None if dtype is torch.float32 else Precision(dtype)

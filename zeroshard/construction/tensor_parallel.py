@@ -67,12 +67,9 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
             raise UsageError(
                 f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of it."
             )
-    names = {
-        name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)
-    }
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+        style = plan.get(_pattern_of(name))
         if style is None or style == WHOLE:
             continue
         fits = {EMBEDDING: nn.Embedding}.get(style, nn.Linear)
@@ -81,7 +78,8 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
                 f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not offered. {_REMEDY}'
             )
         styles[name] = style
-    for name, pattern in names.items():
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        pattern = _pattern_of(name)
         if plan.get(pattern, WHOLE) != WHOLE:
             raise UsageError(
                 f'the plan of {kind} divides the parameter {name} by itself, as "{plan[pattern]}": packed matrices and experts '
@@ -90,6 +88,11 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     if not set(styles.values()) - {NORM}:
         raise UsageError(f"the plan of {kind} names no module of it that could be divided. {_REMEDY}")
     return styles
+
+
+def _pattern_of(name: str) -> str:
+    """Return a module's or parameter's name as plans write it, with `*` for numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def mesh_of_model(model: nn.Module) -> DeviceMesh | None:

@@ -157,7 +157,7 @@ def classes_of(
         def __torch_function__(
             cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            attribute = _attribute_of(func)
             if func.__name__ not in METADATA or attribute in VALUES:
                 touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
                 if func.__name__ == "to" and _is_there_already(touched, args, kwargs):
@@ -200,6 +200,11 @@ def classes_of(
     return AwayDistributed, Taken
 
 
+def _attribute_of(func: Callable[..., Any]) -> str:
+    """Return the name of the attribute that torch's getter or setter `func` is of; "" for other operations."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
 def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
     found: list[Any] = []
     for one in [*args, *(kwargs or {}).values()]:
@@ -236,7 +241,7 @@ class TakenGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        attribute = _attribute_of(func)
         if func.__name__ in METADATA and attribute not in VALUES:
             with past_torch_function():
                 return func(*args, **(kwargs or {}))

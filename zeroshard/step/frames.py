@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -99,7 +99,8 @@ class Frames:
         """In the order of the step."""
         steps = dict.fromkeys(resident.shard.step for resident in self._residents)
         for step in steps:
-            self.groups += self._pack([resident for resident in self._residents if resident.shard.step is step], most)
+            of_step = {resident: need for resident, need in needs.items() if resident.shard.step is step}
+            self.groups += self._pack(of_step, most)
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind
         frames = self._limit // max(self._frame_nbytes, 1) - 1
@@ -109,13 +110,16 @@ class Frames:
         self._frames_left = {step: max(frames // len(steps), 1) for step in steps}
         self._free: dict[Storage, deque[Frame]] = {step: deque() for step in steps}
 
-    def _pack(self, residents: Sequence[Travelling], numel: int) -> list[SubGroup]:
-        """Split residents into groups that fit into a frame, of at most `numel` elements or of one resident."""
+    def _pack(self, needs: Mapping[Travelling, int], numel: int) -> list[SubGroup]:
+        """Split residents into groups that fit into a frame, of at most `numel` elements or of one resident.
+
+        Args:
+            needs: by resident, the bytes that it needs in a frame.
+        """
         groups: list[SubGroup] = []
         room = 0
         left = 0
-        for resident in residents:
-            need = resident.nbytes(self._states)
+        for resident, need in needs.items():
             if not groups or need > room or resident.shard.numel > left:
                 groups.append(SubGroup())
                 room = self._frame_nbytes

@@ -237,8 +237,8 @@ class Travelling(Resident):
         self._memory = {}
 
     def _hold(self, transfer: Transfer) -> None:
-        if self._frame is not None:
-            self._frame.hold(transfer)
+        assert self._frame is not None
+        self._frame.hold(transfer)
 
     def _adopt(self) -> None:
         """Move states that the optimizer made, or that were set, into the frame, and give each a slot."""

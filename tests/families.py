@@ -161,7 +161,7 @@ def main() -> None:
             ]
         rows.append(f"| {family} | {type(model).__name__} | {numel:,} | {trainable:,} | {' | '.join(cells)} |")
     page = (
-                "# Models that stage 3 trains unchanged\n\n"
+        "# Models that stage 3 trains unchanged\n\n"
         "`python tests/families.py` writes this page. Small models with random weights take 10 steps of AdamW,\n"
         'with clipping and dropout. "Equal" means that losses and parameters at stage 3 have the bits of stage\n'
         "0. The checkpointed runs use `gradient_checkpointing_enable()` at both stages.\n\n"

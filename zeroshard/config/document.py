@@ -25,9 +25,9 @@ _FIRST = (
     "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device", "bf16.enabled", "fp16.enabled",
     "optimizer.type", "scheduler.type",
 )  # fmt: skip
-"""The keys that most configs set: they lead the list of keys, and the table of their block."""
+"""The keys that most configs set: they are first in the list of keys, and in the table of their block."""
 _MOST_LINES = 35
-"""The most lines that `summary` has. `config check` adds what is in force, and stays within 40."""
+"""The most lines of `summary`. With the settings in force, `config check` stays within 40."""
 
 
 def summary(config: Config, width: int) -> Text:
@@ -42,7 +42,7 @@ def summary(config: Config, width: int) -> Text:
     lines = []
     for block, entries in blocks.items():
         names = [entry.path.rpartition(".")[2] for entry in entries]
-        if block.endswith(".params"):  # one effect for all of them, which would be repeated
+        if block.endswith(".params"):  # all of them have one effect, which would be repeated
             arguments = [f"{name} {_value(entry)}" for name, entry in zip(names, entries, strict=True)]
             lines += _wrapped(f"{block}: {', '.join(arguments)}", width)
             continue
@@ -147,7 +147,7 @@ def _first() -> str:
 
 
 def _tables(prefix: str, block: type[BaseModel]) -> str:
-    """Make the table of the keys that work, and folded ones of the others."""
+    """Make the table of the keys that work, and folded tables of the others."""
     kinds = [effect_of(block, key).kind for key in block.model_fields]
     parts = []
     if Kind.WORKS in kinds:
@@ -163,7 +163,7 @@ def _tables(prefix: str, block: type[BaseModel]) -> str:
 
 
 def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
-    """Make a table of a block's keys of some kinds: a line for each, which has the key as its id."""
+    """Make a table of a block's keys of some kinds: a line for each, with the key as its id."""
     rows = ["| key | type; default | effect |", "| --- | --- | --- |"]
     for key in sorted(block.model_fields, key=lambda key: f"{prefix}{key}" not in _FIRST):
         field, effect = block.model_fields[key], effect_of(block, key)

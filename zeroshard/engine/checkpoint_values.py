@@ -34,7 +34,7 @@ class Resumable:
         return {**values, "client_state": dict(client_state or {})}
 
     def load(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
-        """Restore the state that `values` holds."""
+        """Restore the state from `values`."""
         if lr_scheduler and values.get("lr_scheduler") and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(values["lr_scheduler"])
         if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):

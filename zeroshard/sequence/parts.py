@@ -1,4 +1,4 @@
-"""Owns how tokens are cut into parts that run one after another."""
+"""Owns the division of tokens into parts that run one after another."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Choice = Callable[[Sequence[slice]], Iterable[slice]]
-"""Returns those of the parts that run, in order. All of one length but the last are alike."""
+"""A function that returns the parts that run, in order. All of one length except the last are alike."""
 
 _CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 
 
 def parts(count: int, most: int) -> Iterable[slice]:
-    """Return the parts of `count` tokens, with at most `most` tokens in each: one after another, as they are asked for."""
+    """Yield the parts of `count` tokens, with at most `most` tokens in each."""
     return _CHOICE.get()([slice(start, min(start + most, count)) for start in range(0, count, most)])
 
 

@@ -183,9 +183,9 @@ def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_hundred_kills(tmp_path: Path) -> None:
+def test_forty_kills(tmp_path: Path) -> None:
     chance = random.Random(0)
-    for number in range(100):
+    for number in range(40):
         count = chance.choice([2, 3])
         victim, delay = chance.randrange(count), chance.uniform(0, 0.3)
         dies(tmp_path / str(number), count, chance.choice([1, 2, 3]), victim, delay)

@@ -274,11 +274,6 @@ class Sharded:
         is_attached = not self._hooks.is_removed
         return is_attached and any(unit.sharded_at_rest and not unit.is_pinned for unit in self._schedule.units)
 
-    def take_masters(self) -> None:
-        """Master weights were written to directly: the parameters follow. Every rank must call it."""
-        for unit in self._schedule.units:
-            unit.take_masters()
-
     @property
     def trains(self) -> bool:
         """Whether there is anything to train."""

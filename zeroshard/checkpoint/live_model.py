@@ -78,7 +78,7 @@ class LiveModel:
         number = {id(parameter): number for number, parameter in enumerate(self.model.parameters())}
         families: dict[tuple[nn.Module, str, torch.dtype], list[tuple[Unit, NamedParameter]]] = {}
         for unit, entry in everything:
-            families.setdefault((unit.modules[0], unit.group.label, entry.parameter.dtype), []).append((unit, entry))
+            families.setdefault((unit.module, unit.group.label, entry.parameter.dtype), []).append((unit, entry))
         for family in families.values():
             family.sort(key=lambda pair: number[id(pair[1].parameter)])
         return [pair for family in families.values() for pair in family]

@@ -391,7 +391,7 @@ class Loader:
             if name in buffers:
                 buffers[name].copy_(value)
         for unit in self._live.units:
-            unit.take_masters()
+            unit.load_masters()
 
     def _apply_states(self) -> None:
         on_device = self._live.step.groups.counting_on_device()

@@ -207,7 +207,7 @@ class DistributedState(Stateful):
                     if isinstance(value, Tensor):  # spans of one parameter must not share it
                         state[name] = value.clone()
         for unit in self._live.units:
-            unit.take_masters()
+            unit.load_masters()
 
     def _make_states(self) -> None:
         """Make the states as they are before the first step: by one with gradients and a rate of zero, which does not count."""

@@ -173,12 +173,12 @@ class GradientBucket:
         home = storages.optimizer(policy)
         label = f"gradients of {self.label}"
         shards = []
-        for number, master in parameters.masters.items():
+        for number, master in parameters.at_rest.masters.items():
             if self._rows is None:
                 gradient = storages.gradient_slot(policy, label, self.layout.shard_numel, self._dtypes.accumulate)
             else:
                 gradient = self._accelerator.around(label, self._rows[number])
-            rest = parameters.rests[number]
+            rest = parameters.at_rest.rests[number]
             is_shown = master is rest and not parameters.is_sharded_at_rest
             pieces = self.layout.shard_pieces(number)
             shards.append(Shard(number, pieces, rest, master, gradient, step, home, is_shown))

@@ -204,9 +204,9 @@ class Appearance:
                 torch.autograd.graph.increment_version(self._named[index].parameter)
             self._own_writes[index] += 1
 
-    def take_written(self) -> set[int]:
+    def collect_written(self) -> set[int]:
         """Return the parameters that were written in place, or were assigned another `.data`, since the last call."""
-        written = self.take_new_data()
+        written = self.adopt_new_data()
         now = self.versions()
         if now != self._versions:
             written |= {index for index, version in enumerate(now) if version != self._versions[index]}
@@ -219,7 +219,7 @@ class Appearance:
         view = self._views[index]
         return not is_same_memory(shown, view) and bool(view.numel())
 
-    def take_new_data(self) -> set[int]:
+    def adopt_new_data(self) -> set[int]:
         """Copy tensors that the user assigned as `.data` into the parameters' memory. Return the indices of these parameters."""
         found = set()
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):

@@ -1,4 +1,4 @@
-"""Owns the place of our hooks on the user's modules: around all others; and one call of a module."""
+"""Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.compiled import BORDER
 from zeroshard.schedule.unit import Unit, UnitState
-from zeroshard.torch_private import in_transform, make_outermost, own_parameters
+from zeroshard.torch_private import in_transform, own_parameters
 
 
 class _Hook:
@@ -136,40 +135,6 @@ class Call:
 
     def __del__(self) -> None:
         self.begin()
-
-
-class Outermost:
-    """The outermost hooks on forwards: before and after all other hooks of a module, including those added later.
-
-    weight_norm, spectral_norm and their like compute with parameters in hooks of their own.
-    """
-
-    def __init__(self) -> None:
-        self._hooks: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
-
-    def add(
-        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, always: bool = True
-    ) -> None:
-        """Add hooks `before(module, args, kwargs)` and `after(module, args, output)`.
-
-        Args:
-            always: the second runs also where the forward raises. (Where torch.compile looks into the module: such a hook has it
-                make a graph for each module.)
-        """
-        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self._hooks.append((module, first, module.register_forward_hook(after, always_call=always)))
-
-    def keep(self) -> None:
-        """Move the hooks to the outermost places again, if other hooks were added since."""
-        for module, first, last in self._hooks:
-            make_outermost(module, first, last)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for _, first, last in self._hooks:
-            first.remove()
-            last.remove()
-        self._hooks.clear()
 
 
 def units_at_rest(units: Mapping[nn.Module, Sequence[Unit]]) -> dict[nn.Module, list[Unit]]:

@@ -215,7 +215,7 @@ class ModelStates:
                 )
         if state == PARAMETERS:
             unit, index = self._find(fqn)
-            unit.take_masters([index])
+            unit.load_masters([index])
 
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
         """Gather a whole state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
@@ -266,7 +266,7 @@ class ModelStates:
             if not self._overwrite(held, state, flat[held.span.within(0)]):
                 raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(self.names(fqn))}.")
         if state == PARAMETERS:
-            unit.take_masters([index])
+            unit.load_masters([index])
 
     def restore(self, fqn: str, values: Mapping[str, Tensor | None]) -> None:
         """Set a parameter's master weights and optimizer states, if any, from whole tensors. Every rank must call it."""
@@ -277,7 +277,7 @@ class ModelStates:
         own = placement.part(master.detach()).reshape(-1)
         for held in self._parts(fqn):
             self._overwrite(held, PARAMETERS, own[held.span.within(0)])
-        self._find(fqn)[0].take_masters(())  # the user sees no change of the values
+        self._find(fqn)[0].load_masters(())  # the user sees no change of the values
         if self._step is None:
             return
         on_device = self._step.groups.counting_on_device()

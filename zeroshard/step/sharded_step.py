@@ -87,8 +87,8 @@ class ShardedStep:
         self._context = context
         self._taken: TakenGradients | None = None
         """The operations on gradients in this step, if there was one."""
-        schedule.set_gradient_operation(self._operate)
-        schedule.on_later_gradients(self._before_later_gradients)
+        context.live.gradient_operation = self._operate
+        context.live.before_later_gradients = self._before_later_gradients
         self._whole_parameters = context.whole_parameters
         self.views: list[ShardView] = []
         self._residents: list[Resident] = []
@@ -352,7 +352,7 @@ class ShardedStep:
         self._mean_gradients.reset()
         self._taken = None
         self._schedule.forget_gradients()
-        if not self._schedule.parked:
+        if not self._schedule.live.parked:
             self._sub_groups.prefetch()
 
     def _zero_grad_of_all(self, set_to_none: bool = True) -> None:
@@ -527,7 +527,7 @@ class ShardedStep:
         sums = (
             self.gradients.squares_by_shard([one.shard for one in self._residents if self._counts(one)]) if norm else {}
         )
-        written = {unit: unit.written(owners_follow=True) for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
             (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
@@ -550,7 +550,7 @@ class ShardedStep:
             self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
-            unit.take_written()
+            unit.spread_owners_values()
         self._used_at = self._schedule.gradients_taken
         if not norm:
             return 0.0

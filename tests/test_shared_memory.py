@@ -301,7 +301,7 @@ def test_ranks_that_wait_for_each_other_in_vain_say_so_before_the_timeout() -> N
                 collectives.exchange(b"x", "an exchange of words")
             else:
                 rows = collectives.buffer(20, torch.float32).view(2, 10)
-                collectives.reduce_scatter(rows, rows, 3, "a reduction").finish(torch.empty(10), accumulate=False)
+                collectives.reduce_scatter(rows, rows, 3, "a reduction", 2).finish(torch.empty(10), accumulate=False)
         assert "rank 0 waited for an exchange of words" in str(caught.value)
         assert "rank 1 waited for a reduction" in str(caught.value)
 
@@ -409,7 +409,7 @@ def test_shapes_and_dtypes(numel: int, dtype: torch.dtype) -> None:
             rows[rank] = rank + 1
             collectives.all_gather(rows, number, "a gather").wait()
             assert rows.tolist() == [[one + 1.0] * numel for one in range(count)]
-            pending = collectives.reduce_scatter(rows, rows, number, "a reduction")
+            pending = collectives.reduce_scatter(rows, rows, number, "a reduction", count)
             out = torch.ones(numel, dtype=dtype)
             pending.finish(out, accumulate=True)
             assert torch.equal(out, torch.full((numel,), rank + 2.0, dtype=dtype))

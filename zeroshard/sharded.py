@@ -23,8 +23,8 @@ from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
 from zeroshard.policy import DTypes, Offload, Place, Policy
 from zeroshard.schedule.hooks import Hooks
-from zeroshard.schedule.kept_in_memory import state_dict_in_memory
 from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.state_dicts import state_dict_in_memory
 from zeroshard.step.model_states import ModelStates
 from zeroshard.step.parking import STATES, Parking
 from zeroshard.step.sharded_step import ShardedStep
@@ -197,7 +197,7 @@ class Sharded:
         kept = self.sharded_step.kept_in(here)
         report = memory_report(self._schedule.units, kept, self._context.pool, parked, storages.emptied)
         elsewhere = storages.nbytes()
-        elsewhere["cpu"] += self.sharded_step.frames_nbytes
+        elsewhere["cpu"] += self.sharded_step.sub_groups.nbytes
         if storages.host is not here:
             elsewhere["cpu"] += live_nbytes(self.sharded_step.kept_in(storages.host), set())
         if any(elsewhere.values()):

@@ -27,7 +27,6 @@ from zeroshard.policy import EXACT, Wire
 def create_collectives(
     group: dist.ProcessGroup | None,
     device: torch.device,
-    predivide_factor: float = 1.0,
     notice_seconds: float | None = None,
     what: str | None = None,
     *,
@@ -59,14 +58,14 @@ def create_collectives(
         assert parent is not None
     if parent is None or dist.get_world_size(parent) == 1:
         cut(1, within or 1)
-        return Alone(predivide_factor)
+        return Alone()
     members = Members.of(parent, device)
     refuse_split(members)
     watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds), device)
     try:
         with watch.operation(what) if what else nullcontext():
             levels = within, _crossing(wire)
-            collectives = _of_levels(members, device, predivide_factor, watch, levels, lasting=lasting)
+            collectives = _of_levels(members, device, watch, levels, lasting=lasting)
     except BaseException:
         watch.close()
         raise
@@ -82,7 +81,6 @@ def _crossing(wire: Wire) -> Crossing:
 def _of_levels(
     members: Members,
     device: torch.device,
-    predivide_factor: float,
     watch: Watch,
     levels: tuple[Within | None, Crossing],
     *,
@@ -91,18 +89,16 @@ def _of_levels(
     within, crossing = levels
     if within is not None:
         with suppress(OneHost):
-            return TwoLevel(members, device, predivide_factor, watch, within, _best, crossing)
-    return _best(members, device, predivide_factor, watch, lasting=lasting)
+            return TwoLevel(members, device, watch, within, _best, crossing)
+    return _best(members, device, watch, lasting=lasting)
 
 
-def _best(
-    members: Members, device: torch.device, predivide_factor: float, watch: Watch, *, lasting: bool = True
-) -> Grouped:
+def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool = True) -> Grouped:
     if members.backend != "gloo":
-        return Native(members, device, predivide_factor, watch, lasting=lasting)
+        return Native(members, device, watch, lasting=lasting)
     if device.type == "cpu":
         try:
-            return SharedMemory(members, device, predivide_factor, watch)
+            return SharedMemory(members, device, watch)
         except NotShared as why_not:
             hosts = why_not.hosts
             if not hosts and members.rank == 0 and str(why_not) != TURNED_OFF:
@@ -110,8 +106,8 @@ def _best(
                     "the ranks of this host do not share memory, and talk over gloo, which is slower: %s", why_not
                 )
         if _are_alike(hosts, len(members.ranks)):
-            return OverHosts(members, device, predivide_factor, watch, hosts, _best)
-    return PointToPoint(members, device, predivide_factor, watch)
+            return OverHosts(members, device, watch, hosts, _best)
+    return PointToPoint(members, device, watch)
 
 
 def _are_alike(hosts: list[list[int]], ranks: int) -> bool:

@@ -265,7 +265,7 @@ class _Members:
         self._line.send(nbytes).wait()
 
     def collectives(
-        self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None, wire: Wire
+        self, _group: Any, _device: torch.device, what: str, within: Within | None, wire: Wire
     ) -> SimulatedRanks | SimulatedTwoLevel:
         """Stand in for `create_collectives`."""
         if wire.is_lossy:
@@ -273,7 +273,7 @@ class _Members:
                 "no plan is made of quantised communication (zero_quantized_gradients): plan without it. "
                 "Memory at rest is the same."
             )
-        self.made = self._hosts.collectives(predivide_factor, within)
+        self.made = self._hosts.collectives(within)
         return self.made
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.two_level import CrossingCount, OneHost, TwoLevel, Within
 from zeroshard.collectives.watch import Watch
@@ -77,19 +77,6 @@ class _Sum(Reduction):
             own.add_(self._total.to(out.dtype).div_(self._divisor))
 
 
-class _Rows(Reduction):
-    """Every rank's row arrives, to be summed here, as over gloo."""
-
-    def __init__(self, arriving: Work, rows: list[Tensor], divisor: float) -> None:
-        self._arriving = arriving
-        self._rows = rows
-        self._divisor = divisor
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        self._arriving.wait()
-        sum_into(self._rows, self._divisor, out, accumulate)
-
-
 class SimulatedRanks(Collectives):
     """Rank 0 of `ranks`; the others exist on paper and send what this one sends.
 
@@ -102,10 +89,8 @@ class SimulatedRanks(Collectives):
         calls: how often each collective was called.
     """
 
-    def __init__(
-        self, ranks: int, shards: int, predivide_factor: float, ledger: Ledger, link: Line, *, sums: bool
-    ) -> None:
-        super().__init__(predivide_factor)
+    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, *, sums: bool) -> None:
+        super().__init__()
         self.rank = 0
         self.ranks = ranks
         self.world_size = shards
@@ -148,17 +133,16 @@ class SimulatedRanks(Collectives):
         own = rows.numel() // self.ranks
         return own if self._sums else (self.ranks - 1) * own
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         arriving = self._send("reduce_scatter", self._to_others(rows))
         if self.ranks > 1 and (self._sums or self.world_size < self.ranks):
-            divisor = self.ranks / self.predivide_factor
-            if self._sums and self.predivide_factor == 1.0:
+            if self._sums and divisor == self.world_size:  # the backend divides
                 divisor = 1.0
             return _Sum(arriving, workspace[: rows.numel() // self.ranks], divisor)
         others: list[Tensor] = []
         if self.world_size > 1:
             others = list(workspace.view(self.world_size - 1, rows.shape[1]))
-        return _Rows(arriving, [rows[0], *others], self.divisor)
+        return SummedRows([arriving], [rows[0], *others], divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if self.ranks > 1 and tensor.numel():
@@ -182,13 +166,13 @@ class SimulatedTwoLevel(TwoLevel):
         calls: how often each collective was called.
     """
 
-    def __init__(self, ranks: int, within: int, predivide_factor: float, make: Callable[..., SimulatedRanks]) -> None:
+    def __init__(self, ranks: int, within: int, make: Callable[..., SimulatedRanks]) -> None:
         store = HashStore()
         group: Any = store  # asked only for its members
         members = Members(tuple(range(ranks)), 0, ranks, timedelta(), "simulated", weakref.ref(group), store, store)
         watch = Watch(store, members.ranks, 0, inf)
         watch.close()  # nobody is waited for
-        super().__init__(members, torch.device("cpu"), predivide_factor, watch, within, make)  # type: ignore[arg-type]
+        super().__init__(members, torch.device("cpu"), watch, within, make)  # type: ignore[arg-type]
         self.calls: Counter[str] = Counter()
         for one, calls in ((self.inside, self.calls), (self.across, CrossingCount(self.calls))):
             if isinstance(one, SimulatedRanks):
@@ -210,14 +194,14 @@ class Hosts:
     clock: Clock
     shards_optimizer: bool
 
-    def collectives(self, predivide_factor: float, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
+    def collectives(self, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
         """Stand in for `create_collectives`.
 
         Raises:
             UsageError: the hosts have different numbers of ranks.
         """
         if within is None or self.ranks == 1:
-            return self._flat(predivide_factor)
+            return self._flat()
         size = within
         if size == "host":
             size, rest = divmod(self.ranks, self.hosts)
@@ -227,9 +211,9 @@ class Hosts:
                     "hosts are not. Choose a multiple of the hosts."
                 )
         try:
-            return SimulatedTwoLevel(self.ranks, size, predivide_factor, self._level(size))
+            return SimulatedTwoLevel(self.ranks, size, self._level(size))
         except OneHost:
-            return self._flat(predivide_factor)
+            return self._flat()
 
     def neighbours_line(self, size: int) -> Line:
         """Return the line of messages among `size` neighbours that hold one sequence, or one model."""
@@ -237,14 +221,14 @@ class Hosts:
         is_inside = self.hosts == 1 or (self.ranks % self.hosts == 0 and here % size == 0)
         return self._line(INSIDE, self.machine.inside) if is_inside else self._line(ACROSS, self.machine.between)
 
-    def _flat(self, predivide_factor: float) -> SimulatedRanks:
+    def _flat(self) -> SimulatedRanks:
         shards = 1
         if self.shards_optimizer or self.ranks <= _FEW:
             shards = self.ranks
         line = self._line(INSIDE, self.machine.inside)
         if self.hosts > 1:
             line = self._line(ACROSS, self._across())
-        return self._simulated(self.ranks, shards, predivide_factor, line)
+        return self._simulated(self.ranks, shards, line)
 
     def _across(self) -> Link:
         """The link for one rank's part of a collective over all ranks of several hosts.
@@ -261,18 +245,18 @@ class Hosts:
         stays = (1 - crosses) or inf
         return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
 
-    def _level(self, size: int) -> Callable[[Members, torch.device, float, Watch], SimulatedRanks]:
+    def _level(self, size: int) -> Callable[[Members, torch.device, Watch], SimulatedRanks]:
         """Return the maker of one level's collectives, where `size` neighbours are one host of the policy's."""
         near = self._line(INSIDE, self.machine.inside)
         far = self._line(ACROSS, self.machine.between)
         # A policy's host may be a part of a machine, or several.
         is_together = self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
 
-        def make(members: Members, _device: torch.device, predivide_factor: float, _watch: Watch) -> SimulatedRanks:
+        def make(members: Members, _device: torch.device, _watch: Watch) -> SimulatedRanks:
             count = len(members.ranks)
             is_inside = members.ranks == tuple(range(size))
             line = near if self.hosts == 1 or (is_inside and is_together) else far
-            return self._simulated(count, count, predivide_factor, line)
+            return self._simulated(count, count, line)
 
         return make
 
@@ -280,9 +264,9 @@ class Hosts:
         is_apart = name == ACROSS or not self.machine.computes_on_cpu
         return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
 
-    def _simulated(self, ranks: int, shards: int, predivide_factor: float, line: Line) -> SimulatedRanks:
+    def _simulated(self, ranks: int, shards: int, line: Line) -> SimulatedRanks:
         sums = self.machine.transport == "native"
-        return SimulatedRanks(ranks, shards, predivide_factor, self.ledger, line, sums=sums)
+        return SimulatedRanks(ranks, shards, self.ledger, line, sums=sums)
 
 
 # ---------------------------------------------------------------------- storages

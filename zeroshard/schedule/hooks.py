@@ -47,7 +47,7 @@ from zeroshard.schedule.module_hooks import (
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
-from zeroshard.schedule.state_dict_hooks import hooks_for_state_dicts
+from zeroshard.schedule.state_dicts import hooks_for_state_dicts
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import (
     at_end_of_backward,

@@ -17,8 +17,8 @@ from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import in_transform, own_parameters
 
 
-class _Hook:
-    """A method of `Hooks` that a module keeps. A copied or pickled model gets no hook."""
+class Hook:
+    """A method that a module keeps as a hook. A copied or pickled model gets no hook."""
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
         self._method = method
@@ -32,14 +32,14 @@ class _Hook:
 
 
 @functools.cache
-def module_hook() -> type[_Hook]:
+def module_hook() -> type[Hook]:
     """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border. See compiled.py.
 
     Made at first use: torch.compiler.disable imports the compiler, which takes a second.
     """
 
-    class ModuleHook(_Hook):
-        __call__ = torch.compiler.disable(_Hook.__call__, reason=BORDER)
+    class ModuleHook(Hook):
+        __call__ = torch.compiler.disable(Hook.__call__, reason=BORDER)
 
     return ModuleHook
 
@@ -58,15 +58,15 @@ class PartCall:
 
 
 @functools.cache
-def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
+def part_hooks() -> tuple[type[Hook], type[Hook]]:
     """Make two classes of hooks `(method, call)` around modules inside a unit. torch.compile skips them while they are idle.
 
     It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only what torch guards on:
     the classes of parameters, and a plain attribute.
     """
-    run = torch.compiler.disable(_Hook.__call__, reason=BORDER)
+    run = torch.compiler.disable(Hook.__call__, reason=BORDER)
 
-    class PartHook(_Hook):
+    class PartHook(Hook):
         def __init__(self, method: Callable[..., None], call: PartCall) -> None:
             super().__init__(method)
             self.call = call

@@ -545,5 +545,6 @@ class Unit:
 
     def finish_update(self) -> None:
         """End all-gathers of updated values that would otherwise wait for a reader."""
-        if not self.sharded_at_rest:
-            self.collectives.finish([bucket.gathering for bucket in self.buckets if bucket.gathering is not None])
+        for bucket in self.buckets:
+            if bucket.gathering is not None and not self.sharded_at_rest:
+                bucket.gathering.push()

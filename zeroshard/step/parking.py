@@ -78,7 +78,7 @@ class Parking:
             if "parameters" in wanted:
                 self._refuse_own_classes()
             self._schedule.settle()
-            self._step.settle()
+            self._step.sub_groups.settle()
             self._pool.clear()
             for unit in self._schedule.units:
                 unit.park(parameters="parameters" in wanted)

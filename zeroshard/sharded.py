@@ -193,7 +193,7 @@ class Sharded:
         """
         storages = self._context.storages
         here = storages.accelerator
-        parked = here.parked_nbytes + self._context.collectives.buffers_nbytes
+        parked = here.freed_nbytes + self._context.collectives.buffers_nbytes
         kept = self.sharded_step.kept_in(here)
         report = memory_report(self._schedule.units, kept, self._context.pool, parked, storages.emptied)
         elsewhere = storages.nbytes()

@@ -205,7 +205,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
             unit.writes.broadcast_from(modifier_rank)
         else:
             written += [unit.named[index].fqn for index in sorted(unit.writes.written_since(versions))]
-        unit.appearance.settle()
+        unit.appearance.restart_looks()
     return _on_all_dimensions(looks, written)
 
 
@@ -227,7 +227,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
         elif unit.pins > 1 or unit not in at_rest:
             unit.writes.written_since(versions)  # which undoes it
         unit.appearance.collect_written()
-        unit.appearance.settle()
+        unit.appearance.restart_looks()
 
 
 def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:

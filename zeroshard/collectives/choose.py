@@ -11,15 +11,15 @@ import torch.distributed as dist
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
-from zeroshard.collectives.meeting import TURNED_OFF
+from zeroshard.collectives.meeting import TURNED_OFF, NotShared
 from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.over_hosts import OverHosts
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.quantized import BITS, QuantizedGradients
-from zeroshard.collectives.shared_memory import NotShared, SharedMemory
-from zeroshard.collectives.two_level import Crossing, OneHost, TwoLevel, Within, cut
-from zeroshard.collectives.watch import Watch, notice_seconds_from
+from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.two_level import OneHost, Reducer, TwoLevel, Within, cut
+from zeroshard.collectives.watch import Watch, notice_seconds
 from zeroshard.launch import mark_use
 from zeroshard.policy import EXACT, Wire
 
@@ -27,7 +27,6 @@ from zeroshard.policy import EXACT, Wire
 def create_collectives(
     group: dist.ProcessGroup | None,
     device: torch.device,
-    notice_seconds: float | None = None,
     what: str | None = None,
     *,
     lasting: bool = True,
@@ -39,8 +38,6 @@ def create_collectives(
     Every rank of the group must call it.
 
     Args:
-        notice_seconds: a wait of so many seconds is logged on stderr, with the missing ranks; default: 30, or the environment
-            variable ZEROSHARD_NOTICE_SECONDS.
         what: the operation that needs them, such as "shard()": named where a rank does not come.
         lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
             dear then uses the group's own: there is nothing to make, and nothing to close.
@@ -61,36 +58,23 @@ def create_collectives(
         return Alone()
     members = Members.of(parent, device)
     refuse_split(members)
-    watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds), device)
+    watch = Watch(members.root, members.ranks, members.own, notice_seconds(), device)
+
+    def crossing(across: Collectives) -> Reducer:
+        return across if wire.gradients is None else QuantizedGradients(across, BITS[wire.gradients])
+
     try:
         with watch.operation(what) if what else nullcontext():
-            levels = within, _crossing(wire)
-            collectives = _of_levels(members, device, watch, levels, lasting=lasting)
+            collectives: Grouped | None = None
+            if within is not None:
+                with suppress(OneHost):
+                    collectives = TwoLevel(members, device, watch, within, _best, crossing)
+            collectives = collectives or _best(members, device, watch, lasting=lasting)
     except BaseException:
         watch.close()
         raise
     collectives.owns_watch()
     return collectives
-
-
-def _crossing(wire: Wire) -> Crossing:
-    kind = wire.gradients
-    return lambda across: across if kind is None else QuantizedGradients(across, BITS[kind])
-
-
-def _of_levels(
-    members: Members,
-    device: torch.device,
-    watch: Watch,
-    levels: tuple[Within | None, Crossing],
-    *,
-    lasting: bool,
-) -> Grouped:
-    within, crossing = levels
-    if within is not None:
-        with suppress(OneHost):
-            return TwoLevel(members, device, watch, within, _best, crossing)
-    return _best(members, device, watch, lasting=lasting)
 
 
 def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool = True) -> Grouped:

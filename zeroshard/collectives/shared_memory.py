@@ -24,7 +24,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives, Done, Reduction, Work, nothing, sum_into
 from zeroshard.collectives.grouped import Grouped, Posted
 from zeroshard.collectives.lending import Lending
-from zeroshard.collectives.meeting import Apart, Met, meet
+from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.watch import Watch
@@ -51,18 +51,6 @@ class Offer(NamedTuple):
     nbytes: int
 
 
-class NotShared(Exception):
-    """The error when ranks cannot share memory. Its reason is the same text on every rank.
-
-    Attributes:
-        hosts: the members of each host, where nothing but their number is in the way.
-    """
-
-    def __init__(self, apart: Apart) -> None:
-        super().__init__(apart.why)
-        self.hosts = apart.hosts
-
-
 class SharedMemory(Grouped):
     """See the module's docstring.
 
@@ -74,10 +62,7 @@ class SharedMemory(Grouped):
         super().__init__(members, device, watch)
         self._met: Met | None = None
         self._process = os.getpid()
-        met = self._made(lambda: meet(members))
-        if isinstance(met, Apart):
-            raise NotShared(met)
-        self._met = met
+        self._met = met = self._made(lambda: meet(members))
         # Who lets go of these without `close` leaves what others have not read yet.
         weakref.finalize(self, met.file.close).atexit = False
         self._made_lending: Lending | None = Lending(met.file)

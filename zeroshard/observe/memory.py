@@ -15,13 +15,13 @@ from zeroshard.torch_private import storage_id
 
 
 def memory_report(
-    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, parked_nbytes: int = 0, emptied: Iterable[int] = (),
+    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, freed_nbytes: int = 0, emptied: Iterable[int] = (),
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of live storage of the accelerator on this rank, each storage counted once.
 
     Args:
         states: what the optimizer keeps there.
-        parked_nbytes: what units gave back and waits for the next one, and scratch that is not the pool's.
+        freed_nbytes: what units gave back and waits for the next one, and scratch that is not the pool's.
         emptied: addresses of storages that have no memory now.
 
     Returns:
@@ -29,7 +29,7 @@ def memory_report(
             weights are all that rests, these.
         gradients: those kept between microbatches and steps, until `zero_grad`.
         optimizer: the optimizer's state, and master weights where they are tensors of their own.
-        buffers: scratch for communication, and what is parked.
+        buffers: scratch for communication, and freed memory that is kept for the next unit.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     seen: set[int] = set()
@@ -42,7 +42,7 @@ def memory_report(
         "parameters": live(tensor for unit in units for tensor in _parameters(unit)),
         "gradients": live(tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()),
         "optimizer": live([*(t for bucket in buckets for t in bucket.tensors("master")), *states]),
-        "buffers": pool.nbytes + parked_nbytes,
+        "buffers": pool.nbytes + freed_nbytes,
     }
 
 

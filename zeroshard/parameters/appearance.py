@@ -179,7 +179,7 @@ class Appearance:
             return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
 
     def begin_look(self) -> list[int]:
-        """Start to count writes, until `end_look`. `settle` resets the counts to compare with."""
+        """Start to count writes, until `end_look`. `restart_looks` resets the counts to compare with."""
         self._looks.append(self.versions())
         return self._looks[-1]
 
@@ -187,7 +187,7 @@ class Appearance:
         """End a `begin_look`."""
         self._looks = [other for other in self._looks if other is not look]
 
-    def settle(self) -> None:
+    def restart_looks(self) -> None:
         """Mark all writes so far as seen: no open look reports them as a change."""
         for look in self._looks:
             look[:] = self.versions()

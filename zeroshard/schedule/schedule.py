@@ -168,9 +168,9 @@ class Schedule:
         """Both since the model was sharded."""
         self._last = _Order()
         self._present = _Order()
-        self._park_what_was_live()
+        self._keep_freed_memory()
 
-    def _park_what_was_live(self) -> None:
+    def _keep_freed_memory(self) -> None:
         """Keep freed memory for the next unit, up to the amount that this policy lets live at once."""
         policy = self._policy
         units = [(unit.layout.numel, unit.flat.tensor.dtype.itemsize) for unit in self.units if unit.sharded_at_rest]
@@ -180,7 +180,7 @@ class Schedule:
         if policy.reshard_after_forward:
             ahead = (policy.prefetch_numel or 0) + policy.max_reuse_numel // 2
             limit = min(sum(numels[:USED_AT_ONCE]) + ahead, limit)
-        self.accelerator.park_at_most(int(min(sum(numels), limit)) * itemsize)
+        self.accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
 
     def _gradient_buckets(self) -> list[list[GradientBucket]]:
         return [unit.gradients for unit in self.units]
@@ -191,7 +191,7 @@ class Schedule:
         self.units[position : position + 1] = by
         self._last = _Order()
         self._present = _Order()
-        self._park_what_was_live()
+        self._keep_freed_memory()
         self.reductions.set_units(self._gradient_buckets())
 
     def _move(self, move: Move) -> None:

@@ -89,7 +89,7 @@ class MeanGradients:
         """Whether `scale` has left factors for later."""
         return bool(self._coefficients)
 
-    def settle(self, shards: Iterable[Shard]) -> None:
+    def apply_factors(self, shards: Iterable[Shard]) -> None:
         """Apply the factors that `scale` has left for later, before gradients of another backward are added."""
         for shard in shards:
             is_narrow = _is_narrow(shard)

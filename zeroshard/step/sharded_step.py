@@ -30,6 +30,7 @@ from zeroshard.optim.states import states_per_parameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
+from zeroshard.step.gradient_operations import GradientOperations
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.options import DIGEST_NBYTES, GroupOptions
@@ -37,7 +38,6 @@ from zeroshard.step.replicas import Replicas
 from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView
 from zeroshard.step.sub_groups import SubGroups
-from zeroshard.step.taken_gradients import TakenGradients
 from zeroshard.step.travelling import resident_of
 from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
@@ -85,7 +85,7 @@ class ShardedStep:
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._mean_gradients = MeanGradients()
         self._context = context
-        self._taken: TakenGradients | None = None
+        self._taken: GradientOperations | None = None
         """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
@@ -395,7 +395,7 @@ class ShardedStep:
         return norm
 
     def _operate(self, flag: tuple[Unit, int], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on a parameter's `grad`, see `TakenGradients.operate`."""
+        """Run one of torch's operations on a parameter's `grad`, see `GradientOperations.operate`."""
         self._dropped.refuse(f"{name} of a gradient")
         if self.loss_scale != 1.0:
             unit, index = flag
@@ -411,9 +411,9 @@ class ShardedStep:
             )
         return self._operations().operate(flag, name, args, kwargs)
 
-    def _operations(self) -> TakenGradients:
+    def _operations(self) -> GradientOperations:
         if self._taken is None:
-            self._taken = TakenGradients(
+            self._taken = GradientOperations(
                 self.schedule, self._context, self._mean_gradients, self._flags, self.residents
             )
         return self._taken
@@ -423,7 +423,7 @@ class ShardedStep:
         has_factors = self._taken is not None and self._taken.has_factors
         if has_factors or self._mean_gradients.is_to_be_scaled:
             self.schedule.reductions.land()
-            self.gradients.settle(resident.shard for resident in self.residents)
+            self.gradients.apply_factors(resident.shard for resident in self.residents)
 
     def not_finite(self) -> tuple[str, ...]:
         """Return the fqns of parameters whose gradient has an infinite or NaN element. Every rank must call it."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, tokens, workload
+from oracles import ranks_agree, train_reference
 from ranks import on_ranks
 from torch import nn
 
@@ -22,7 +23,7 @@ from zeroshard.layout.layout import lay_out_whole
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.states import STATES_PER_PARAMETER, states_per_parameter
 from zeroshard.step.elementwise import REFUSED
-from zeroshard.testing import ranks_agree, train, train_reference
+from zeroshard.testing import train
 
 WHOLE = {
     "Muon and AdamW": lambda p: MuonWithAdamW(p, lr=1e-2, fused=False),

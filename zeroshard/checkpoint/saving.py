@@ -161,7 +161,7 @@ def take_snapshot(
 
     Of `shared`, rank 0's values are saved; of `own`, each rank's.
     """
-    description = asdict(describe(live))  # first: every rank has its part in it, whatever fails below
+    description = describe(live).model_dump()  # first: every rank has its part in it, whatever fails below
     # A parameter that is resharded has no values to save as a user's own; not every class of parameter can say so itself.
     resharded = {}
     records = {}

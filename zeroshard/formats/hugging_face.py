@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -303,7 +303,7 @@ def export_live(
     folder = Path(out)
     buffers = live.buffers
     # Rank 0's description counts. PEFT's needs every rank.
-    described = checkpoints.control.exchange_json(asdict(describe(live)), "the model's description of itself")[0]
+    described = checkpoints.control.exchange_json(describe(live).model_dump(), "the model's description of itself")[0]
     tensors = [
         Exported.of(entry.fqn, entry.placement.shape, unit.master_dtype, dtype) for unit, entry in live.entries()
     ]

@@ -49,13 +49,13 @@ RIVAL = "fsdp2"
 ROWS: dict[str, Row] = {
     FIRST: Row("DDP", "DDP, fused AdamW"),
     "ddp@malloc": Row("DDP", "DDP, fused AdamW; malloc keeps pages", KEEPS_PAGES),
-    "floor": Row("floor: no communication", "floor: ranks that never talk", is_training=False, measures_memory=False),
+    "floor": Row("floor: no communication", "floor: ranks without communication", is_training=False, measures_memory=False),
     "floor@malloc": Row(
         "floor: no communication", "floor; malloc keeps pages", KEEPS_PAGES, by_default=False, is_training=False, measures_memory=False
     ),
     "zro": Row("DDP + torch ZeroRedundancyOptimizer", "DDP + torch ZeroRedundancyOptimizer"),
     "fsdp2-kept": Row("FSDP2, keeps units", "FSDP2, keeps units"),
-    RIVAL: Row("FSDP2", "FSDP2, gives units back"),
+    RIVAL: Row("FSDP2", "FSDP2, reshards units"),
     **{
         f"{DEEPSPEED}{stage}": Row(f"DeepSpeed stage {stage}", f"DeepSpeed stage {stage}") for stage in (1, 2, 3)
     },

@@ -23,7 +23,7 @@ _FIRST = (
     "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device", "bf16.enabled", "fp16.enabled",
     "optimizer.type", "scheduler.type",
 )  # fmt: skip
-"""The keys that most configs set: they lead the list of keys, and the table of their block."""
+"""The keys that most configs set: they are first in the list of keys, and in the table of their block."""
 
 
 def pages() -> dict[str, str]:
@@ -77,7 +77,7 @@ def _first() -> str:
 
 
 def _tables(prefix: str, block: type[BaseModel]) -> str:
-    """Make the table of the keys that work, and folded ones of the others."""
+    """Make the table of the keys that work, and folded tables of the others."""
     kinds = [effect_of(block, key).kind for key in block.model_fields]
     parts = []
     if Kind.WORKS in kinds:
@@ -93,7 +93,7 @@ def _tables(prefix: str, block: type[BaseModel]) -> str:
 
 
 def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
-    """Make a table of a block's keys of some kinds: a line for each, which has the key as its id."""
+    """Make a table of a block's keys of some kinds: a line for each, with the key as its id."""
     rows = ["| key | type; default | effect |", "| --- | --- | --- |"]
     for key in sorted(block.model_fields, key=lambda key: f"{prefix}{key}" not in _FIRST):
         field, effect = block.model_fields[key], effect_of(block, key)

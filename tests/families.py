@@ -161,9 +161,10 @@ def main() -> None:
             ]
         rows.append(f"| {family} | {type(model).__name__} | {numel:,} | {trainable:,} | {' | '.join(cells)} |")
     page = (
-        "# Models that stage 3 trains as they come\n\n"
-        "Written by `python tests/families.py`: 10 steps of AdamW with clipping and dropout, small random models. Losses and "
-        "parameters under stage 3 against stage 0, to the bit; with `gradient_checkpointing_enable()` against stage 0 with it.\n\n"
+        "# Models that stage 3 trains unchanged\n\n"
+        "`python tests/families.py` writes this page. Small models with random weights take 10 steps of AdamW,\n"
+        'with clipping and dropout. "Equal" means that losses and parameters at stage 3 have the bits of stage\n'
+        "0. The checkpointed runs use `gradient_checkpointing_enable()` at both stages.\n\n"
         "| family | class | parameters | trainable | stage 3, 2 ranks | checkpointed | stage 3, 4 ranks | checkpointed |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )

@@ -83,13 +83,13 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not lie below"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is not below"),
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"},
             "start it with srun",
         ),
         ({"RANK": "1"}, "RANK=1 implies several ranks, and WORLD_SIZE is not set"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 does not lie below WORLD_SIZE=1"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 implies .* SLURM_NTASKS is not set"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 implies .* OMPI_COMM_WORLD_SIZE is not set"),
         ({"PMI_RANK": "1"}, "PMI_RANK=1 implies .* PMI_SIZE is not set"),

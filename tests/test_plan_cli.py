@@ -98,7 +98,7 @@ def test_what_would_be_left_out_is_refused(folder: Path) -> None:
     told = refused(*planned, "--config", "auto.json", "--auto", "lr=1e-3", "--auto", "stge=3")
     assert "auto['stge'] is the name of no config key. Did you mean 'stage'?" in told
     for name in ("memory.txt", "memory"):
-        assert "is no picture's name" in refused(*planned, "--plot", name)
+        assert "is not the name of a picture" in refused(*planned, "--plot", name)
 
 
 def test_a_factory_that_is_on_the_meta_device(folder: Path) -> None:

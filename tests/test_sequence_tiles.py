@@ -161,7 +161,7 @@ def test_a_token_mean_over_ranks() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"tiles": 0}, "1 part or more"),
+        ({"tiles": 0}, "1 tile or more"),
         ({"labels": torch.zeros(3)}, "do not fit"),
         ({"weight": torch.zeros(3)}, "do not fit"),
     ],

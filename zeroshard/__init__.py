@@ -1,6 +1,6 @@
 """ZeRO for PyTorch: sharded optimizer states, gradients and parameters, on stock torch.
 
-Names are imported at their first use: `import zeroshard` takes milliseconds, and its command line answers without torch.
+Names are imported at their first use: `import zeroshard` takes milliseconds, and the command line starts without torch.
 """
 
 from importlib import import_module
@@ -55,7 +55,8 @@ _MODULE_OF = {
 """The module of each public name. No module has the name of a function here: an import of the module would hide the function."""
 
 if TYPE_CHECKING:
-    # Type checkers read neither the table nor `__getattr__`. tests/test_newcomer.py holds these lines and the table equal.
+    # Type checkers read neither the table nor `__getattr__`. tests/test_newcomer.py checks that these lines equal the
+    # table.
     from zeroshard.access.parameter_states import ParameterStates as ParameterStates
     from zeroshard.access.parameter_states import parameter_states as parameter_states
     from zeroshard.access.unsharded import Borrowed as Borrowed

@@ -1,6 +1,7 @@
-"""Owns `import zeroshard.as_deepspeed`, the first line of a script that calls for `deepspeed`: from there on, zeroshard is it.
+"""Owns `import zeroshard.as_deepspeed`, the first line of a script that imports `deepspeed`: it then imports zeroshard
+instead.
 
-Importing is all: it puts our package of that name first on the path, for this process and those that it starts, and prints this.
+The import puts our package of that name first on the path, for this process and its child processes, and prints a line.
 
 Raises:
     UsageError: too late: the real DeepSpeed is loaded, or transformers or accelerate have looked for one and found none.
@@ -28,13 +29,13 @@ def _refuse_late() -> None:
     for name in ("accelerate", "transformers"):
         if _has_decided(name):
             raise UsageError(
-                f"import zeroshard.as_deepspeed comes too late: {name} is loaded, and has found no deepspeed. Make it "
+                f"import zeroshard.as_deepspeed comes too late: {name} is loaded already, and found no deepspeed. Make it "
                 "the script's first import, or start the script with `zeroshard run`."
             )
 
 
 def _has_decided(name: str) -> bool:
-    """Whether a library was imported without deepspeed: it decides once which of its classes there are."""
+    """Return whether a library was imported without deepspeed, and so defined its classes without it."""
     if name == "accelerate":
         utils = sys.modules.get("accelerate.utils")
         return utils is not None and not hasattr(utils, "DeepSpeedEngineWrapper")

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 _QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-"""The question that torch itself asks before it hands a product to oneDNN."""
+"""torch's own test of a dtype, before it passes a product to oneDNN."""
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products in a dtype take tens of times as long as in fp32. Known of CPUs for which torch has oneDNN."""
+    """Return whether products in a dtype take tens of times as long as in fp32. False for CPUs for which torch has no
+    oneDNN.
+    """
     question = _QUESTIONS.get(dtype)
     if device.type != "cpu" or question is None or not torch.backends.mkldnn.is_available():
         return False

@@ -1,13 +1,14 @@
-"""Owns the exceptions that zeroshard raises; every message names the cause, and ends with what to do."""
+"""Owns the exceptions that zeroshard raises; every message names the cause, and ends with the remedy."""
 
 from zeroshard.uncaught import report_uncaught
 
 PAGES = ("troubleshooting.md", "refused_calls.md")
-"""Have a heading for each class, and below it the messages: in the docs, and in the installed package for `zeroshard explain`."""
+"""Pages with a heading for each class, and its messages below: in the docs, and in the package for `zeroshard explain`.
+"""
 
 
 class ZeroshardError(Exception):
-    """Base of all errors of this package. Uncaught under torchrun, it is one sentence, printed once.
+    """The base class of all errors of this package. Uncaught under torchrun, it is one sentence, printed once.
 
     Tracebacks end in a note that names the command which explains the error; `str` of an error is only its sentence.
     """
@@ -19,7 +20,7 @@ class ZeroshardError(Exception):
 
     @classmethod
     def public_name(cls) -> str:
-        """The name of the public class that this one is, or extends."""
+        """Return the name of this class, or of the public class that it extends."""
         return next(one for one in cls.__mro__ if one.__module__ == __name__).__name__
 
 

@@ -1,8 +1,9 @@
-"""Owns the joining of the ranks that a launcher started with this process, and their parting at exit.
+"""Owns the calls by which this process joins the other ranks of its launcher, and leaves them at exit.
 
-The launchers, the nearest first: torchrun and its kin (RANK, WORLD_SIZE, MASTER_ADDR); Open MPI's mpirun, and that of MPICH and
-Intel MPI, which may run inside of a Slurm job, whose own variables are the batch script's then; Slurm's srun, which may speak PMI
-to its tasks; and others that speak PMI. A process that no launcher started is one rank.
+It looks for these launchers in this order: torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR); Open MPI's mpirun, and
+that of MPICH and Intel MPI, which may run inside of a Slurm job, whose own variables are the batch script's then;
+Slurm's srun, which may speak PMI to its tasks; and others that speak PMI. A process that no launcher started is one
+rank.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own."""
 _LAST_PORT = 65535
-_DIGITS = re.compile(r"[0-9]{1,18}")  # int() and isdigit() take more, and not the same
+_DIGITS = re.compile(r"[0-9]{1,18}")  # int() and isdigit() accept more than that, and differ from each other
 _ADDRESS = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 _MARK = "ZEROSHARD_RUN_MARK"
-"""The name of a file of `zeroshard run`, which warns where no process made it."""
+"""The variable with the path of a file. `zeroshard run` warns if no process made that file."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings in a launcher's environment; `address` and `port` are those of rank 0. None: the environment lacks it."""
+    """The settings in a launcher's environment; `address` and `port` are rank 0's. A field is None if the environment
+    lacks it.
+    """
 
     launcher: str
     rank: int
@@ -48,10 +51,10 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Read the launcher's environment; None where it names one rank at most.
+    """Read the launcher's environment. Return None if it names at most one rank.
 
     Raises:
-        UsageError: it names several ranks, and not which of them this one is; or a rank, and not how many there are.
+        UsageError: it names several ranks but not this one's number, or a rank but not the number of ranks.
     """
     env = environment
     if env is None:
@@ -70,7 +73,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 
 class _Mpi(NamedTuple):
-    """The variables that an MPI sets."""
+    """The names of the variables that an MPI sets."""
 
     name: str
     rank: str
@@ -120,7 +123,7 @@ def _launch(
         )
     if own >= world_size:
         raise UsageError(
-            f"{rank}={own} does not lie below {size}={world_size}: the launcher's environment is not right. Start "
+            f"{rank}={own} is not below {size}={world_size}: the launcher's environment is wrong. Start "
             "with torchrun, or correct them."
         )
     if world_size == 1:
@@ -151,7 +154,7 @@ def _port(env: Mapping[str, str]) -> int:
     job = env.get("SLURM_JOB_ID", "")
     if not _DIGITS.fullmatch(job):
         return _DEFAULT_PORT
-    return 15000 + int(job) % 10000  # jobs that share a machine listen on ports of their own
+    return 15000 + int(job) % 10000  # jobs that share a machine must listen on different ports
 
 
 def first_host(nodes: str) -> str:
@@ -166,7 +169,7 @@ def first_host(nodes: str) -> str:
 
 
 def local_rank() -> int:
-    """Return this process's number on its machine; its rank where the launcher gives only that. Raises as `read_launch`."""
+    """Return this process's number on its machine, or its rank if the launcher sets only that. Raises as `read_launch`."""
     launch = read_launch()
     if launch is None:
         return _number(os.environ, "LOCAL_RANK", 0)
@@ -176,10 +179,12 @@ def local_rank() -> int:
 
 
 def local_device() -> torch.device:
-    """Make this rank's accelerator the current one, and return it; the CPU where there is none. Raises as `read_launch`."""
+    """Make this rank's accelerator the current one and return it, or return the CPU if there is none. Raises as
+    `read_launch`.
+    """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    # Where each process sees one device, that is device 0, whatever its local rank.
+    # If each process sees one device, that is device 0 at every local rank.
     torch.accelerator.set_device_index(local_rank() % torch.accelerator.device_count())
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -190,7 +195,8 @@ def init_distributed(
     backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, rank: int = -1,
     world_size: int = -1, required: bool | None = None,
 ) -> None:  # fmt: skip
-    """Join the ranks that a launcher started, unless that is done. A process that none started becomes a group of one rank.
+    """Join the ranks of a launcher, unless they are joined already. A process without a launcher becomes a group of one
+    rank.
 
     Args:
         backend, timeout: of torch.distributed; default: the accelerator's own (gloo on a CPU), and torch's.
@@ -214,11 +220,11 @@ def join_ranks(
 ) -> None:
     """Join the launcher's ranks in torch.distributed, unless they are joined already; the process leaves them at exit.
 
-    Does nothing where torch.distributed is initialised, or the environment names one rank.
+    Do nothing if torch.distributed is initialised, or the environment names one rank.
 
     Args:
-        device: where the model is, or will be: its type decides the default backend.
-        required: True: also where the environment names one rank. False: the caller has joined the ranks already.
+        device: the device on which the model is, or will be: its type decides the default backend.
+        required: True: join also if the environment names one rank. False: the caller has joined the ranks already.
 
     Raises:
         UsageError: the environment names several ranks, and they cannot be joined.
@@ -247,7 +253,7 @@ def join_ranks(
         place = f"{launch.address}:{launch.port}"
         where = _meeting_point(launch)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        where = "env://"  # torchrun's agent has a store for a group of one, and torch would look for that anywhere
+        where = "env://"  # for a group of one torch would look for the store of torchrun's agent
     trap = trap_of_restarts(os.environ)
     if trap is not None and rank == 0:
         logging.getLogger("zeroshard").warning(trap)
@@ -257,7 +263,7 @@ def join_ranks(
     try:
         dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        advice = unknown or "Look whether rank 0 runs there, and whether this machine reaches that port."
+        advice = unknown or "Check that rank 0 runs there, and that this machine reaches that port."
         raise UsageError(
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0].rstrip('.')}. {advice}"
         ) from error
@@ -265,9 +271,9 @@ def join_ranks(
 
 
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:
-    """Return a warning where torchrun may restart the ranks, and its own store is theirs.
+    """Return a warning if torchrun may restart the ranks, and they share its own store.
 
-    They find the addresses of the ranks before them in it, and wait for these (torch 2.13, over gloo).
+    Restarted ranks would find the addresses of the ended ranks in it, and wait for these (torch 2.13, over gloo).
     """
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
@@ -279,14 +285,14 @@ def trap_of_restarts(env: Mapping[str, str]) -> str | None:
 
 
 def mark_use() -> None:
-    """Record for `zeroshard run` that zeroshard received a model to train."""
+    """Record, for `zeroshard run`, that zeroshard got a model to train."""
     if _MARK in os.environ:
         with contextlib.suppress(OSError):  # the launcher is gone
             Path(os.environ[_MARK]).touch()
 
 
 def _leave_in(process: int) -> None:
-    if os.getpid() == process:  # a forked child has no say
+    if os.getpid() == process:  # a forked child does not count
         leave_ranks()
 
 
@@ -298,7 +304,7 @@ def _meeting_point(launch: Launch) -> str:
             "to the machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
         )
     if launch.launcher == "torchrun":
-        return "env://"  # torchrun holds the port itself, and says so in variables that torch reads
+        return "env://"  # torchrun holds the port itself, and sets variables for that, which torch reads
     address = launch.address
     if ":" in address and not address.startswith("["):  # IPv6
         address = f"[{address}]"
@@ -308,7 +314,7 @@ def _meeting_point(launch: Launch) -> str:
 
 
 def unknown_address(launch: Launch) -> str | None:
-    """Return a sentence where no address belongs to the name of rank 0's machine; a cluster may add it some seconds later."""
+    """Return a sentence if the name of rank 0's machine has no address; a cluster may add it some seconds later."""
     if launch.address is None:
         return None
     try:
@@ -323,16 +329,16 @@ def unknown_address(launch: Launch) -> str | None:
 
 
 def leave_ranks() -> None:
-    """Take torch.distributed down at the end of the process, for some seconds at most: another rank may be dead.
+    """Destroy torch.distributed's groups when the process ends, within some seconds: another rank may be dead.
 
-    A process that ends with its groups alive is aborted now and then, by a thread of the backend's that calls Python when it is
-    gone. The backend waits for collectives that were begun, without releasing Python.
+    Without it the process is sometimes aborted at its end, since a thread of the backend calls Python after that has
+    ended. The backend waits for collectives that have begun, and holds Python's lock meanwhile.
     """
     if not dist.is_initialized():
         return
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # a stderr that is no file: then without a limit
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may not be a file: then there is no limit
         faulthandler.dump_traceback_later(_LEAVE_SECONDS, exit=True)
-    # That a rank is gone was told elsewhere; here there is nothing left to lose.
+    # The loss of a rank was reported elsewhere, and nothing can be lost here.
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

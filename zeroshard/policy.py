@@ -1,7 +1,7 @@
-"""Owns the memory decision: which model state is sharded and where it rests.
+"""Owns the decision about memory: for each model state, whether it is sharded, and its place.
 
-A ZeRO stage is nothing but a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5): see `Policy.stage`.
-The policy never changes a result, except where its `wire` names lossy sums: see docs/design.md, "Numbers".
+A ZeRO stage is a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5): see `Policy.stage`.
+The policy never changes a result, except if its `wire` makes sums lossy: see docs/design.md, "Numbers".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE_NBYTES = 4096
 
 
 class Place(enum.StrEnum):
-    """A place where a model state rests."""
+    """A place in which a model state is stored between its uses."""
 
     ACCELERATOR = "accelerator"
     CPU = "cpu"
@@ -32,8 +32,9 @@ class Residency:
     """The place of one kind of model state between its uses, and whether it is sharded.
 
     Attributes:
-        sharded: over all ranks, or each rank has the whole.
-        per_host: parameters: sharded only over the ranks of a host (`Policy.within`), so that each host has the whole.
+        sharded: True: each rank stores its shard. False: each rank stores the whole.
+        per_host: for parameters: shard them only over the ranks of a host (`Policy.within`), so that each host has the
+            whole.
     """
 
     sharded: bool
@@ -43,18 +44,22 @@ class Residency:
 
 @dataclass(frozen=True)
 class Offload:
-    """The settings for transfers of a model state between its place and its use. Applies where its place is cpu or disk.
+    """The settings for transfers of a model state between its place and its use. They apply if its place is cpu or
+    disk.
 
     Attributes:
-        path: disk: the folder for its file, which must be there. Nothing in it has a name, so nothing is left behind.
-        pin_memory: CPU memory that an accelerator reads and writes is pinned.
-        buffer_count, buffer_numel: disk: the CPU memory for what is on its way or in use is at most `buffer_count` buffers of
-            `buffer_numel` elements; for the optimizer, elements of the master weights, gradients and states together.
-        max_in_cpu_numel: disk, parameters: so many elements of this rank's shards stay in CPU memory, the first ones.
-        ratio: optimizer: the share of the parameters whose optimizer states leave the accelerator; the rest is updated there.
-        sub_group_numel: optimizer: the most elements that are updated by one call of the torch optimizer.
-        read_ahead, write_behind: disk, optimizer: sub-groups are read before their turn, and written behind the next one's.
-        block_nbytes, requests: disk: bytes of one request, and how many are under way at once.
+        path: for the disk: an existing folder for its file. The file has no name, so nothing is left behind.
+        pin_memory: whether CPU memory that an accelerator reads and writes is pinned.
+        buffer_count, buffer_numel: for the disk: the CPU memory for states under way or in use is at most
+            `buffer_count` buffers of `buffer_numel` elements; for the optimizer, elements of the master weights,
+            gradients and states together.
+        max_in_cpu_numel: for parameters on disk: the number of elements of this rank's shards that stay in CPU memory.
+        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. It
+            updates the others itself.
+        sub_group_numel: for the optimizer: the most elements that one call of the torch optimizer updates.
+        read_ahead, write_behind: for the optimizer on disk: whether sub-groups are read before their turn, and written
+            during the next one's.
+        block_nbytes, requests: for the disk: the bytes of one request, and the number of requests under way at once.
     """
 
     path: str | None = None
@@ -71,31 +76,33 @@ class Offload:
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
-            raise PolicyError(f"ratio is a share between 0 and 1, not {self.ratio!r}. Pass such a number.")
+            raise PolicyError(f"ratio is a share between 0 and 1, not {self.ratio!r}. Pass one, such as 0.5.")
         if self.block_nbytes % PAGE_NBYTES:
             raise PolicyError(
                 f"block_nbytes (in a config, aio.block_size) is a multiple of {PAGE_NBYTES}, as direct I/O needs it; "
-                f"{self.block_nbytes} is not. Pass such a number."
+                f"{self.block_nbytes} is not. Pass one, such as {256 * PAGE_NBYTES}."
             )
         for name in ("buffer_count", "buffer_numel", "sub_group_numel", "block_nbytes", "requests"):
             if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is at least 1, not {getattr(self, name)!r}. Pass such a number.")
+                raise PolicyError(f"{name} is at least 1, not {getattr(self, name)!r}. Pass 1 or more.")
 
 
 def largest_shard_numel(offload: Offload) -> int:
-    """Elements of an optimizer's shard on disk of which several fit into the buffers: one is read, one updated, one written.
+    """The largest shard of an optimizer on disk, in elements, of which several fit into the buffers: one is read, one
+    updated, one written.
 
-    Master weights, gradient and two states in fp32, four sub-groups of which one is to spare, and a half is left for other shapes.
+    It counts master weights, gradient and two states in fp32 for four sub-groups (one to spare), and leaves half for
+    other shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Communication that loses digits between ranks. By default none does, and every stage gives the same bits.
+    """The lossy communication between ranks. By default there is none, and every stage gives the same bits.
 
-    Parameters, files, `unsharded` and the optimizer's arithmetic are exact. Values travel in blocks of 256 with one scale each, off
-    by half a scale at most: the block's largest magnitude over 127 (int8) or 7 (int4).
+    Parameters, files, `unsharded` and the optimizer's arithmetic are exact. Values are sent in blocks of 256 with one
+    scale each: the block's largest magnitude over 127 (int8) or 7 (int4). A value is off by at most half a scale.
 
     Attributes:
         gradients: "int8" or "int4", for the sums of gradients that cross hosts (`Policy.within`). Sums are made in fp32.
@@ -111,7 +118,7 @@ class Wire:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether anything loses digits."""
+        """Whether any communication is lossy."""
         return self != EXACT
 
     def __str__(self) -> str:
@@ -128,22 +135,24 @@ class Policy:
     Attributes:
         parameters, gradients, optimizer: their residencies. Sharding a state requires sharding those after it:
             parameters sharded => gradients sharded => optimizer sharded.
-        reshard_after_forward: where parameters are sharded, whether a unit is given back after its forward (less
-            memory, one more all-gather) or kept for the backward.
-        prefetch_numel: where parameters are sharded, units are brought together ahead of their use until this many
-            elements are on their way; 0 is none ahead, None is one unit ahead.
-        max_live_numel: where parameters are sharded, nothing is prefetched or kept that would bring the unsharded
-            elements above it. The units in use (the root, and the block that runs) may.
-        max_reuse_numel: where parameters are sharded, a unit is kept after its forward if at most this many elements
-            are used before its backward. 0: only the last of the forward is.
-        offload_parameters, offload_optimizer: how these states travel, where they rest on cpu or disk; gradients as the
-            optimizer.
-        within: how many ranks are one host, in the order of ranks, or "host" for those that share a machine. Sums over ranks are
-            then those over hosts of each host's: other bits than without, and the same for every policy of the same `within`.
-        wire: the values that are rounded on their way between ranks. By default none are; with a wire the bits differ.
-        rests_as_masters: where sharded parameters have master weights of another dtype, and both rest on the accelerator, the
-            master weights are all that rests: they are rounded on their way to each all-gather. 14 bytes a parameter instead of
-            16 in 16 bits, and the same bits. Not where each host has the whole (`per_host`).
+        reshard_after_forward: for sharded parameters: whether a unit is resharded after its forward (less memory, one
+            more all-gather) or kept for the backward.
+        prefetch_numel: for sharded parameters: the number of elements that are gathered ahead of their use. 0 is none
+            ahead, None is one unit ahead.
+        max_live_numel: for sharded parameters: the most unsharded elements, beyond which nothing is prefetched or kept.
+            The units in use (the root, and the block that runs) may exceed it.
+        max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
+            before its backward. 0: only the last unit of the forward is kept.
+        offload_parameters, offload_optimizer: the settings for transfers of these states, if they are on cpu or disk;
+            gradients follow the optimizer.
+        within: the number of ranks of one host, in the order of ranks, or "host" for the ranks that share a machine.
+            Gradients are then summed inside each host first, and then over hosts. The bits differ from those without
+            it, and are the same for every policy of the same `within`.
+        wire: the values that are rounded before they are sent to other ranks. By default none are; with a wire the bits
+            differ.
+        rests_as_masters: for sharded parameters with master weights of another dtype, both on the accelerator: only the
+            master weights are stored, and each all-gather rounds them. In 16 bits that takes 14 bytes a parameter
+            instead of 16, with the same bits. It has no effect if each host has the whole (`per_host`).
     """
 
     parameters: Residency
@@ -190,7 +199,7 @@ class Policy:
             )
         if self.parameters.place is Place.DISK and not self.parameters.sharded:
             raise PolicyError(
-                "parameters are to rest on disk, and they are not sharded: every rank would write the whole of them. "
+                "parameters are to rest on disk, and they are not sharded: every rank would write all of them. "
                 "Shard them (Policy.stage(3)), or let them rest in CPU memory between steps."
             )
         for state, offload, key in (
@@ -213,7 +222,7 @@ class Policy:
                 "for the others."
             )
         if self.parameters.per_host and not (self.parameters.sharded and self.within is not None):
-            raise PolicyError("per_host is a way to shard parameters: pass sharded=True, and Policy(within=...), too.")
+            raise PolicyError("per_host is a way to shard parameters: also pass sharded=True and Policy(within=...).")
         if self.parameters.per_host and self.parameters.place is Place.DISK:
             raise PolicyError(
                 "parameters are to rest on disk and on each host as a whole (within): every host would write what all have. Let "
@@ -230,14 +239,14 @@ class Policy:
 
     @property
     def keeps_masters_only(self) -> bool:
-        """Whether nothing but master weights rests of trained parameters that have some, see `rests_as_masters`."""
+        """Whether trained parameters with master weights are stored only as these, see `rests_as_masters`."""
         places = (self.parameters.place, self.optimizer.place)
         is_possible = self.parameters.sharded and not self.parameters.per_host
         return self.rests_as_masters and is_possible and places == (Place.ACCELERATOR, Place.ACCELERATOR)
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything rests on disk, so that CPU memory is bounded by the buffers."""
+        """Whether any state is on disk, so that the buffers bound CPU memory."""
         return Place.DISK in (self.parameters.place, self.gradients.place, self.optimizer.place)
 
     @classmethod
@@ -245,7 +254,7 @@ class Policy:
         cls, stage: int, *, reshard_after_forward: bool = True, within: int | Literal["host"] | None = None,
         wire: Wire = EXACT,
     ) -> Policy:  # fmt: skip
-        """The preset of a ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        """Return the preset of a ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
 
         Gradients of stage 1 are unsharded until the last microbatch. `within`: stage 3 shards parameters over the ranks of a host,
         gradients and optimizer states over all.
@@ -265,13 +274,13 @@ class Policy:
         self, *, optimizer: Place | None = None, parameters: Place | None = None, offload: Offload | None = None,
         path: str | None = None,
     ) -> Policy:  # fmt: skip
-        """Return this policy with states at rest elsewhere, as in ZeRO-Offload and ZeRO-Infinity.
+        """Return this policy with states in other places, as in ZeRO-Offload and ZeRO-Infinity.
 
         Args:
-            optimizer: the place of optimizer states and master weights, and of gradients where they are sharded.
+            optimizer: the place of optimizer states and master weights, and of gradients if they are sharded.
             parameters: the place of parameters: their shards (stage 3), or the whole between steps (below).
-            offload: how they travel; default: see `Offload`.
-            path: the folder for what rests on disk; instead of `offload.path`.
+            offload: the settings for their transfers; default: see `Offload`.
+            path: the folder for states on disk; instead of `offload.path`.
         """
         how = offload or Offload()
         if path is not None:
@@ -291,16 +300,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """The parameters that are unsharded together, where the rule (each block of a list of blocks) does not fit.
+    """The parameters that are unsharded together, if the default rule (each block of a list of blocks) does not fit.
 
     Attributes:
-        leaf_classes, leaf_names, leaf_suffixes: modules that are one unit with all that they contain: by class (its name, or
-            with its module's), by fqn (with `*` for anything), by the end of the fqn. Declare so a module that runs
-            some of its children on some ranks only, a mixture of experts: then all ranks bring all of it together.
-        min_numel: a block of fewer elements is no unit of its own; it belongs to what contains it. None is 0 for models of up
-            to 128 blocks, and 10,000 for others.
-        persistent_numel: parameters of fewer elements are not sharded (their gradients and optimizer states are)...
-        max_persistent_numel: ... as long as they are not more than this many elements in all.
+        leaf_classes, leaf_names, leaf_suffixes: modules that are one unit with everything inside: by class (its name,
+            or with its module's), by fqn (with `*` for anything), by the end of the fqn. Declare a module that runs
+            some of
+        its children on some ranks only, such as a mixture of experts: then all ranks gather all of it.
+        min_numel: a block of fewer elements belongs to the unit that contains it. None is 0 for models of up to 128
+            blocks, and 10,000 for others.
+        persistent_numel: parameters of fewer elements are not sharded; their gradients and optimizer states are.
+        max_persistent_numel: the most elements, in all, of parameters that `persistent_numel` leaves unsharded.
     """
 
     leaf_classes: tuple[str, ...] = ()
@@ -314,23 +324,24 @@ class Units:
         for name in ("leaf_classes", "leaf_names", "leaf_suffixes"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise UsageError(f"{name} is the string {value!r}, and takes several: write {name}=({value!r},).")
+                raise UsageError(f"{name} takes a tuple, not the string {value!r}. Write {name}=({value!r},).")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training run. `None` means: as the dtype above it in this list, unless its entry has another default.
+    """The dtypes of a training run. `None` means the dtype above it in this list, unless its entry has another default.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.
-        reduce_dtype: dtype in which gradients travel between ranks; None is the parameter's, but fp32 where that has 16 bits
-            and the backend rounds after each addition (NCCL does).
+        reduce_dtype: dtype in which gradients are sent between ranks; None is the parameter's, but fp32 if that has 16
+            bits and the backend rounds after each addition (NCCL does).
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches; None is
             `master_dtype`, since sums over microbatches in 16 bits lose digits.
         master_dtype: dtype of the weights that the optimizer updates.
         buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
-        predivide_factor: gradients are divided by it before they travel, and the sum over ranks by world_size / it: a
-            backend that sums in 16 bits then overflows later. (Sums over gloo are in fp32 in any case; NCCL divides as it adds.)
+        predivide_factor: gradients are divided by it before they are sent, and the sum over ranks by world_size / it. A
+            backend that sums in 16 bits then overflows later. (Sums over gloo are always in fp32; NCCL divides as it
+            adds.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -349,7 +360,7 @@ class Precision:
     def resolve(
         self, own_dtype: torch.dtype, sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     ) -> DTypes:
-        """The concrete dtypes for a parameter whose own dtype is `own_dtype`.
+        """Return the concrete dtypes for a parameter whose own dtype is `own_dtype`.
 
         Args:
             sum_dtype: the dtype in which a transport sends gradients of a dtype, see `reduce_dtype`.
@@ -357,14 +368,14 @@ class Precision:
         if not own_dtype.is_floating_point:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
-        # A double-precision parameter keeps its digits: the master is never narrower than what the user built.
+        # A double-precision parameter keeps its digits: the master is never narrower than the user's parameter.
         master = torch.promote_types(self.master_dtype, param)
         return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
 
 
 @dataclass(frozen=True)
 class DTypes:
-    """The dtypes that `Precision` comes to for one dtype of parameter."""
+    """The dtypes that `Precision` gives for one dtype of parameter."""
 
     param: torch.dtype
     reduce: torch.dtype

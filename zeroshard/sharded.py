@@ -51,7 +51,7 @@ class Sharded:
 
     Attributes:
         model: the user's own model.
-        optimizer: the one to call `step` and `zero_grad` of, and to give to schedulers.
+        optimizer: the user's optimizer (None for evaluation only), whose `step` and `zero_grad` work on the shards.
         policy: the residencies in force.
         checkpoints: `save` and `load` are its methods.
         display: the lines on rank 0's terminal.
@@ -70,25 +70,26 @@ class Sharded:
     sharded_step: ShardedStep
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before.
 
         Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ scales them too, if all
         ranks used the same parameters.)
 
         Args:
             max_norm: None leaves the norm as it is.
-            loss_scale: what the loss was multiplied by before the backward, see `DynamicLossScaler`; the gradients are
-                divided by it first. A norm that is not finite leaves them as they are: do not step then.
+            loss_scale: the factor of the loss before the backward, see `DynamicLossScaler`; the gradients are divided
+                by it first. If the norm is not finite, they stay as they are: do not step then.
 
         Returns:
-            A number; where an accelerator computes it, a tensor of shape [] there, as torch's own clipping returns, for which
-            only `float(norm)` waits.
+            A number; or, if an accelerator computes it, a tensor of shape [] there, as torch's own clipping returns.
+            Only `float(norm)` waits for it.
         """
         return self.sharded_step.clip_grad_norm_(max_norm, loss_scale)
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
-        """Backwards inside are not the last microbatch of their step: where the policy allows, this rank sums them.
+        """Mark backwards inside as not the last microbatch of their step: if the policy allows it, this rank only sums
+        them.
 
         With `active` False it does nothing: `with sharded.accumulate(i < n - 1): loss.backward()`.
         """
@@ -101,26 +102,27 @@ class Sharded:
 
     @property
     def backwards_ended(self) -> int:
-        """The number of backwards of steps that have ended on this rank since the model was sharded."""
+        """The number of backwards that have ended on this rank since the model was sharded."""
         return self._schedule.backwards_ended
 
     def expect_last_microbatch(self, is_last: bool) -> None:
-        """Declare whether the next backwards are the last microbatch of their step, until the next call."""
+        """Declare whether the next backwards belong to the last microbatch of their step, until the next call."""
         self._schedule.reductions.is_last_microbatch = is_last
 
     def end_backward(self) -> None:
-        """Finish the backward as `finish_backward` does, where `backwards_ended` shows that torch reported no end."""
+        """Finish the backward as `finish_backward` does, if `backwards_ended` shows that torch reported no end."""
         self._schedule.end_backward()
 
     def end_accumulation(self) -> None:
-        """Reduce local sums, where no backward was declared the last. Every rank must call it."""
+        """Reduce local sums if no backward was declared the last. Every rank must call it."""
         if not self.policy.gradients.sharded:
             self.expect_last_microbatch(True)
             self._schedule.end_backward()
 
     @contextmanager
     def probe(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Backwards inside belong to no step: `take(fqn, gradient)` gets this rank's gradients, and nothing is reduced.
+        """Keep backwards inside out of the step: call `take(fqn, gradient)` with this rank's gradients, and reduce
+        nothing.
 
         Under sharded parameters every rank must do the same inside.
         """
@@ -128,68 +130,77 @@ class Sharded:
             yield
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with the same shape and dtype."""
+        """Return the sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with the same shape
+        and dtype.
+        """
         own = values.contiguous().reshape(-1)
         messages = self._context.collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
         parts = [torch.frombuffer(bytearray(message), dtype=own.dtype) for message in messages]
         return torch.stack(parts).sum(0).view(values.shape)
 
     def exchange_json(self, value: Any, what: str) -> list[Any]:
-        """A small value of each rank, by rank. Every rank must call it; `what` names it where a rank does not arrive."""
+        """Return a small value of each rank, by rank. Every rank must call it; errors about missing ranks contain
+        `what`.
+        """
         return self._context.everyone.exchange_json(value, what)
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Tensor] | None:
         """Return `model.state_dict()` in CPU memory of rank `to`; None on the others. Every rank must call it.
 
-        Units are unsharded one at a time. Of ranks that divide tensors (DTensors), the first with the number `to` gets it.
+        Units are unsharded one at a time. If ranks divide tensors (DTensors), the first rank with the number `to` gets
+        it.
         """
         keeps = self.rank == to and self._context.others.rank == 0
         state = state_dict_in_memory(self.model, keeps=keeps)
         return state if keeps else None
 
     def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Hand over the model's weights, one after another, for another program in this process or beside it (vLLM, SGLang).
+        """Yield the model's weights, one after another, for another program in this process or beside it (vLLM,
+        SGLang).
 
         At most one unit is whole at a time, and nothing is written to files. Names are those of an export; values and dtypes are
-        those of the forward. Persistent buffers are among them, tied parameters come once, under the first name. Of a
-        PEFT model these are the tensors of its adapters; those of an adapter that is not named "default" begin with its name.
+        those of the forward. Persistent buffers are among them, and tied parameters come once, under the first name.
+        For a PEFT model these are the tensors of its adapters; the names for an adapter that is not "default" begin
+        with its name.
 
-        Where parameters are sharded at rest, every rank must loop over it, and leave the loop at the same unit. Tensors are the
-        model's own memory, for reading: copy what you keep beyond the loop. Writes have no effect where parameters are sharded.
+        If parameters are sharded at rest, every rank must loop over it, and leave the loop at the same unit. Tensors
+        are the model's own memory, for reading: copy those that you keep after the loop. Writes to sharded parameters
+        have no effect.
 
         Args:
-            to: the rank to which weights are handed over. The others take part with a loop that has no turns, and end it when
-                that rank leaves its own. None: every rank gets all of them.
-            merge_adapters: of a PEFT model, hand over the weights after `merge_and_unload`, under their names. The model stays as
-                it is; the copy of one layer exists at a time. Without adapters nothing is merged.
+            to: the rank that gets the weights. The others run a loop without turns, which ends when that rank leaves
+                its own.
+            None: every rank gets all of them.
+            merge_adapters: for a PEFT model, yield the weights after `merge_and_unload`, under their names. The model
+                does not change; one layer is copied at a time. Without adapters nothing is merged.
 
         Yields:
             The name, and the whole tensor on the device that computes.
 
         Raises:
-            UsageError: there is no such rank; or, in the loop: some ranks left it early, the optimizer stepped, weights were
-                written to that are not sharded, or an adapter cannot be merged. Names it.
+            UsageError: there is no such rank; or, in the loop, some ranks left it early, the optimizer stepped,
+                unsharded weights were written to, or an adapter cannot be merged. The message names it.
         """
         return named_weights(self.checkpoints.live, to, merge_adapters=merge_adapters)
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Put every wait for other ranks inside `measure("reduce" | "gather" | "exchange")`."""
+        """Enter `measure("reduce" | "gather" | "exchange")` around every wait for other ranks."""
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:
-        """Record that this microbatch's backward is over, also where the loss touched no parameter on this rank."""
+        """Record that this microbatch's backward is over, even if the loss used no parameter on this rank."""
         self._schedule.end_backward_once()
 
     @property
     def states(self) -> ModelStates:
-        """The model states by a parameter's fqn: get and set the whole, or this rank's part."""
+        """The model states by a parameter's fqn, to get and set whole, or as this rank's part."""
         return ModelStates(self._schedule.units, self.sharded_step, self._context.collectives)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch, and memory
-        that waits for the next unit).
+        """Return the bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers`
+        (communication scratch, and memory that waits for the next unit).
 
-        With offload also what is off the accelerator: `cpu`, with the buffers through which the disk is used, and `disk`.
+        With offload also the bytes elsewhere: `cpu`, with the buffers for transfers to the disk, and `disk`.
         """
         storages = self._context.storages
         here = storages.accelerator
@@ -207,42 +218,46 @@ class Sharded:
     def offload_states(
         self, states: Iterable[str] = STATES, place: Place = Place.CPU, offload: Offload | None = None
     ) -> int:
-        """Park model states off the accelerator, between steps, so that something else may use its memory. Every rank may call it.
+        """Park model states off the accelerator, between steps, so that other code may use its memory. Every rank may
+        call it.
 
-        Until `reload_states` nothing may use them: a forward, a step, a save raises. Memory of parameters at which something else
-        looks, such as a kept `parameter.detach()`, stays.
+        Until `reload_states` nothing may use them: a forward, a step or a save raises. Memory of parameters stays if
+        something else uses it, such as a kept `parameter.detach()`.
 
         Args:
-            states: of "parameters", "gradients", "optimizer" (its states, and master weights that are tensors of their own).
-            place: CPU memory, where that is not the accelerator's own; or the disk.
-            offload: for the disk: `path` is the folder.
+            states: some of "parameters", "gradients", "optimizer" (its states, and master weights that are separate
+                tensors).
+            place: CPU memory (if the accelerator's memory is not the same), or the disk.
+            offload: for the disk, the settings: `path` is the folder.
 
         Returns:
-            The bytes that were given back.
+            The number of bytes that were freed.
 
         Raises:
             UsageError: a step has begun, or states are parked already.
-            StorageError: there is no room; everything is as it was.
+            StorageError: there is no room; nothing has changed.
         """
         return self._parking.offload(states, place, offload or Offload())
 
     def reload_states(self) -> None:
-        """Bring back the model states that `offload_states` parked."""
+        """Load the model states again that `offload_states` parked."""
         self._parking.reload()
 
     def memory_formula(self, states: int = 2) -> dict[str, float]:
-        """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
+        """Return the bytes per rank at rest by the ZeRO paper's formulas for this model, with `states` tensors a
+        parameter.
+        """
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
         return formula(self.policy, self.dtypes, numel, collectives.world_size, states, collectives.inside.world_size)
 
     @property
     def dtypes(self) -> DTypes:
-        """The dtypes of the model states, where the model's parameters have one dtype."""
+        """The dtypes of the model states; None if the model's parameters have several dtypes."""
         return self._context.dtypes(next(self.model.parameters()).dtype)
 
     def comm_report(self, *, clear: bool = True) -> dict[str, int]:
-        """Bytes that this rank sent since the last call that cleared them, by collective, counted as they are sent."""
+        """Return the bytes that this rank sent since the last call that cleared them, by collective."""
         report = dict(self._context.collectives.sent)
         if clear:
             self._context.collectives.sent.clear()
@@ -259,7 +274,9 @@ class Sharded:
         return self._context.collectives.world_size
 
     def broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers of floats that a state dict holds, as running statistics. Every rank must call it."""
+        """Copy rank 0's floating-point buffers, such as running statistics, to every rank: those in a state dict. Every
+        rank must call it.
+        """
         collectives = self._context.collectives
         with collectives.operation("broadcast_buffers()"):
             for buffer in self.checkpoints.live.buffers.values():
@@ -270,28 +287,29 @@ class Sharded:
 
     @property
     def needs_other_ranks(self) -> bool:
-        """Whether a forward gathers parameters: they are sharded, and no `unsharded` block holds them."""
+        """Return whether a forward gathers parameters: they are sharded, and no `unsharded` block holds them."""
         is_attached = not self._hooks.is_removed
         return is_attached and any(unit.sharded_at_rest and not unit.is_pinned for unit in self._schedule.units)
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything to train."""
+        """Whether any parameter is trained."""
         return any(unit.trainable for unit in self._schedule.units)
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
-        """Take note of parameters whose `requires_grad` was changed. Every rank must call it, between steps, with the same.
+        """Update for parameters whose `requires_grad` has changed. Every rank must call it, between steps, with the
+        same arguments.
 
-        Frozen parameters give up gradient and optimizer state. Freed ones begin with fresh state, in the param group where they
-        were listed when the model was sharded. One unit is whole at a time.
+        Frozen parameters lose gradient and optimizer state. Unfrozen ones begin with fresh state, in the param group
+        that listed them when the model was sharded. One unit is unsharded at a time.
 
         Args:
-            param_group: a new group of the optimizer, for freed parameters that it does not have: `{"params": [...], "lr": ...}`.
-
-        `optimizer.add_param_group(param_group)` of the user's optimizer is the same. Gradients that a step has used are dropped.
+            param_group: a new group of the optimizer, for unfrozen parameters that it does not have: `{"params": [...],
+                "lr": ...}`. `optimizer.add_param_group(param_group)` of the user's optimizer is the same. Gradients
+                that a step has used are dropped.
 
         Raises:
-            UsageError: gradients wait for a step, or a freed parameter is in no group of the optimizer.
+            UsageError: gradients wait for a step, or an unfrozen parameter is in no group of the optimizer.
         """
         self._freezing.update(param_group)
 
@@ -307,7 +325,7 @@ class Sharded:
             export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:
-        """Take zeroshard off again: the parameters are whole, ordinary and current. Every rank must call it."""
+        """End the sharding: the parameters are then whole, ordinary and current. Every rank must call it."""
         self._schedule.refuse_pinned("remove()")
         self.reload_states()
         self._schedule.forget_gradients()  # nothing is in flight any longer
@@ -322,9 +340,10 @@ class Sharded:
             self._context.close()
 
     def abandon(self) -> None:
-        """Take zeroshard off without the other ranks, after an error on this one: their waits for it end in an error.
+        """End the sharding without the other ranks, after an error on this one: their waits for it end in an error.
 
-        Parameters that are sharded at rest stay placeholders: no other rank is there to gather them. Others are whole.
+        Parameters that are sharded at rest stay placeholders, since the other ranks cannot gather them. Others are
+        whole.
         """
         self._hooks.remove()
         unregister(self._schedule.units)

@@ -71,10 +71,10 @@ class Backend:
     """The platform of a sharded model.
 
     Attributes:
-        collectives: how its ranks talk, see `create_collectives`.
-        storages: where its states rest.
+        collectives: makes the transport between its ranks, see `create_collectives`.
+        storages: makes the storages of its states.
         join_ranks: makes one group of the ranks that a launcher started.
-        parameter_class: of the model's parameters.
+        parameter_class: the class of the model's parameters.
     """
 
     collectives: Callable[..., Collectives] = create_collectives
@@ -100,26 +100,29 @@ def shard(
     overlap: bool = True, elementwise: bool | None = None, units: Units | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are taken.
+    """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are used.
 
     Args:
         model: any module; it stays the user's, with its own ordinary parameters.
-        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or what makes one from them.
-            Its `step` is the sharded step from now on, and its states are of this rank's shards. Several in a list: each steps
-            its own parameters. None: the model is for evaluation only, and takes no memory for gradients and optimizer states.
-        policy: where model states rest, or the number of a ZeRO stage; default ZeRO-2.
+        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
+            from them. From now on its `step` is the sharded step, and its states are those of this rank's shards. A
+            list has several
+        optimizers: each steps its own parameters. None: the model is for evaluation only, and takes no memory for
+            gradients and optimizer states.
+        policy: the residencies of model states, or the number of a ZeRO stage; default ZeRO-2.
         precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
         bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
         overlap: run collectives behind the computation. The result is the same bit for bit.
-        elementwise: for an optimizer of an unknown class. True: it updates each element only from that
-            element's own history, so parameters may be cut. False: it reads whole parameters, so each lies whole on one rank.
-        units: which parameters are brought together at once, where each block of a list of blocks is not what you want.
-        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. Where a launcher
-            started several and torch.distributed is not initialised, they are joined. Parameters may be DTensors over another
-            dimension of the mesh (tensor parallelism): each rank then shards what it holds of them.
-        attributes: a class whose properties the parameters show beside their own while the model is sharded, under policies
-            that shard parameters: for code that asks parameters themselves. See `parameter_states` for the values that such
-            properties may return.
+        elementwise: for an optimizer of an unknown class. True: it updates each element only from that element's own
+            history, so parameters may be divided. False: it reads whole parameters, so each parameter is whole on one
+            rank.
+        units: the parameters that are unsharded together; default: those of each block of a list of blocks.
+        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If a
+            launcher started several and torch.distributed is not initialised, they are joined. Parameters may be
+            DTensors over another dimension of the mesh (tensor parallelism): each rank then shards its own part of
+            them.
+        attributes: a class whose properties the parameters have beside their own while they are sharded, for code that
+            reads attributes of parameters. See `parameter_states` for the values that such properties may return.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; the message names the parameter and the remedy.
@@ -136,7 +139,7 @@ def shard_on(
     precision: Precision | None, bucket_numel: int, overlap: bool, elementwise: bool | None = None,
     units: Units | None = None, group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard as `shard` does, on a backend of the caller's, and without its warning."""
+    """Shard as `shard` does, on the caller's backend, and without its warning."""
     _refuse_wrong_types(model, optimizer)
     _refuse_unready(model)
     group = group_of(group)
@@ -167,7 +170,7 @@ def shard_on(
     whole = needs_whole_parameters(optimizer, elementwise)
     live = Live()
     if not policy.parameters.sharded:
-        # The next update would undo a write through `data` where master weights of another dtype lie beside whole parameters.
+        # If whole parameters have master weights of another dtype, the next update would undo a write through `data`.
         attributes = notes_data(live.note_data) if _has_copies(optimizer, precision) else None
     device = parameters[0].device
     mesh = mesh_of(model, group)
@@ -193,7 +196,7 @@ def shard_on(
 
 
 def _others(backend: Backend, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives) -> Collectives:
-    """Return the ranks that divide the model's DTensors, this one among them; `collectives` are closed where that fails."""
+    """Return the ranks that divide the model's DTensors, this one among them; if that fails, close `collectives`."""
     if mesh is None:
         return Alone()
     others: Collectives = Alone()
@@ -237,10 +240,10 @@ def _shard(
 
 
 def policy_of(policy: Policy | int | None) -> Policy:
-    """Return a policy, or that of the number of a ZeRO stage; None is stage 2.
+    """Return the policy itself, or the preset for the number of a ZeRO stage; None is stage 2.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is neither of these.
     """
     if policy is None:
         return Policy.stage(2)
@@ -256,11 +259,11 @@ def _described(value: object) -> str:
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch that reduce or shard a model's states themselves; by name, since to import some takes a second."""
+"""Classes of torch that reduce or shard a model's states themselves; by name, since importing some takes a second."""
 
 
 def _refuse_wrong_types(model: object, optimizer: object) -> None:
-    """Raise where arguments are not what they should be, or the model's states are in other hands."""
+    """Raise if arguments have wrong types, or another wrapper manages the model's states."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is {_described(model)}, not a torch.nn.Module. Pass a module.")
     if isinstance(optimizer, list | tuple) and optimizer:
@@ -284,11 +287,11 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
 
 
 def _refuse_unready(model: nn.Module) -> None:
-    """Raise where parameters have no shape yet, or autograd could not use them, or their buffers."""
+    """Raise if parameters have no shape yet, or autograd could not use them or the model's buffers."""
     for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise UsageError(
-                f"{fqn} is lazy and has no shape yet: run the model once, on every rank, before zeroshard takes it, "
+                f"{fqn} is lazy and has no shape yet: run the model once, on every rank, before `shard`, "
                 "and make the optimizer after that."
             )
     if torch.is_inference_mode_enabled():
@@ -302,14 +305,14 @@ def _refuse_unready(model: nn.Module) -> None:
 
 
 def _has_copies(optimizer: torch.optim.Optimizer, precision: Precision) -> bool:
-    """Whether some parameter has master weights beside it, of another dtype."""
+    """Return whether some parameter has separate master weights, of another dtype."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     dtypes = [precision.resolve(dtype) for dtype in {parameter.dtype for parameter in parameters}]
     return any(dtype.master != dtype.param for dtype in dtypes)
 
 
 def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
-    """A parameter whose values are away shows NaN, and integers have none."""
+    """Raise for integer parameters that would be placeholders: these are NaN, which integers cannot be."""
     if not policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
         return
     for group in groups:
@@ -321,7 +324,7 @@ def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
 
 
 def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
-    """A parameter whose values are away says so by its class; one of a class of the user's own would read as NaN."""
+    """Raise for parameters of the user's classes that would be placeholders: only a class of ours intercepts reads."""
     ordinary = (nn.Parameter, context.whole_class, distributed_class())
     if not context.policy.parameters.sharded:
         return
@@ -336,13 +339,13 @@ def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
 
 
 def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
-    """Take rank 0's values of buffers, which stay whole on every rank, and travel as bytes."""
+    """Copy rank 0's values of buffers, which stay whole on every rank and are sent as bytes."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise UsageError(
                 f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}): materialise it first."
             )
-        if not buffer.is_contiguous():  # expanded, say: no two elements may be one
+        if not buffer.is_contiguous():  # no two elements may share memory, as in an expanded tensor
             buffer.data = buffer.data.contiguous()
         collectives.broadcast(buffer.data.reshape(-1).view(torch.uint8))
         if precision.buffer_dtype is not None and buffer.is_floating_point():
@@ -353,7 +356,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
-    """torch's BatchNorm takes weights and running statistics of one dtype."""
+    """Raise for a BatchNorm that would get weights and running statistics of two dtypes, which torch refuses."""
     for name, module in model.named_modules():
         if not isinstance(module, _BATCH_NORMS) or module.weight is None:
             continue
@@ -413,7 +416,7 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
     everyone = collectives.exchange(digests[-1] + len(lines).to_bytes(8, "little"), "the shapes of the model")
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
-        # Bisect to the first line that differs; all ranks walk the same path, since all see the same answers.
+        # Bisect to the first line that differs; all ranks go the same way, since all see the same answers.
         low = 0
         high = min(int.from_bytes(data[-8:], "little") for data in everyone)
         while low < high:
@@ -431,7 +434,7 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise where a model is in zeroshard's hands already."""
+    """Raise if the model is sharded already."""
     taken = [name for name, p in model.named_parameters() if is_taken(p)]
     if taken:
         raise UsageError(

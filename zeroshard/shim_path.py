@@ -1,7 +1,7 @@
-"""Owns the place of the package named `deepspeed`, and the checks of what may stand in its way.
+"""Owns the path of the package named `deepspeed`, and the checks for packages that hide it.
 
-A folder on `sys.path` is all that there is to it: `import deepspeed`, `find_spec`, `importlib.metadata` and child processes find
-the same thing, and it goes before a DeepSpeed that is installed.
+It is a folder on `sys.path`: `import deepspeed`, `find_spec`, `importlib.metadata` and child processes all find it,
+before a DeepSpeed that is installed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ PYTHONPATH = "PYTHONPATH"
 
 
 def shim_path() -> Path:
-    """The folder that holds our package named `deepspeed`, and the metadata that version checks read."""
+    """Return the folder with our package named `deepspeed`, and the metadata that version checks read."""
     return Path(__file__).parent / "shim"
 
 
 def is_ours(file: str | None) -> bool:
-    """Whether a module's file lies in the shim."""
+    """Return whether a module's file is in the shim."""
     return file is not None and Path(file).is_relative_to(shim_path())
 
 

@@ -1,8 +1,8 @@
-"""Owns torch's private names: all that this package uses of torch and torch does not promise to keep.
+"""Owns torch's private names: everything that this package uses and torch may change without notice.
 
-Each is looked up when this module is imported, and tried out where that takes microseconds. Those that few need
-are looked up at their first use. A name that is missing, or does something else than it is needed for, is an error that names it:
-so another torch fails at the first use of zeroshard, and not in the middle of a training.
+Each is looked up when this module is imported, and tested if that takes microseconds. Rarely used names are looked up
+at their first use. A name that is missing, or behaves differently, raises an error that names it. So another torch
+fails at the first use of zeroshard, and not in the middle of a training.
 
 Names that run often are torch's own objects under another name, or one plain call.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
-"""Names that other modules import, and that are not made here."""
+"""Names that other modules import from here, and that torch defines."""
 
 SEEN_TO_WORK = ("2.11", "2.13")
 """Releases of torch on which all tests passed."""
@@ -65,13 +65,13 @@ def unfit(name: str, how: str) -> UsageError:
 # ---------------------------------------------------------------- tensors
 
 past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find("torch._C.DisableTorchFunctionSubclass")
-"""A context in which operations on parameters do not come to their classes, which report readers to units.
+"""A context in which operations on parameters bypass their classes, which report reads to units.
 
 torch's manual names it for authors of such classes, and torch exports no public one.
 """
 
 disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
-"""The `__torch_function__` of classes that take no part in it, as `nn.Parameter` has it.
+"""The `__torch_function__` of classes that do not override operations, such as `nn.Parameter`.
 
 torch's manual names it, and torch exports no public one. Another function with the same result would make each operation slower:
 torch looks for this very object.
@@ -89,7 +89,7 @@ _find("torch.Tensor._version")
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place, which its readers have to know.
+    """Return how often a tensor was written to in place.
 
     torch makes `increment_version` public, and no reader.
     """
@@ -100,7 +100,9 @@ _use_count = _find("torch._C._storage_Use_Count")
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Return how many objects hold a tensor's memory, which is given back when nobody else does. torch has no public counter."""
+    """Return the number of objects that hold a tensor's memory, which may be freed if there is only one. torch has no
+    public counter.
+    """
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
@@ -116,7 +118,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors begin at the same place of the same storage."""
+    """Return whether two tensors begin at the same place of the same storage."""
     same = storage_id(one) == storage_id(other)
     return same and one.storage_offset() * one.itemsize == other.storage_offset() * other.itemsize
 
@@ -149,11 +151,11 @@ def forget_grad(parameter: Tensor) -> None:
 
 # ---------------------------------------------------------------- DTensors
 
-# Their modules take a second to import: who has a DTensor has imported them.
+# Their modules take a second to import: code that has a DTensor has imported them already.
 
 
 def distributed_class() -> type[nn.Parameter] | None:
-    """Return the class of DTensors; None where nobody has imported it, so that there are none."""
+    """Return the class of DTensors, or None if it was never imported, so that there are none."""
     found: type[nn.Parameter] | None = globals().get("DTensor")
     if found is None and _AT_FIRST_USE["DTensor"].rpartition(".")[0] in sys.modules:
         for name in ("_local_tensor", "_spec"):
@@ -163,7 +165,7 @@ def distributed_class() -> type[nn.Parameter] | None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     kind = distributed_class()
     return kind is not None and isinstance(tensor, kind)
 
@@ -175,12 +177,14 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def writes_of(tensor: Any) -> int:
-    """Return how often a DTensor was written to in place, itself or by `to_local()`, which shows at the local tensor only."""
+    """Return how often a DTensor was written to in place, itself or by `to_local()`, which only the local tensor
+    counts.
+    """
     return version_of(tensor) + version_of(tensor._local_tensor)
 
 
 def show_local(tensor: Any, local: Tensor) -> None:
-    """Have a DTensor hold another tensor on this rank, of the same shape. Its `data` takes none."""
+    """Set a DTensor's local tensor to another one of the same shape. Assigning its `data` does not."""
     tensor._local_tensor = local
 
 
@@ -190,7 +194,7 @@ def distributed_as(like: Any, local: Tensor) -> Tensor:
 
 
 def distribution_of(tensor: Any) -> Any:
-    """Return what a DTensor is besides its local tensor: mesh, placements, shape, strides, dtype. It may be shared."""
+    """Return all of a DTensor except its local tensor: mesh, placements, shape, strides, dtype. It may be shared."""
     return tensor._spec
 
 
@@ -202,11 +206,11 @@ def distributed_by(distribution: Any, local: Tensor) -> Tensor:
 
 
 def part_as(like: Any, gradient: Any) -> Tensor:
-    """Return what this rank has of a DTensor once it is distributed as another one is. All ranks of the mesh must call it."""
+    """Return this rank's part of a DTensor, redistributed like another one. All ranks of the mesh must call it."""
     if gradient.placements != like.placements:
         gradient = gradient.detach().redistribute(placements=like.placements)
     local = local_of(gradient)
-    # A collective's result may be a tensor that waits for itself when an operation looks at it; memory is read without one.
+    # A collective's result may be a tensor that waits at the first operation on it; reading its memory is not one.
     wait: Callable[[], Tensor] | None = getattr(local, "wait", None)
     return local if wait is None else wait()
 

@@ -75,7 +75,9 @@ def import_from_deepspeed(
     out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
     tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
 ) -> None:  # fmt: skip
-    """Turn a DeepSpeed checkpoint of ZeRO 1, 2 or 3 into one that loads at any world size and stage. None of its code is run."""
+    """Convert a DeepSpeed checkpoint of ZeRO 1, 2 or 3 to one that loads at any world size and stage. None of its code
+    is run.
+    """
     from zeroshard.checkpoint import manifest as files
     from zeroshard.formats.deepspeed import import_deepspeed
     from zeroshard.observe.display import Display
@@ -87,7 +89,7 @@ def import_from_deepspeed(
 
 
 def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
-    """Return what `inspect` prints, as JSON."""
+    """Return the output of `inspect` as JSON."""
     import torch
 
     from zeroshard.checkpoint.manifest import dtype_of
@@ -148,7 +150,7 @@ def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
 
 
 def _sharding(policy: dict[str, Any]) -> str:
-    """Write which states were sharded, in words."""
+    """Describe in words which states were sharded."""
     from zeroshard.step.model_states import PARAMETERS
 
     names = {PARAMETERS: "parameters", "gradients": "gradients", "optimizer": "optimizer states"}

@@ -1,4 +1,4 @@
-"""Owns `zeroshard compare`: a model trained under every ZeRO stage, what is the same and what each costs."""
+"""Owns `zeroshard compare`: trains a model at every ZeRO stage, and compares results, memory, bytes and time."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def compare(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each stage.")] = 5,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
     within: Annotated[int | None, typer.Option(
-        min=1, help="Take so many neighbours for the ranks of a host: two-level sharding.")] = None,
+        min=1, help="Treat this many neighbouring ranks as a host: two-level sharding.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the table to this file as text, with what was run.")] = None,
 ) -> None:  # fmt: skip
-    """Train a model for a few steps under every ZeRO stage: same bits, and what each costs.
+    """Train a model for a few steps at every ZeRO stage, and compare losses, memory, bytes sent and time.
 
     The function that --model names returns (module, batch): the module's call returns the loss, and `batch(rank, step)`
     the arguments of that call.
@@ -66,10 +66,10 @@ def compare(
         output_file(table, "--table")
     if within is not None and ranks % within:
         raise UsageError(
-            f"--within {within} does not divide --ranks {ranks}: hosts have equally many ranks. Choose a divisor."
+            f"--within {within} does not divide --ranks {ranks}: all hosts have the same number of ranks. Choose a divisor."
         )
     factory = load_factory(model)
-    # In a process of its own: threads and devices do not outlive a fork.
+    # In a separate process: threads and devices do not survive a fork.
     problem = run_ranks(lambda _: _problem(model, factory), 1, timeout=3600, initialise=False)[0]
     if problem is not None:
         raise UsageError(problem)
@@ -90,7 +90,7 @@ def compare(
 
 
 def _problem(name: str, factory: Callable[[], Any]) -> str | None:
-    """Return what is wrong with the model itself, or None."""
+    """Return a sentence about a fault of the model itself, or None."""
     from torch import Tensor, nn
 
     try:
@@ -107,7 +107,7 @@ def _problem(name: str, factory: Callable[[], Any]) -> str | None:
 
 
 def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, within: int | None) -> list[dict[str, Any]]:
-    """Rank 0's result under each stage; `same`: on all ranks."""
+    """Return rank 0's result at each stage, and whether it was the same on all ranks."""
     import torch
 
     from zeroshard.policy import Policy, Precision
@@ -160,7 +160,9 @@ def _table(results: list[dict[str, Any]], ranks: int, steps: int) -> Table:
 
 
 def _as_text(table: Table, model: str, bf16: bool) -> str:
-    """The table without colours, and a line about the run under it, so that a picture and a text of one run can be matched."""
+    """Return the table without colours, and a line about the run below, so that a picture and a text of one run can be
+    matched.
+    """
     import os
     from importlib.metadata import version
 
@@ -187,7 +189,9 @@ def _milliseconds(result: dict[str, Any]) -> float:
 
 
 def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> None:
-    """Bars of measured bytes, communication buffers included, with the formulas as marks; bytes sent and step time beside them."""
+    """Draw measured bytes as bars, with communication buffers, and the formulas as marks; beside them bytes sent and
+    step time.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")

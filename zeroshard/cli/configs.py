@@ -28,7 +28,8 @@ def check(
 ) -> None:  # fmt: skip
     """Print the resolved config: for each key its value, its origin and its effect.
 
-    The optimizer and the scheduler are built for a stand-in for the model, so a config that passes here passes in `initialize`.
+    It also builds the optimizer and the scheduler, for a small substitute of the model. So a config that passes here
+    passes in `initialize`.
     """
     from rich.console import Console
 
@@ -52,7 +53,7 @@ def supplied(items: list[str]) -> dict[str, Any]:
     """Read the values of `--auto KEY=VALUE`; each is JSON, or text.
 
     Raises:
-        UsageError: one is no KEY=VALUE.
+        UsageError: an item is not KEY=VALUE.
     """
     found = {}
     for item in items:
@@ -80,7 +81,7 @@ def _make_optimizer(config: Config) -> None:
     scheduler = config.schema.scheduler
     count = 1
     if scheduler is not None:
-        # It may give each param group values of its own: as many groups as there are values.
+        # A scheduler may have a value for each param group: make as many groups as there are values.
         values = [value for value in scheduler.params.values() if isinstance(value, list | tuple)]
         count = max(map(len, values), default=1) or 1
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(count)]
@@ -92,7 +93,7 @@ def _make_optimizer(config: Config) -> None:
 
 
 def _in_force(config: Config) -> str:
-    """Describe the most important settings, whether the file has them or not."""
+    """Describe the most important settings, also those that are not in the file."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"

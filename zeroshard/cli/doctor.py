@@ -1,4 +1,4 @@
-"""Owns `zeroshard doctor`: what there is on this machine, and what it reaches."""
+"""Owns `zeroshard doctor`: this machine's hardware and software, and its measured speeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def doctor(
     io: Annotated[Path | None, typer.Option(
-        help="The folder where states would rest on disk; left out, no disk is measured.")] = None,
+        help="The folder for states on disk; if left out, no disk is measured.")] = None,
     size: Annotated[int, typer.Option(
         parser=nbytes_of, metavar="BYTES", show_default=False,
         help="The size of a write and a read, such as 1GB; default: 512MiB.")] = 512 << 20,
@@ -50,7 +50,7 @@ def doctor(
 
     with console.status("measuring"):
         speeds = measure(io, size)
-    table = Table("what a training would use", "GB/s")
+    table = Table("used by a training", "GB/s")
     for name, value, otherwise in (
         (f"write to {io or 'the disk'}", speeds.disk_write, "not measured: give --io FOLDER"),
         (f"read from {io or 'the disk'}", speeds.disk_read, "not measured: give --io FOLDER"),
@@ -86,12 +86,12 @@ def _print_machine(console: Console) -> None:
     known = [
         name for name in ("nccl", "xccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
     ]
-    console.print(f"torch.distributed: {', '.join(known) or 'not there: one rank only'}")
+    console.print(f"torch.distributed: {', '.join(known) or 'none: one rank only'}")
     why_not = refusal_here()
     if why_not:
-        console.print(f"ranks of this host: talk over gloo, which is slower: {why_not}")
+        console.print(f"ranks of this host: communicate over gloo, which is slower: {why_not}")
     else:
-        console.print("ranks of this host: share memory, where they compute on the CPU")
+        console.print("ranks of this host: share memory if they compute on the CPU")
 
 
 def _print_links(console: Console, size: int) -> None:
@@ -107,7 +107,7 @@ def _print_links(console: Console, size: int) -> None:
         )
     problem = problem_of(*own_name())
     if problem is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        console.print(problem)  # now: the others may wait for this host in vain
+        console.print(problem)  # report it now: the others may never reach this host
     rank, hosts, links = measure_links(size)
     if rank != 0:
         return

@@ -21,7 +21,7 @@ def explain(
     what: Annotated[str | None, typer.Argument(
         metavar="NAME", help="An error's class, such as UsageError, or its message, in quotes.")] = None,
 ) -> None:  # fmt: skip
-    """Explain an error: what its message means, and what to do."""
+    """Explain an error: the meaning of its message, and the remedy."""
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -50,9 +50,9 @@ def _sections_of(name: str) -> str:
 
 
 def found(what: str | None, text: str) -> str:
-    """Return the part of the page about a class, or about every message whose words `what` holds.
+    """Return the part of the page about a class, or about every message whose words are in `what`.
 
-    Without `what` it is the list of contents; where nothing fits, the nearest messages.
+    Without `what`, return the list of contents. If no message fits, return the nearest ones.
     """
     sections = dict(_split(_SECTION, text))
     if what is None:
@@ -79,7 +79,7 @@ def found(what: str | None, text: str) -> str:
 
 
 def _nearest(words: str, headings: list[str]) -> list[str]:
-    """Return the headings that share the most words, or else letters, with the ones that were given."""
+    """Return the headings that share the most words, or otherwise letters, with the given ones."""
 
     def likeness(heading: str) -> tuple[int, float]:
         plain = _plain(heading)

@@ -55,8 +55,10 @@ def options(
 
 
 def main() -> None:
-    """Run the program; an error of ours, or of the file system's, is a sentence and exit code 2."""
-    atexit.register(gc.freeze)  # else Python looks for garbage in all that torch imported, for a second, before it ends
+    """Run the program. For an error of zeroshard or the file system print a sentence, and exit with code 2."""
+    atexit.register(
+        gc.freeze
+    )  # otherwise Python collects garbage in everything that torch imported, for a second, before it ends
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:

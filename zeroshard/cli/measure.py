@@ -34,7 +34,7 @@ _SMALL = 1000
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """The median of a few rounds, after one that does not count. An accelerator has finished at the end of each."""
+    """Return the median time of a few rounds, after a warm-up. Each round waits until an accelerator has finished."""
     taken = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes per second. None: there is no such thing, or it was not measured."""
+    """The measured speeds, in bytes per second. None: not measured, or there is no such device."""
 
     step: float
     disk_write: float | None = None
@@ -102,8 +102,8 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if accelerator is None:
         made = machines()["cpu"].model_dump(exclude={"name"})
-        ranks = os.cpu_count() or 1  # that a host has room for
-        with _one_thread():  # each CPU is a rank's
+        ranks = os.cpu_count() or 1  # one rank for each CPU
+        with _one_thread():
             made["device"] = made["host"] = _processor(CPU)
         made |= {"memory": memory // ranks, "accelerators": ranks, "inside": _link()}
     else:
@@ -157,7 +157,7 @@ def _processor(device: torch.device) -> dict[str, Any]:
 
 
 def _link() -> dict[str, float]:
-    """Measure between two ranks of this host, which share memory where they can."""
+    """Measure the link between two ranks of this host, which share memory if they can."""
 
     def body(_: int) -> list[float]:
         collectives = create_collectives(None, CPU)
@@ -195,12 +195,12 @@ class Host:
 
 
 def problem_of(name: str, address: str | None) -> str | None:
-    """Return why other hosts may not reach a host by its name, and what to do."""
-    remedy = "name the device (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
+    """Return the reason why other hosts may not reach a host by its name, and the remedy."""
+    remedy = "set the device (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
     if address is None:
         return f"{name} cannot resolve its own name: {remedy}"
     if ipaddress.ip_address(address).is_loopback:
-        return f"{name} takes its own name for {address}, the loopback, at which no other host reaches it: {remedy}"
+        return f"{name} resolves its own name to {address}, the loopback, where no other host can reach it: {remedy}"
     return None
 
 
@@ -214,13 +214,14 @@ def own_name() -> tuple[str, str | None]:
 
 
 def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
-    """Return this process's rank, the hosts and the links: two ranks of each host, and the first ranks of each two hosts.
+    """Return this process's rank, the hosts and the links: of two ranks of each host, and of the first ranks of each
+    two hosts.
 
-    Transfers are of CPU memory, as a training over gloo sends them. Every rank of a launcher's must call it.
+    Transfers are from CPU memory, as in a training over gloo. Every rank of the launcher must call it.
 
     Raises:
         UsageError: the ranks cannot be joined.
-        CollectiveError: not every rank came.
+        CollectiveError: not every rank made the call.
     """
     join_ranks(CPU, backend="gloo")
     collectives = create_collectives(None, CPU, what="doctor --net")

@@ -60,7 +60,7 @@ def dtype_name(text: str) -> str:
 
 
 def load_factory(name: str) -> Callable[[], Any]:
-    """Return the function that `module:function` or `path/to/file.py:function` names; else raise `UsageError`."""
+    """Return the function that `module:function` or `path/to/file.py:function` names; raise `UsageError` if there is none."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UsageError(f"--model takes module:function or file.py:function, not {name!r}. Name both.")
@@ -77,14 +77,14 @@ def _load_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses look up their module
     loader = spec.loader
     return call_factory(f"importing {path}", lambda: loader.exec_module(module)) or module
 
 
 def _load_module(name: str) -> Any:
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -95,7 +95,7 @@ def _load_module(name: str) -> Any:
 
 
 def call_factory(name: str, factory: Callable[[], Any]) -> Any:
-    """Call code of the user's. Its exceptions become a `UsageError` that names the line."""
+    """Call the user's code, and turn its exceptions into a `UsageError` that names the line."""
     try:
         return factory()
     except ZeroshardError:
@@ -125,7 +125,7 @@ def build_module(name: str) -> nn.Module:
 
 
 def input_file(path: Path, option: str) -> Path:
-    """Return the path of a file that is there; else raise `UsageError`."""
+    """Return the path of an existing file; raise `UsageError` if there is none."""
     if path.is_dir():
         raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     if not path.is_file():
@@ -134,7 +134,7 @@ def input_file(path: Path, option: str) -> Path:
 
 
 def input_folder(path: Path, option: str) -> Path:
-    """Return the path of a folder that is there; else raise `UsageError`."""
+    """Return the path of an existing folder; raise `UsageError` if there is none."""
     if not path.exists():
         raise UsageError(f"{option}: no folder at {path}. Check the path.")
     if not path.is_dir():
@@ -151,11 +151,11 @@ def output_file(path: Path, option: str) -> Path:
 
 
 def picture_file(path: Path, option: str) -> Path:
-    """Check a plot's file as `output_file` does. Raises `UsageError` too where it is no picture, or matplotlib is missing."""
+    """Check a plot's file as `output_file` does. Raise `UsageError` also if it is not a picture, or matplotlib is missing."""
     output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(
-            f"{option}: {path} is no picture's name. Choose one that ends in {', '.join(_PICTURES[:-1])} or "
+            f"{option}: {path} is not the name of a picture. Choose one that ends in {', '.join(_PICTURES[:-1])} or "
             f"{_PICTURES[-1]}."
         )
     require_matplotlib(option)
@@ -163,7 +163,7 @@ def picture_file(path: Path, option: str) -> Path:
 
 
 def output_folder(path: Path, option: str) -> Path:
-    """Return the path of a folder that may be made and written to; raise `UsageError` where it or a parent is a file."""
+    """Return the path of a folder that may be made and written to; raise `UsageError` if it or a parent is a file."""
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option}: {folder} is a file, not a folder. Name a folder.")

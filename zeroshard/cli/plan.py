@@ -1,4 +1,4 @@
-"""Owns `zeroshard plan` (whether a training fits, and with which settings it is fastest), and `zeroshard estimate` (by formula)."""
+"""Owns `zeroshard plan` (whether a training fits, and the fastest settings), and `zeroshard estimate` (by formula)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 _LOG_SECONDS = 10.0
-"""The time between two lines of progress where stderr is no terminal."""
+"""The time between two lines of progress if stderr is not a terminal."""
 
 
 def memory_of(text: str | int) -> int:
-    """Read a number of bytes with its unit: `80GB`, `40GiB`. Raises `typer.BadParameter` without: 80 would be 80 bytes."""
+    """Read a number of bytes with its unit: `80GB`, `40GiB`. Raises `typer.BadParameter` without one: 80 would be 80 bytes."""
     if str(text).strip().replace("_", "").replace(".", "", 1).isdigit():
-        raise typer.BadParameter(f"{text!r} has no unit: say 80GB, or 40GiB.")
+        raise typer.BadParameter(f"{text!r} has no unit: write 80GB, or 40GiB.")
     return nbytes_of(text)
 
 
@@ -59,7 +59,7 @@ def plan(
         min=0, help="Tokens of a tile of the loss, of each MLP and norm; 0: whole.")] = 0,
     tensor_parallel: Annotated[int, typer.Option(
         min=1, help="Ranks that divide one model by its tp_plan; the others are data-parallel.")] = 1,
-    hosts: Annotated[int | None, typer.Option(min=1, help="Over which the ranks are spread.")] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts over which the ranks are spread.")] = None,
     host_memory: Annotated[int | None, typer.Option(
         parser=memory_of, metavar="BYTES", help="CPU memory of one host: 512GB.")] = None,
     machine: Annotated[str, typer.Option(help="h100, a100-80gb, ..., or a file of doctor --profile.")] = "h100",
@@ -68,7 +68,7 @@ def plan(
     global_batch: Annotated[int | None, typer.Option(
         min=1, help="Samples of a step over all ranks, for the search; left out, --batch x --gpus.")] = None,
     sharded_init: Annotated[bool, typer.Option(
-        "--sharded-init", help="The model is built inside of zeroshard.sharded_init.")] = False,
+        "--sharded-init", help="The model is built inside zeroshard.sharded_init.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Skip the single changes and the largest batch.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     write: Annotated[Path | None, typer.Option(help='Write the config here, complete, with nothing "auto".')] = None,
@@ -120,7 +120,7 @@ def plan(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector for imports, whose objects all stay: a search among them takes as long as the imports."""
+    """Pause the garbage collector for imports: all their objects stay, and collecting takes as long as the imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -132,7 +132,7 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A plan, and what else was found.
+    """A plan, with the other results of the command.
 
     Attributes:
         found: the result of a search; None: a config was judged.
@@ -235,7 +235,7 @@ def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, g
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress on stderr: a line that goes when it is done, or, where that is no terminal, a line every 10 s."""
+    """Show the progress on stderr: a line that disappears at the end, or, without a terminal, a line every 10 s."""
     from zeroshard.observe.display import SWITCH, Display
 
     display = Display(animated=True)
@@ -256,7 +256,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def subject_of(name: str, sequence: int) -> Subject:
-    """Return the model that MODEL names. Raises `UsageError` where there is no such file, architecture or function."""
+    """Return the model that MODEL names. Raises `UsageError` if there is no such file, architecture or function."""
     from zeroshard.planning.transformers_models import Subject, from_config_file
 
     if ":" not in name or Path(name).exists():

@@ -18,7 +18,7 @@ def report(
 ) -> None:  # fmt: skip
     """Draw a run's log into one HTML file: loss, learning rate, norm, loss scale, speed, memory, time by part, bytes sent.
 
-    The page holds its pictures, and needs neither network nor JavaScript. It may be made while the run goes on.
+    The page contains its pictures, and needs neither network nor JavaScript. It can be drawn while the run goes on.
     """
     from zeroshard.observe.report_page import page
     from zeroshard.observe.run_log import read_run
@@ -27,7 +27,7 @@ def report(
     read = read_run(run)
     path = output_file(out or read.path.with_name("report.html"), "--out")
     if path.suffix == ".jsonl":
-        raise UsageError(f"--out: {path} would be a log's name, and the page one of HTML: call it report.html.")
+        raise UsageError(f"--out: {path} is a log's name, and the page is HTML: name a file such as report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(read), encoding="utf-8")
     for note in read.notes:

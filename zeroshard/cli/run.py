@@ -1,6 +1,6 @@
-"""Owns `zeroshard run` and `zeroshard shim-path`: stock training scripts, started so that they find zeroshard.
+"""Owns `zeroshard run` and `zeroshard shim-path`, which let stock training scripts import zeroshard as DeepSpeed.
 
-`run` is torchrun with the shim on the path, and with its own last words: torchrun's report of a rank that failed is 40 lines.
+`run` is torchrun with the shim on the path, and with a shorter report of a rank that failed: torchrun's has 40 lines.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def print_shim_path() -> None:
 
 
 def run(context: typer.Context) -> None:
-    """Start a training script on several ranks, with zeroshard in DeepSpeed's place.
+    """Start a training script on several ranks, with zeroshard instead of DeepSpeed.
 
     zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...
 
     zeroshard run [--nproc-per-node 2] -m package.module ARGUMENTS...
 
     Options before the script are torchrun's (--nnodes, --node-rank, --master-addr, ...; `torchrun --help` lists them). Without
-    --nproc-per-node there is one process for each accelerator of this machine, and one where it has none.
+    --nproc-per-node there is one process for each accelerator of this machine, or one process if it has none.
     """
     if not context.args:
         raise UsageError("there is no script to run. Call zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
@@ -58,7 +58,7 @@ def run(context: typer.Context) -> None:
         _say("one process, for as many accelerators or none; --nproc-per-node 2 starts two.")
     os.environ[PYTHONPATH] = python_path(os.environ)
     if int(options.nproc_per_node) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which says so in five lines
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines about it
     if options.max_restarts:
         _let_ranks_start_anew(options)
     beside = real_deepspeed()
@@ -79,7 +79,7 @@ def run(context: typer.Context) -> None:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """torchrun's options, with a number of processes."""
+    """Return torchrun's options, with a number of processes."""
     import torch
     from torch.distributed.run import get_args_parser
 
@@ -141,7 +141,7 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
 
 
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
-    """Raise errors now that would show after minutes of imports, or never: a missing config, or DeepSpeed turned off."""
+    """Raise errors now that would appear after minutes of imports, or never: a missing config, or DeepSpeed turned off."""
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
@@ -185,14 +185,14 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _let_ranks_start_anew(options: argparse.Namespace) -> None:
-    """Give restarted ranks a store of their own: see `launch.trap_of_restarts`."""
+    """Give restarted ranks a separate store: see `launch.trap_of_restarts`."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
         options.standalone = True
 
 
 def _launch(options: argparse.Namespace) -> None:
-    """Run the ranks until all have ended. Raises `UsageError` where they cannot start, and `typer.Exit` where one failed."""
+    """Run the ranks until all have ended. Raises `UsageError` if they cannot start, and `typer.Exit` if one failed."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -216,7 +216,7 @@ def _launch(options: argparse.Namespace) -> None:
 
 def _tell_failure(error: ChildFailedError, processes: int) -> int:
     """Print which rank failed first, and how. Returns the exit status."""
-    # torchrun ends the others with SIGTERM, and knows only the second in which each ended.
+    # torchrun ends the others with SIGTERM, and records only the second in which each ended.
     failures = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
     rank, failure = failures[0]
     others = sum(one.exitcode != -signal.SIGTERM for _, one in failures[1:])
@@ -226,7 +226,7 @@ def _tell_failure(error: ChildFailedError, processes: int) -> int:
     elif processes > 1:
         after = "; the others were stopped"
     if failure.exitcode >= 0:
-        _say(f"error: rank {rank} ended with exit status {failure.exitcode}{after}. What it said is above.")
+        _say(f"error: rank {rank} ended with exit status {failure.exitcode}{after}. Its output is above.")
         return failure.exitcode or 1
     name = signal.Signals(-failure.exitcode).name
     hint = " (out of memory? the kernel ends processes so)" * (name == "SIGKILL")

@@ -1,1 +1,1 @@
-"""Configs of DeepSpeed: their schema, and what each key comes to here."""
+"""Configs of DeepSpeed: their schema, and the effect of each key here."""

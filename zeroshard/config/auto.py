@@ -1,4 +1,4 @@
-"""Owns "auto": the values that stand in its place outside of any Trainer, before the schema reads the config."""
+"""Owns "auto": the values that replace it outside of a Trainer, before the schema reads the config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Facts:
 
     Attributes:
         supplied: the user's `auto={...}`, by full key path, by last part, or, for `fp16.enabled` and the like, by block.
-        hidden_size: the model's, where it has one.
+        hidden_size: the model's, if it has one.
         dtype: the dtype of the model's parameters.
     """
 
@@ -37,7 +37,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: nn.Module | None, supplied: Mapping[str, Any] | None) -> Facts:
-        """Read them from a model."""
+        """Read the facts of a model."""
         dtype = None
         if model is not None:
             dtype = getattr(next(model.parameters(), None), "dtype", None)
@@ -55,7 +55,7 @@ def _hidden_size(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """The value for one key's "auto": a function of the facts and of the config so far, and its words."""
+    """A rule for one key's "auto": a function of the facts and of the config so far, and its description."""
 
     resolve: Callable[[Facts, Mapping[str, Any]], Any]
     text: str
@@ -99,7 +99,7 @@ _ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "you must give it")
 _DEFAULT = Rule(lambda _facts, _config: DEFAULT, "the default")
 
 RULES: dict[str, Rule] = {
-    # In this order: what a rule looks at in the config is resolved before it.
+    # The order matters: keys that a rule reads are resolved before it.
     "train_batch_size": Rule(lambda _facts, _config: DEFAULT, "computed"),
     "train_micro_batch_size_per_gpu": Rule(
         _micro_batch, "computed if `train_batch_size` is given; otherwise you must give it"
@@ -138,7 +138,7 @@ RULES: dict[str, Rule] = {
 
 
 def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], set[str]]:
-    """Return a copy of the config without any "auto", and the key paths where it stood. Unknown keys are the schema's to refuse.
+    """Return a copy of the config without any "auto", and the key paths that had it. The schema refuses unknown keys.
 
     Raises:
         ConfigError: the message lists every key whose value only the user can supply, and unknown keys of `auto`.
@@ -148,7 +148,7 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
     found = sorted(_find(config), key=lambda path: order.get(path, len(order)))
     paths = [path for path in found if path in KEYS or _is_argument(path)]
     _refuse_unknown(facts.supplied, paths)
-    # A batch size that is still "auto" is no number for the others to be computed from.
+    # A batch size that is still "auto" cannot be used to compute the others.
     for path in paths:
         _put(resolved, path, None)
     unresolved = []
@@ -176,10 +176,10 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
 
 
 def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config with the user's values instead of "auto"; any other "auto" stays.
+    """Return a copy of the config with the user's values instead of "auto"; every other "auto" stays.
 
     Raises:
-        ConfigError: the name of a value is no key's.
+        ConfigError: a name is not the name of a key.
     """
     _refuse_unknown(supplied, list(_find(config)))
     given: dict[str, Any] = copy.deepcopy(dict(config))
@@ -206,7 +206,7 @@ def _find(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _is_argument(path: str) -> bool:
-    """Arguments of optimizers and schedulers are known by their classes, not by the schema."""
+    """Return whether a path is an argument of an optimizer or scheduler: their classes check these, not the schema."""
     return path.startswith(("optimizer.params.", "scheduler.params."))
 
 
@@ -217,7 +217,7 @@ def _supplied(facts: Facts, path: str) -> Any:
 
 
 def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
-    """A name in `auto` that no config has is a misspelling; one that this config sets itself is fine."""
+    """Raise for a name in `auto` that no config has: a misspelling. A name that this config sets itself is allowed."""
     every = {*KEYS, *RULES, *paths}
     names = every | {path.rpartition(".")[2] for path in every} | {"fp16", "bf16", "bfloat16"}
     for name in supplied:

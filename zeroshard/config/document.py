@@ -11,7 +11,7 @@ from zeroshard.config.load import Config, Entry
 
 _STYLES = {Kind.WORKS: "green", Kind.NO_MEANING: "yellow", Kind.REFUSED: "red"}
 _MOST_LINES = 35
-"""The most lines that `summary` has. `config check` adds what is in force, and stays within 40."""
+"""The most lines of `summary`. With the settings in force, `config check` stays within 40."""
 
 
 def summary(config: Config, width: int) -> Text:
@@ -26,7 +26,7 @@ def summary(config: Config, width: int) -> Text:
     lines = []
     for block, entries in blocks.items():
         names = [entry.path.rpartition(".")[2] for entry in entries]
-        if block.endswith(".params"):  # one effect for all of them, which would be repeated
+        if block.endswith(".params"):  # all of them have one effect, which would be repeated
             arguments = [f"{name} {_value(entry)}" for name, entry in zip(names, entries, strict=True)]
             lines += _wrapped(f"{block}: {', '.join(arguments)}", width)
             continue

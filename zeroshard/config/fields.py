@@ -1,7 +1,8 @@
-"""Owns the description of a config key: its type as people write it, and its effect here; and the check of a block's `params`.
+"""Owns the description of a config key (its type as people write it, and its effect here), and the check of a block's
+`params`.
 
-Every key carries an `Effect`: it works, or has no meaning here (accepted, and the resolved config lists it), or would change
-what the user gets and is not offered (refused when it is switched on). Nothing is accepted and ignored in silence.
+Every key has an `Effect`. It works; or it has no meaning here (it is accepted, and the resolved config lists it); or it
+would change the result and is not offered (it is refused when it is switched on). No key is ignored silently.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Effect:
     kind: Kind
     text: str
     by_presence: bool = False
-    """Refused whatever it holds: an empty block switches it on too."""
+    """Refused with any value: an empty block switches it on too."""
 
     def refuses(self, value: Any) -> bool:
-        """Whether a key with this effect may not have this value."""
+        """Return whether a key with this effect may not have this value."""
         if self.kind is not Kind.REFUSED:
             return False
         if self.by_presence:
@@ -47,22 +48,22 @@ class Effect:
 
 
 def works(text: str) -> Effect:
-    """A key that does its job."""
+    """Declare a key that works."""
     return Effect(Kind.WORKS, text)
 
 
 def no_meaning(text: str) -> Effect:
-    """A key that is accepted with any value, since nothing here depends on it."""
+    """Declare a key that is accepted with any value, since nothing here depends on it."""
     return Effect(Kind.NO_MEANING, text)
 
 
 def refused(text: str, *, by_presence: bool = False) -> Effect:
-    """A key that is accepted only while it is switched off, see `is_off`; with `by_presence`, only where it is null."""
+    """Declare a key that is accepted only if it is switched off, see `is_off`; with `by_presence`, only if it is null."""
     return Effect(Kind.REFUSED, text, by_presence)
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: false, null, or a block that is not enabled or holds nothing but such values."""
+    """Return whether a value enables nothing: false, null, or a block that is not enabled or has only such values."""
     if isinstance(value, dict):
         if "enabled" in value:
             return not value["enabled"]
@@ -71,7 +72,7 @@ def is_off(value: Any) -> bool:
 
 
 def _number_from_text(value: Any) -> Any:
-    """JSON has no integer 5e8, and people quote it: "5e8" is 500000000."""
+    """Read a quoted number: JSON has no integer 5e8, so people write "5e8" for 500000000."""
     if isinstance(value, bool):
         raise ValueError("a number was expected")
     if isinstance(value, str):
@@ -92,11 +93,11 @@ DTYPE_NAMES = {
     "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16", "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }  # fmt: skip
-"""Names of dtypes, as people write them and as torch calls them. The command line reads the same."""
+"""Names of dtypes, as people write them, and torch's names. The command line reads the same."""
 
 
 def _without_torch(value: Any) -> Any:
-    """ "torch.bfloat16", and torch.bfloat16 itself, are "bfloat16"."""
+    """Return "bfloat16" for "torch.bfloat16" and for torch.bfloat16 itself."""
     if isinstance(value, str) or type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
     return value
@@ -115,7 +116,7 @@ class Block(BaseModel):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'stage'?`, or a full stop where nothing is near."""
+    """Return `; did you mean 'stage'?`, or a full stop if no name is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     if not near:
         return "."
@@ -123,10 +124,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> None:
-    """Refuse arguments that a class cannot take, since its own error does not name them.
+    """Raise for arguments that a class cannot take, since its own error does not name them.
 
     Args:
-        cls: an optimizer or a scheduler: its first argument is no argument of the config's.
+        cls: an optimizer or a scheduler; the config does not set its first argument.
         params: by name.
         block: "optimizer" or "scheduler".
 

@@ -1,4 +1,4 @@
-"""Owns the way from a path, a dict or any Mapping to a resolved `Config`."""
+"""Owns the loading of a config: from a path, a dict or any Mapping to a resolved `Config`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, lar
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 _MOST_PROBLEMS = 10
-"""Problems that one message lists: each unknown key is compared with all known ones."""
+"""The most problems in one message: each unknown key is compared with all known ones."""
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The resolved trio. `train == micro * accumulation * world_size`."""
+    """The three resolved batch sizes: `train == micro * accumulation * world_size`."""
 
     train: int
     micro: int
@@ -46,13 +46,13 @@ class Entry:
     path: str
     value: Any
     origin: str
-    """The file, a default, "auto", or computed (batch sizes)."""
+    """The origin: the file, a default, "auto", or computed (batch sizes)."""
     effect: Effect
 
 
 @dataclass(frozen=True)
 class Config:
-    """A config with every question answered."""
+    """A resolved config: every key has a value."""
 
     schema: Schema
     batch: BatchSize
@@ -63,20 +63,20 @@ class Config:
 
     @property
     def names_batch_size(self) -> bool:
-        """Whether the config, or "auto", gives the samples of a microbatch or a step; otherwise `batch` counts microbatches."""
+        """Whether the config, or "auto", names the samples of a microbatch or a step; otherwise `batch` counts microbatches."""
         return self.schema.train_batch_size is not None or self.schema.train_micro_batch_size_per_gpu is not None
 
     @property
     def stage(self) -> int:
-        """The preset of the policy."""
+        """The ZeRO stage: the preset of the policy."""
         return int(self.schema.zero_optimization.stage)
 
     @cached_property
     def policy(self) -> Policy:
-        """The policy: the residencies of model states.
+        """The residencies of model states.
 
         Raises:
-            ConfigError: what the stage and the offload blocks ask for has no meaning.
+            ConfigError: the stage and the offload blocks have no meaning together.
         """
         try:
             return self._policy()
@@ -87,7 +87,7 @@ class Config:
         zero = self.schema.zero_optimization
         parameters = zero.offload_param or OffloadParamBlock()
         optimizer = zero.offload_optimizer or OffloadOptimizerBlock()
-        # The old keys, and none of the new.
+        # The old keys are set, and none of the new ones.
         if zero.cpu_offload_param and zero.offload_param is None:
             parameters = OffloadParamBlock(device="cpu")
         if zero.cpu_offload and zero.offload_optimizer is None:
@@ -120,7 +120,7 @@ class Config:
 
     @property
     def units(self) -> Units:
-        """Which parameters are unsharded together. The same under every stage, so that the bits are."""
+        """The parameters that are unsharded together. They are the same at every stage, so that the bits are."""
         zero = self.schema.zero_optimization
         leaves = zero.leaf_module or LeafModuleBlock()
         return Units(
@@ -169,7 +169,7 @@ class Config:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients pass through fp16."""
+        """Whether the loss is scaled, since gradients are in fp16."""
         return self.precision.param_dtype is torch.float16 or self.autocast_dtype is torch.float16
 
     @property
@@ -179,7 +179,7 @@ class Config:
 
     @property
     def bucket_numel(self) -> int:
-        """The size of the largest bucket, in elements. A shard that rests on disk fits into the buffers that the config allows."""
+        """The size of the largest bucket, in elements. A shard on disk must fit into the buffers that the config allows."""
         zero = self.schema.zero_optimization
         numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
         if self.policy.optimizer.place is Place.DISK:
@@ -194,7 +194,7 @@ class Config:
         return self.schema.zero_optimization.overlap_comm is not False
 
     def entries(self) -> Iterator[Entry]:
-        """Every key, in the order of the schema, with what it came to."""
+        """Every key, in the order of the schema, with its value, origin and effect."""
         batch = {
             "train_batch_size": self.batch.train,
             "train_micro_batch_size_per_gpu": self.batch.micro,
@@ -223,8 +223,9 @@ def load_config(
     Args:
         config: a path to JSON (comments and trailing commas are fine), a dict, or any Mapping.
         world_size: data-parallel ranks, for the batch sizes.
-        model: gives its hidden size and dtype to keys that are "auto".
-        auto: values for keys that are "auto", by key path or by its last part; batch sizes also where the config names none.
+        model: the model, whose hidden size and dtype replace "auto" in some keys.
+        auto: values for keys that are "auto", by key path or by its last part; also batch sizes if the config names
+            none.
 
     Raises:
         ConfigError: the message names the key path, the expected values and the one given.
@@ -232,7 +233,7 @@ def load_config(
     raw = _in_full(read(config))
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
     if all(raw.get(key) is None for key in sizes):
-        raw |= {key: AUTO for key in sizes if key in (auto or {})}  # the caller's batch size is as one that is "auto"
+        raw |= {key: AUTO for key in sizes if key in (auto or {})}  # the caller's batch size counts like one for "auto"
     raw, paths = resolve_auto(raw, Facts.of(model, auto))
     try:
         schema = Schema.model_validate(raw)
@@ -248,12 +249,12 @@ def load_config(
     batch = _resolve_batch_size(schema, world_size)
     paths = {f"bf16.{path[9:]}" if path.startswith("bfloat16.") else path for path in paths}
     resolved = Config(schema, batch, frozenset(paths), raw)
-    _ = resolved.policy  # now is the time to refuse what has no meaning
+    _ = resolved.policy  # raise now if the combination has no meaning
     return resolved
 
 
 def refuse_without_batch_size(config: Config) -> None:
-    """Refuse a config without a batch size, as DeepSpeed does: nobody chose a learning rate for a step of unknown size.
+    """Raise for a config without a batch size, as DeepSpeed does: a learning rate is chosen for a step of known size.
 
     Raises:
         ConfigError: neither the config nor "auto" names a batch size.
@@ -266,7 +267,7 @@ def refuse_without_batch_size(config: Config) -> None:
 
 
 def refuse_tensor_parallel(config: Config, what: str) -> None:
-    """Raise where a config divides models over ranks, and `what` does not."""
+    """Raise if a config divides models over ranks, and `what` does not support that."""
     size = config.schema.tensor_parallel.autotp_size
     if size > 1:
         raise ConfigError(
@@ -285,7 +286,9 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
 
 
 def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
-    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 where there is none, or no number."""
+    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 if it is missing or not a
+    number.
+    """
     size = _block(read(config), "tensor_parallel").get("autotp_size")
     try:
         return max(int(size or 1), 1)
@@ -321,7 +324,7 @@ def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
 
 
 def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
-    """The number that ZeRO++ and MiCS give under names of their own."""
+    """Return the number of ranks of a host, which ZeRO++ and MiCS configure under different names."""
     given = {}
     if zero.zero_hpz_partition_size > 1:
         given["zero_hpz_partition_size"] = zero.zero_hpz_partition_size
@@ -339,7 +342,7 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
 
 
 def _wire(zero: ZeroBlock) -> Wire:
-    """Return what ZeRO++ calls qgZ."""
+    """Return the lossy communication that ZeRO++ calls qgZ."""
     gradients = zero.zero_quantized_gradients
     if isinstance(gradients, str):
         return Wire(gradients=gradients)
@@ -347,7 +350,7 @@ def _wire(zero: ZeroBlock) -> Wire:
 
 
 def _offload(block: OffloadParamBlock | OffloadOptimizerBlock, common: Offload) -> Offload:
-    """The keys that the two blocks share."""
+    """Return the settings that the two offload blocks share."""
     return replace(
         common,
         path=block.nvme_path,
@@ -362,10 +365,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys that are written shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
+    """Rename the keys that are shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
 
-    `prefetch_bucket_size` for `stage3_prefetch_bucket_size`; `zero_optimization.reduce_bucket_size` at the top level, which counts
-    where the block does not have it.
+    Such as `prefetch_bucket_size` for `stage3_prefetch_bucket_size`; or `zero_optimization.reduce_bucket_size` at the
+    top level, which counts if the block does not have the key.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")
@@ -385,7 +388,7 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(schema: Schema) -> None:
-    """Raise for unknown blocks: a misspelt one would train with its defaults, unnoticed."""
+    """Raise for unknown keys: a misspelt block would silently train with its defaults."""
     unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
     if unknown:
         lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]
@@ -396,7 +399,7 @@ def _refuse_unknown(schema: Schema) -> None:
 
 
 def _listed(lines: list[str], count: int) -> str:
-    """List problems of a config, of which there are `count`."""
+    """List problems of a config; `count` is the number of all of them."""
     more = ""
     if count > len(lines):
         more = f"\n  and {count - len(lines)} more"
@@ -404,7 +407,7 @@ def _listed(lines: list[str], count: int) -> str:
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping that a file holds, or a copy of one, with nothing resolved."""
+    """Return the mapping in a file, or a copy of a mapping, with nothing resolved."""
     if isinstance(config, Mapping):
         return _plain(config)
     if not isinstance(config, str | os.PathLike):
@@ -450,7 +453,7 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings of other libraries (OmegaConf) as dicts, all the way down."""
+    """Convert mappings of other libraries (OmegaConf) to dicts, at every level."""
     plain = {}
     for key, value in config.items():
         if not isinstance(key, str):
@@ -488,12 +491,12 @@ def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
 
 @dataclass(frozen=True)
 class Birth:
-    """The keys of a config for models that are born sharded, before the config is whole.
+    """The keys of a config for models that are sharded while they are built, before the whole config is resolved.
 
     Attributes:
-        dtype: of their parameters; None: the dtype that they are made in.
-        place: where their shards rest until the model is sharded.
-        folder: on the disk, where that is the place.
+        dtype: the dtype of their parameters; None: the one in which they are made.
+        place: the place of their shards until `shard` takes the model.
+        folder: the folder for shards on disk.
     """
 
     dtype: torch.dtype | None = None

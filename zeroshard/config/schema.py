@@ -1,4 +1,4 @@
-"""Owns the keys of a DeepSpeed JSON config: their types, defaults, and what each does here; and the walk over them.
+"""Owns the keys of a DeepSpeed JSON config: their types, defaults and effects here, and the iteration over them.
 
 `python docs/config_pages.py` writes docs/config/ from this file.
 """
@@ -53,7 +53,7 @@ class OptimizerBlock(Block):
     type: Annotated[str, works(
         "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices "
         "inside the blocks; "
-        "AdamW for the rest), or any class of torch.optim. An optimizer that needs whole parameters gets them unsharded.")]
+        "AdamW for all other parameters), or any class of torch.optim. An optimizer that needs whole parameters gets them unsharded.")]
     params: Annotated[dict[str, Any], works(
         "arguments of the optimizer; Adam, AdamW, SGD and Adagrad are fused unless `fused` is false.")] = {}
     torch_adam: Annotated[bool, no_meaning("give it in `params`.")] = False
@@ -206,7 +206,7 @@ class CheckpointBlock(Block):
 class TensorParallelBlock(Block):
     """`tensor_parallel`: the division of matrices over neighbouring ranks, by the plan of a transformers model.
 
-    [Tensor parallelism beside sharding](../composing.md) says which models, and what each call then gives.
+    [Tensor parallelism beside sharding](../composing.md) lists the models, and the result of each call.
     """
 
     autotp_size: Annotated[Count, works(
@@ -311,7 +311,7 @@ class Schema(BaseModel):
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call gc.disable() in your script.")] = False
     vocabulary_size: Annotated[Any, no_meaning("DeepSpeed warns if it is not a multiple of 8.")] = None
-    log_level: Annotated[Any, no_meaning("zeroshard logs only what the config asks for.")] = None
+    log_level: Annotated[Any, no_meaning("zeroshard logs only the figures that the config enables.")] = None
     timers: Annotated[dict[str, Any] | None, no_meaning("steps_per_print includes the speed.")] = None
     pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False

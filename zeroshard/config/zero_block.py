@@ -15,7 +15,7 @@ class OffloadParamBlock(Block):
     """`offload_param`: the memory of parameters. At stage 3 it holds their shards; below, whole parameters between steps."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "cpu: parameters rest in CPU memory. nvme (stage 3 only): on disk. If the model computes on the CPU, cpu "
+        "cpu: parameters are kept in CPU memory. nvme (stage 3 only): on disk. If the model computes on the CPU, cpu "
         "moves nothing.")] = "none"
     nvme_path: Annotated[str | None, works(
         "nvme: an existing folder. The files in it have no names, and vanish with the process.")] = None
@@ -23,7 +23,7 @@ class OffloadParamBlock(Block):
     buffer_size: Annotated[Positive, works(
         "nvme: elements per buffer. Buckets are made small enough for a shard to fit.")] = 100_000_000
     max_in_cpu: Annotated[Count, works(
-        "nvme: the first elements of each rank's shards, up to this number, stay in CPU memory; the rest is on "
+        "nvme: the first elements of each rank's shards, up to this number, stay in CPU memory; all others are on "
         "disk.")] = 1_000_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
 
@@ -32,15 +32,15 @@ class OffloadOptimizerBlock(Block):
     """`offload_optimizer`: the memory of optimizer states and master weights, and of gradients if they are sharded."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "cpu: they rest in CPU memory, and the CPU runs the step. nvme: on disk, and the CPU runs the step in "
+        "cpu: they are kept in CPU memory, and the CPU runs the step. nvme: on disk, and the CPU runs the step in "
         "sub-groups. For stages 1 to 3.")] = "none"
     nvme_path: Annotated[str | None, works(
         "nvme: an existing folder. The files in it have no names, and vanish with the process.")] = None
     buffer_count: Annotated[Positive, works(
         "nvme: number of buffers in CPU memory for states in transfer or in use.")] = 4
     buffer_size: Annotated[Positive, works(
-        "nvme: fp32 elements per buffer. All buffers together never exceed buffer_count x buffer_size, whatever the "
-        "model's size.")] = 100_000_000
+        "nvme: fp32 elements per buffer. All buffers together never exceed buffer_count x buffer_size, for a "
+        "model of any size.")] = 100_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
     pipeline_read: Annotated[bool | None, works(
         "nvme: prefetch sub-groups. Default: true. Results are the same.")] = None
@@ -97,7 +97,7 @@ class ZeroBlock(Block):
         "maximum elements per optimizer call for offloaded states; never above 4 Mi. 0 means "
         "the minimum.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
-        "maximum elements to prefetch; 0 turns prefetching off. Default: the next unit, whatever its size.")] = None
+        "maximum elements to prefetch; 0 turns prefetching off. Default: the next unit, of any size.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
         "parameters with fewer elements are not sharded. Default: all are sharded.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(

@@ -44,20 +44,22 @@ _PARKED = {
 class Engine(Saving, Readers, nn.Module):
     """An engine that trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
-    It is a module that holds the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()` and `eval()` are as
-    of any wrapper, and an attribute that it lacks is the model's.
+    It is a module that wraps the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()` and
+    `eval()` work as for any wrapper. An attribute that it lacks is looked up in the model.
 
     Attributes:
         module: the user's own model.
-        optimizer, lr_scheduler: what the config or the caller named. `optimizer.step()` is a step without the scheduler's.
+        optimizer, lr_scheduler: those of the config or the caller. `optimizer.step()` is a step without the
+            scheduler's.
         config: the JSON as it was read, with values instead of "auto".
-        resolved: the same with every question answered.
-        checkpointing: what checkpoints the units, where the config's `checkpoint_units` asks for it.
-        training_dataloader: what has a `state_dict` of its position; rank 0's is saved in checkpoints, and loaded on all. Set your
-            own, or the loader that `initialize` made is it.
-        client_optimizer: the optimizer, or what makes one, that `initialize` was given.
-        loss_scaler: knows the present loss scale (1 but under fp16).
-        global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in all.
+        resolved: the resolved config: each key with its value, its origin and its effect.
+        checkpointing: the `Checkpointer` of the units, if the config sets `checkpoint_units`.
+        training_dataloader: an object whose `state_dict` is its position, by default the loader that `initialize` made.
+            Rank 0's is saved in checkpoints, and loaded on all ranks.
+        client_optimizer: the optimizer, or the callable that makes one, that was passed to `initialize`.
+        loss_scaler: the object with the present loss scale (1 except under fp16).
+        global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in
+            all.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Engine(Saving, Readers, nn.Module):
         self._step_of_shards.loss_scale = self.loss_scaler.scale
 
     def __getattr__(self, name: str) -> Any:
-        """Look up in the user's model what the engine lacks."""
+        """Look up an attribute that the engine lacks in the user's model."""
         modules = self.__dict__.get("_modules", {})
         if name in modules:
             return modules[name]
@@ -119,10 +121,10 @@ class Engine(Saving, Readers, nn.Module):
         return torch.autocast(self.device.type, self.resolved.autocast_dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute this microbatch's gradients. Returns the loss divided by the accumulation steps.
+        """Compute this microbatch's gradients, and return the loss divided by the accumulation steps.
 
-        A microbatch may have several. `loss.backward()` does as well: what it lacks of scaling, the step makes up for; under fp16
-        it takes `engine.scale(loss).backward()`.
+        A microbatch may have several backwards. `loss.backward()` works too: the step divides its gradients. Under fp16
+        call `engine.scale(loss).backward()`.
 
         Args:
             loss: a scalar that depends on the model; under fp16 it is multiplied by the loss scale here.
@@ -164,8 +166,8 @@ class Engine(Saving, Readers, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
         """End the microbatch; at the last one of a step, clip, update the parameters and move the schedule.
 
-        A step whose gradients are not finite is not applied: parameters, optimizer and schedule stay as they are. Parameters that
-        got no gradient on any rank are left alone.
+        A step whose gradients are not finite is not applied: parameters, optimizer and schedule stay as they are.
+        Parameters without a gradient on any rank do not change.
 
         Args:
             lr_kwargs: arguments of the scheduler's step, such as a metric.
@@ -191,7 +193,7 @@ class Engine(Saving, Readers, nn.Module):
 
     @property
     def _ends_step(self) -> bool:
-        """Return whether a step now updates: each does, where the caller counts microbatches."""
+        """Return whether a step now updates the parameters: each step does if the caller counts microbatches."""
         return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
@@ -210,17 +212,17 @@ class Engine(Saving, Readers, nn.Module):
         with (
             self._progress.measure("step"),
             self._step_of_shards.driven(),
-        ):  # until the step is counted, no save is whole
+        ):  # until the step is counted, a save would be incomplete
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
         self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
-        self.loss_scaler.update(not self._last.applied)  # one that may be let through has a scale that stays
+        self.loss_scaler.update(not self._last.applied)  # a step that may be applied anyway has a constant scale
         self._step_of_shards.loss_scale = self.loss_scaler.scale
         self._sharded.checkpoints.raise_if_failed()
         return self._last
 
     def _take_step(self, move_schedule: Callable[[], Any]) -> StepReport:
-        scale = self.loss_scaler.scale  # 1 but under fp16
+        scale = self.loss_scaler.scale  # 1 except under fp16
         not_finite: tuple[str, ...] = ()
         multiple = self._microbatches.multiple(self.gradient_accumulation_steps(), self.resolved)
         norm = self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple)
@@ -263,7 +265,7 @@ class Engine(Saving, Readers, nn.Module):
         if self._microbatches.boundary is not None:
             return self._microbatches.boundary
         if not self.managed_gradient_accumulation():
-            return False  # nobody knows before `step`
+            return False  # unknown before `step`
         return self._microbatches.count + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -281,9 +283,10 @@ class Engine(Saving, Readers, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Sum backwards inside on this rank, where gradients are not sharded; `parameter.grad` shows the sum.
+        """Sum the gradients of backwards inside on this rank, if gradients are not sharded; `parameter.grad` is the
+        sum.
 
-        Where they are, they are reduced as ever: no rank has room for the whole.
+        Sharded gradients are reduced as usual: no rank has room for the whole.
         """
         with self._microbatches.no_sync():
             yield
@@ -293,12 +296,12 @@ class Engine(Saving, Readers, nn.Module):
         return nullcontext()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` what it left."""
+        """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` reduces the others."""
 
     def _refuse_destroyed(self) -> None:
         if self._destroyed:
             raise UsageError(
-                "the engine was destroyed, and is to train. A stock Trainer's train() destroys the engine of an earlier train() or "
+                "the engine was destroyed, and cannot train. A stock Trainer's train() destroys the engine of an earlier train() or "
                 "evaluate(): make a new Trainer, of a new model, for each. A loop of your own: a new initialize."
             )
 
@@ -316,7 +319,7 @@ class Engine(Saving, Readers, nn.Module):
     ) -> UnderflowReport:
         """Measure the share of each parameter's gradient elements that vanishes in fp16, at this loss scale and at others.
 
-        The loss is computed and differentiated again at each scale; nothing of the training is touched. Every rank must
+        It computes and differentiates the loss again at each scale, and does not change the training. Every rank must
         call it. `report.table()` is for rich's console, `report.plot(path)` draws it.
 
         Args:
@@ -331,7 +334,7 @@ class Engine(Saving, Readers, nn.Module):
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         try:
             for count in counts:
-                # The same dropout at each scale, and the training's random numbers are not used up.
+                # Dropout is the same at each scale, and the training's random state does not change.
                 with torch.random.fork_rng(), self._sharded.probe(count.add), torch.enable_grad():
                     loss = (compute_loss or self._replay)()
                     (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
@@ -367,12 +370,12 @@ class Engine(Saving, Readers, nn.Module):
         """Park model states off the accelerator, between steps: see `Sharded.offload_states`.
 
         Args:
-            include: of "parameters", "gradients", "optimizer", or DeepSpeed's names of these. Default: all.
+            include: some of "parameters", "gradients", "optimizer", or DeepSpeed's names of these. Default: all.
             device: "cpu", or "nvme" for the disk, in the folder nvme_path (default: the config's).
             non_blocking: has no meaning here: when this returns, the accelerator's memory is free.
 
         Returns:
-            The bytes that were given back.
+            The number of bytes that were freed.
         """
         self._reshard_adapters()
         place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
@@ -391,7 +394,7 @@ class Engine(Saving, Readers, nn.Module):
         return self._sharded.offload_states(states, place, offload)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` parked."""
+        """Load the states again that `offload_states` parked."""
         self._sharded.reload_states()
 
     def empty_partition_cache(self) -> None:
@@ -400,7 +403,7 @@ class Engine(Saving, Readers, nn.Module):
             torch.accelerator.empty_cache()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set another number of microbatches, between steps, so that a step has so many samples over all ranks.
+        """Set the number of microbatches, between steps, so that a step has this number of samples over all ranks.
 
         Raises:
             UsageError: a step has begun, or the ranks' microbatches do not make up this number.
@@ -421,7 +424,7 @@ class Engine(Saving, Readers, nn.Module):
         """Change the samples per microbatch, between steps. The number of microbatches stays the same."""
         if micro_batch_size < 1:
             raise UsageError(
-                f"set_train_micro_batch_size({micro_batch_size}): it must be 1 or more. Pass such a number."
+                f"set_train_micro_batch_size({micro_batch_size}): pass the samples of one forward, 1 or more."
             )
         if self._microbatches.count:
             raise UsageError("set_train_micro_batch_size() within a step: call it after the step's last microbatch.")
@@ -458,7 +461,7 @@ class Engine(Saving, Readers, nn.Module):
         return compiled_call_of(self.module) is not None
 
     def destroy(self) -> None:
-        """Take zeroshard off: the module is whole and ordinary again. Every rank must call it."""
+        """End the sharding: the module is then whole and ordinary. Every rank must call it."""
         self._reshard_adapters()
         self._destroyed = True
         self._progress.close()

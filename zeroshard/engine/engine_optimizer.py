@@ -1,4 +1,4 @@
-"""Owns the optimizer that an engine shows: the user's own, with DeepSpeed's attributes beside it."""
+"""Owns `engine.optimizer`: the user's own optimizer, with DeepSpeed's attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from zeroshard.step.sharded_step import ShardedStep
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer of an engine. Its `step()` is the engine's, without the scheduler's; the rest is the user's optimizer.
+    """The optimizer of an engine. Its `step()` is the engine's, without the scheduler's; all else is the user's
+    optimizer.
 
     Groups, states, hooks and state dicts are those of the user's optimizer. All other attributes are forwarded to it.
     """
@@ -36,7 +37,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._step.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients of the step."""
         self._step.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """Whether the loss scale changes during the run."""
         return isinstance(self.loss_scaler, DynamicLossScaler)
 
     def needs_scaler(self) -> bool:

@@ -47,27 +47,29 @@ def initialize(
     """Make an engine from a DeepSpeed config. Every rank must call it.
 
     Args:
-        args: an argparse namespace; its `deepspeed_config` is the config where `config` is not given.
+        args: an argparse namespace; its `deepspeed_config` is the config if `config` is not given.
         model: the module to train; it is moved to this rank's accelerator.
-        optimizer: a torch optimizer, or what makes one from parameters; takes the place of the config's block. Without
-            either, the engine is for evaluation alone.
+        optimizer: a torch optimizer, or a callable that makes one from parameters; it replaces the config's block.
+            Without either, the engine is for evaluation only.
         model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
-        training_data: a dataset; a loader over this rank's part of it is returned.
-        lr_scheduler: a scheduler, or what makes one from an optimizer; takes the place of the config's block.
+        training_data: a dataset; `initialize` returns a loader over this rank's part of it.
+        lr_scheduler: a scheduler, or a callable that makes one from an optimizer; it replaces the config's block.
         collate_fn: for the loader.
         config: a path, a dict or any Mapping.
-        dist_init_required: initialise torch.distributed; default: where a launcher's environment names several ranks, see `launch`.
-        auto: values that you must give for keys that are "auto" in the config: `auto={"lr": 3e-4, "total_num_steps": 1000}`.
-            A batch size also where the config names none, which is an error otherwise: `{"train_micro_batch_size_per_gpu": 8}`.
-        group: the data-parallel process group; default: all ranks. Where the model has DTensors over ranks that divide it, or the
-            config's `tensor_parallel.autotp_size` divides it: the ranks that hold the same part.
-        attributes: a class whose properties the parameters show beside their own, see `shard`.
+        dist_init_required: initialise torch.distributed; default: if a launcher's environment names several ranks, see
+            `launch`.
+        auto: values for keys that are "auto" in the config and cannot be derived, such as `auto={"lr": 3e-4,
+            "total_num_steps": 1000}`; also a batch size, if the config names none: `{"train_micro_batch_size_per_gpu":
+            8}`.
+        group: the data-parallel process group; default: all ranks, or, if the model is divided (DTensors, or the
+            config's `tensor_parallel.autotp_size`), the ranks that hold the same part.
+        attributes: a class whose properties the parameters have beside their own, see `shard`.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None)
 
     Raises:
-        ConfigError, UsageError: say what was expected, what came, and what to do.
+        ConfigError, UsageError: the config or an argument cannot be used; the message has the value and the remedy.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}. Pass the model.")

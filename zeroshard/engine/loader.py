@@ -1,7 +1,7 @@
 """Owns the loader over this rank's part of a dataset, whose position can be saved.
 
 The order of samples depends only on the seed and the epoch. Rank r takes every world_size-th sample, so a global batch holds the
-same samples at any world size. A position counts samples over all ranks, and means the same at any world size.
+same samples at any world size. A position counts samples over all ranks, so it is valid at any world size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroshard.errors import UsageError
 
 
 class ShardedSampler(Sampler[int]):
-    """A sampler of every world_size-th sample of a shuffled epoch. Ranks get equally many: the first samples are repeated."""
+    """A sampler of every world_size-th sample of a shuffled epoch. All ranks get the same number: the first samples repeat."""
 
     def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool, seed: int = 0) -> None:
         self.epoch = 0
@@ -40,7 +40,8 @@ class ShardedSampler(Sampler[int]):
 
 
 class StatefulLoader(DataLoader[Any]):
-    """A DataLoader over this rank's part of a dataset that shuffles again each epoch and goes on where its state points.
+    """A DataLoader over this rank's part of a dataset. It shuffles again each epoch, and can continue from a saved
+    position.
 
     Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all ranks. The
     first iteration after a load goes on there; any other begins the epoch.
@@ -53,7 +54,7 @@ class StatefulLoader(DataLoader[Any]):
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
         self._is_loaded = False
-        # A generator of its own: what it draws for workers must not be missing from the training's random numbers.
+        # A separate generator: seeds for workers must not consume the training's random numbers.
         super().__init__(
             data,
             batch_size,
@@ -67,7 +68,7 @@ class StatefulLoader(DataLoader[Any]):
         if not self._is_loaded:
             self._shard.position = 0
         self._is_loaded = False
-        # Count the batches that were handed out, not those that workers have fetched ahead.
+        # Count the batches that the caller got, not those that workers have fetched ahead.
         samples = (self.batch_size or 1) * self._world_size
         for batch in super().__iter__():
             self._shard.position += samples
@@ -80,7 +81,7 @@ class StatefulLoader(DataLoader[Any]):
         return {"epoch": self._shard.epoch, "position": self._shard.position, "length": self._shard.length}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at a saved position, at any world size."""
+        """Continue from a saved position, at any world size."""
         if state["length"] != self._shard.length:
             raise UsageError(
                 f"the position was saved over {state['length']} samples, and this dataset has "

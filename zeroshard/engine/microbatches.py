@@ -14,13 +14,13 @@ from zeroshard.sharded import Sharded
 class Microbatches:
     """The microbatches of one engine's present step.
 
-    Whose backward it was is decided by calls that every rank makes, and not by which gradients arrived: a rank's loss may touch no
-    parameter.
+    Calls that every rank makes decide to which microbatch a backward belongs. Gradients cannot: a rank's loss may use
+    no parameter.
 
     Attributes:
-        count: those that have ended.
-        backwards: those of the microbatches that have ended.
-        boundary: the caller's word on whether the present one is the last; None: the count says it.
+        count: the number of microbatches that have ended.
+        backwards: the number of backwards of those microbatches.
+        boundary: the caller's declaration whether the present one is the last; None: the count decides.
         was_scaled: `engine.scale` was called in this step.
         ended_by_optimizer: `optimizer.step()` ended the step before, and no microbatch has begun since.
     """
@@ -53,7 +53,7 @@ class Microbatches:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Run a backward of the engine's inside. Where it touches no parameter, this rank gives zeros."""
+        """Run the engine's own backward inside. If it reaches no parameter, this rank contributes zeros."""
         before = self._sharded.backwards_ended
         yield
         if self._sharded.backwards_ended == before:
@@ -62,7 +62,7 @@ class Microbatches:
         self._had_own = True
 
     def warn_of_missing_steps(self, accumulation: int) -> None:
-        """Warn, once, where the present microbatch had as many backwards as a step has microbatches: it may be a whole step."""
+        """Warn, once, if this microbatch had as many backwards as a step has microbatches: it may be a whole step."""
         backwards = self._sharded.backwards_ended - self._ended_before
         if self._has_warned or accumulation == 1 or backwards != accumulation or self.boundary is not None:
             return
@@ -80,7 +80,7 @@ class Microbatches:
         if not self._own_here:
             self._had_users = True
             if not ended:
-                self._sharded.end_backward()  # the user's backward touched no parameter here, or there was none
+                self._sharded.end_backward()  # the user's backward reached no parameter here, or there was none
         elif ended > self._own_here:
             self._had_users = True
         if ends_step and not self._is_reduced:
@@ -122,7 +122,7 @@ class Microbatches:
             self._no_sync -= 1
 
     def refuse_second_step(self) -> None:
-        """Raise where `engine.step()` follows `optimizer.step()`: it would end a microbatch that never ran."""
+        """Raise if `engine.step()` follows `optimizer.step()`: it would end a microbatch that never ran."""
         if self.ended_by_optimizer:
             raise UsageError(
                 "engine.step() after optimizer.step(), which had ended the step already: call one of them. After "
@@ -130,6 +130,6 @@ class Microbatches:
             )
 
     def refuse_inside_no_sync(self) -> None:
-        """Raise where a step is taken inside `no_sync`."""
+        """Raise if a step is taken inside `no_sync`."""
         if self._no_sync:
             raise UsageError("engine.step() inside engine.no_sync(), which holds back the reduction: call it outside.")

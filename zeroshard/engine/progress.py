@@ -29,7 +29,7 @@ _MIB = 2**20
 _SETTINGS = ("ZEROSHARD_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
 """Beginnings of the names of environment variables that a log keeps."""
 _PRIVATE = ("wandb", "comet")
-"""Blocks of a config that a log leaves out: they may hold keys of an account."""
+"""Blocks of a config that a log leaves out: they may hold an account's keys."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class StepReport:
 
     Attributes:
         applied: whether the parameters were updated.
-        reason: why not, or None.
-        not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator where the config
-            lets such steps through: the step does not wait for the norm.
-        norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step. Where a step
-            need not wait for an accelerator, it is a tensor of shape [] there.
-        loss_scale: the scale that the gradients were made with.
+        reason: the reason if they were not, otherwise None.
+        not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator if the
+            config
+        allows such steps: the step does not wait for the norm.
+        norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step. If the
+            step does not wait for an accelerator, it is a tensor of shape [] there.
+        loss_scale: the loss scale of the step's backwards.
     """
 
     applied: bool
@@ -75,12 +76,12 @@ def about(sharded: Sharded) -> dict[str, Any]:
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
     }
     if sharded.policy.wire.is_lossy:
-        described["rounded on the wire"] = str(sharded.policy.wire)
+        described["lossy communication"] = str(sharded.policy.wire)
     return described
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's product name, where torch has it."""
+    """Return a device's product name, if torch has it."""
     module = torch.get_device_module(device)
     if hasattr(module, "get_device_name"):
         return str(module.get_device_name(device))
@@ -88,11 +89,11 @@ def device_name(device: torch.device) -> str:
 
 
 Watcher = Callable[[StepReport, int, int, float, Sequence[Tensor]], None]
-"""Takes each step's report, number, samples since the start, learning rate, and this rank's losses."""
+"""A function of each step's report, number, samples since the start, learning rate, and this rank's losses."""
 
 
 class Progress:
-    """The figures of each step, logged on rank 0 where the config asks for it.
+    """The figures of each step, logged on rank 0 if the config enables it.
 
     Attributes:
         tokens: tokens per sample, if the caller gave them.
@@ -120,7 +121,7 @@ class Progress:
         if self._schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
         self._losses: list[Tensor] = []
-        self._sent = Sent(sharded.comm_report(clear=False))  # what was sent before is no step's
+        self._sent = Sent(sharded.comm_report(clear=False))  # bytes that were sent before belong to no step
         self._watchers: list[Watcher] = []
         self.tokens: int | None = None
         self.start_at(0)
@@ -147,15 +148,15 @@ class Progress:
         return time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Note a microbatch's loss, a scalar without gradient."""
+        """Add a microbatch's loss, a scalar without gradient."""
         self._losses.append(loss)
 
     def forget_losses(self) -> None:
-        """Drop the losses of the step's microbatches so far: they are run again."""
+        """Drop the losses of the step's microbatches so far, which will run again."""
         self._losses.clear()
 
     def start_at(self, samples: int) -> None:
-        """Count the throughput from now, at this number of samples."""
+        """Measure the throughput from now, at this number of samples."""
         self._logged_at = time.perf_counter()
         self._logged_samples = samples
 
@@ -204,7 +205,7 @@ class Progress:
             watcher(report, step, samples, lr, losses)
         if not (self._is_monitored or self._prints(step)):
             return
-        mine = torch.full((1,), math.nan, dtype=torch.float64)  # the user's own backward: the engine saw no loss
+        mine = torch.full((1,), math.nan, dtype=torch.float64)  # the user's own backward: the engine got no loss
         if losses:
             mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
         more = samples - self._logged_samples

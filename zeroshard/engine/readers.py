@@ -1,4 +1,4 @@
-"""Owns an engine's getters: its config in DeepSpeed's words, the figures of the last step, bytes."""
+"""Owns an engine's getters: its config under DeepSpeed's names, the figures of the last step, bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _returns(doc: str, read: Callable[[Readers], T]) -> Callable[[Any], T]:
 
 
 class Readers:
-    """The part of an engine that reads, and changes nothing. DeepSpeed's getters are a table, one row each."""
+    """The getters of an engine. Those of DeepSpeed are a table, one row each."""
 
     optimizer: EngineOptimizer
     resolved: Config
@@ -51,10 +51,10 @@ class Readers:
         return self.resolved.schema.zero_optimization
 
     def get_global_grad_norm(self) -> float | None:
-        """The global L2 norm of the last step's gradients before clipping; None before the first step.
+        """Return the global L2 norm of the last step's gradients before clipping; None before the first step.
 
-        Infinite where scaled fp16 gradients overflowed, as in DeepSpeed. `step`'s report has the norm as it came out: NaN where
-        an infinite gradient met another.
+        It is infinite if scaled fp16 gradients overflowed, as in DeepSpeed. The report of `step` has the computed norm,
+        which is NaN if infinite gradients of both signs met.
         """
         norm = self._last.grad_norm
         if self.resolved.scales_loss and norm is not None and not math.isfinite(norm):
@@ -62,19 +62,19 @@ class Readers:
         return norm
 
     def optimizer_name(self) -> str | None:
-        """The type of the config's optimizer."""
+        """Return the type of the config's optimizer."""
         return self._schema.optimizer.type if self._schema.optimizer else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """The arguments of the config's optimizer."""
+        """Return the arguments of the config's optimizer."""
         return dict(self._schema.optimizer.params) if self._schema.optimizer else None
 
     def scheduler_name(self) -> str | None:
-        """The type of the config's scheduler."""
+        """Return the type of the config's scheduler."""
         return self._schema.scheduler.type if self._schema.scheduler else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """The arguments of the config's scheduler."""
+        """Return the arguments of the config's scheduler."""
         return dict(self._schema.scheduler.params) if self._schema.scheduler else None
 
     @property
@@ -104,9 +104,9 @@ class Readers:
     comm_report = _returns(
         "Bytes that this rank sent since the last call, by collective.", lambda self: self._sharded.comm_report())
     # batches
-    dp_world_size = property(_returns("The ranks that the batch is cut over.", lambda self: self.resolved.batch.world_size))
+    dp_world_size = property(_returns("The number of data-parallel ranks.", lambda self: self.resolved.batch.world_size))
     mp_world_size = property(_returns(
-        "The ranks that divide the model's matrices (tensor parallelism).", lambda self: self._sharded._context.others.world_size))
+        "The number of tensor-parallel ranks of a model.", lambda self: self._sharded._context.others.world_size))
     train_batch_size = _returns(
         "Samples of one optimizer step, over all ranks and microbatches.", lambda self: self.resolved.batch.train)
     train_micro_batch_size_per_gpu = _returns(
@@ -136,7 +136,7 @@ class Readers:
     gradient_clipping = _returns(
         "The largest global L2 norm of the gradients; 0 is off.", lambda self: self._schema.gradient_clipping)
     gradient_predivide_factor = _returns(
-        "What gradients are divided by before they are summed over ranks.", lambda self: self._schema.gradient_predivide_factor)
+        "The divisor of gradients before they are summed over ranks.", lambda self: self._schema.gradient_predivide_factor)
     steps_per_print = _returns("Steps between two printed lines.", lambda self: self._schema.steps_per_print)
     wall_clock_breakdown = _returns("Whether the parts of a step are timed.", lambda self: self._schema.wall_clock_breakdown)
     # ZeRO
@@ -149,7 +149,7 @@ class Readers:
     zero_offload_optimizer = _returns("The block `offload_optimizer`, or None.", lambda self: self._zero.offload_optimizer)
     zero_offload_param = _returns("The block `offload_param`, or None.", lambda self: self._zero.offload_param)
     zero_cpu_offload = _returns(
-        "Whether optimizer states rest in CPU memory.", lambda self: self._sharded.policy.optimizer.place is Place.CPU)
+        "Whether optimizer states are in CPU memory.", lambda self: self._sharded.policy.optimizer.place is Place.CPU)
     zero_overlap_comm = _returns(
         "Whether collectives run behind the computation.", lambda self: self.resolved.overlap)
     zero_reduce_bucket_size = _returns(
@@ -158,7 +158,7 @@ class Readers:
         "The most elements that are gathered at once, of parameters that are not sharded at rest.",
         lambda self: self._zero.allgather_bucket_size)
     zero_sub_group_size = _returns(
-        "The most elements that the optimizer updates in one call, where they come from elsewhere.",
+        "The most elements that the optimizer updates in one call, for offloaded states.",
         lambda self: self._zero.sub_group_size)
     # fmt: on
 

@@ -30,7 +30,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Saving:
-    """The part of an engine that writes and reads files, and gathers their contents."""
+    """The methods of an engine that write and read files, and gather their contents."""
 
     module: nn.Module
     resolved: Config
@@ -51,20 +51,22 @@ class Saving:
         save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> bool:  # fmt: skip
-        """Save everything that a resumed training needs, see `Sharded.save`. Every rank must call it.
+        """Save all states that a resumed training needs, see `Sharded.save`. Every rank must call it.
 
-        That is: model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the position of
-        `training_dataloader`, and `client_state`. Within a step's microbatches a load begins that step again.
+        These are model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the
+        position of `training_dataloader`, and `client_state`. After a save between the microbatches of a step, a load
+        begins that step again.
 
         Args:
             save_dir: the folder of all checkpoints.
-            tag: default: `global_step` and the number of steps. Where ranks name different ones, the config's
+            tag: default: `global_step` and the number of steps. If ranks name different tags, the config's
                 `checkpoint.tag_validation` applies.
             client_state: JSON and tensors; rank 0's is saved.
             save_latest: `load_checkpoint` without a tag loads this one.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            asynchronous: copy to CPU memory and write behind the training. The next `step` or save raises its error.
-            keep_last: remove all but so many of the newest.
+            asynchronous: copy to CPU memory, and write while training goes on. The next `step` or save raises its
+                error.
+            keep_last: the number of newest checkpoints to keep; older ones are removed. None keeps all.
         """
         self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
@@ -82,7 +84,7 @@ class Saving:
         return True
 
     def _agree_on_tag(self, tag: str) -> str:
-        """Return rank 0's tag; where ranks differ, do as the config says."""
+        """Return rank 0's tag. If ranks differ, raise or warn as the config sets it."""
         tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
         validation = self.resolved.schema.checkpoint.tag_validation
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
@@ -104,16 +106,16 @@ class Saving:
 
         Args:
             load_dir: the folder of all checkpoints.
-            tag: default: what its file `latest` names.
-            load_module_strict: parameters that the checkpoint or the model lacks are errors.
+            tag: default: the tag in its file `latest`.
+            load_module_strict: raise an error for parameters that the checkpoint or the model lacks.
             load_optimizer_states: load the optimizer's states, and the loss scaler.
             load_lr_scheduler_states: load the scheduler.
             load_module_only: load only parameters and buffers.
-            fall_back: where a checkpoint is damaged, load the newest whole one instead.
+            fall_back: if a checkpoint is damaged, load the newest whole one instead.
 
         Returns:
-            (the checkpoint's folder, client_state); (None, None), with a warning, where no tag is given and the folder has no
-            checkpoint yet, as in a job that is started for the first time.
+            (the checkpoint's folder, client_state); or (None, None), with a warning, if no tag is given and the folder
+            has no checkpoint yet, as in the first run of a job.
         """
         self._reshard_adapters()
         if tag is None and not any(
@@ -168,7 +170,8 @@ class Saving:
             self.training_dataloader.load_state_dict(values["data"])
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write the model as transformers does (safetensors, ties once), each rank its own part. Every rank must call it.
+        """Write the model as transformers does (safetensors, tied parameters once). Each rank writes its own part, and
+        must call it.
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
@@ -177,7 +180,7 @@ class Saving:
         self._sharded.export(out, dtype)
 
     def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Hand over the weights of an export without files, one unit at a time, see `Sharded.named_weights`."""
+        """Yield the weights of an export without files, one unit at a time, see `Sharded.named_weights`."""
         return self._sharded.named_weights(to, merge_adapters=merge_adapters)
 
     def save_16bit_model(
@@ -196,16 +199,16 @@ class Saving:
             exclude_frozen_parameters: leave out parameters that are not trained.
 
         Returns:
-            Whether it was saved: not where parameters are sharded and the config forbids to gather them for a save.
+            Whether it was saved. False if parameters are sharded and the config forbids gathering them for a save.
 
         Raises:
-            UsageError: the name says safetensors, which `torch.save` does not write.
-            CheckpointError: on every rank, where rank 0 cannot write.
+            UsageError: the name ends in .safetensors, a format that `torch.save` does not write.
+            CheckpointError: rank 0 cannot write; raised on every rank.
         """
         path = Path(save_dir) / save_filename
         if path.suffix == ".safetensors":
             raise UsageError(
-                f"save_16bit_model writes as torch.save does, and {path.name} says safetensors: name a .bin file, or "
+                f"save_16bit_model writes as torch.save does, and {path.name} is a name for safetensors: name a .bin file, or "
                 f"call engine.export({str(save_dir)!r}, dtype=...), which writes safetensors."
             )
         if not self.zero_gather_16bit_weights_on_model_save():
@@ -220,7 +223,7 @@ class Saving:
     save_fp16_model = save_16bit_model
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save may gather the weights in one rank's memory: unless the config forbids it at stage 3."""
+        """Return whether a save may gather the weights in one rank's memory. False if the config forbids it at stage 3."""
         zero = self.resolved.schema.zero_optimization
         keys = (zero.stage3_gather_16bit_weights_on_model_save, zero.stage3_gather_fp16_weights_on_model_save)
         return not self._sharded.policy.parameters.sharded or False not in keys or True in keys
@@ -239,7 +242,9 @@ class Saving:
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return the complete state dict in rank 0's CPU memory, built unit by unit; None elsewhere. Every rank must call it."""
+        """Return the complete state dict in rank 0's CPU memory, built unit by unit; None on others. Every rank must
+        call it.
+        """
         state = self._sharded.consolidated_state_dict()
         if state is not None and exclude_frozen_parameters:
             return self._without_frozen(state)
@@ -248,11 +253,11 @@ class Saving:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return `consolidated_state_dict` under the name that trainers use; other ranks get an empty dict, which cannot be saved.
 
-        To transformers' `save_pretrained(state_dict=None)`, which scripts call on every rank, None means `model.state_dict()`:
-        that gathers the weights, and those ranks would wait for rank 0.
+        Scripts call transformers' `save_pretrained(state_dict=...)` on every rank. None there means
+        `model.state_dict()`, which gathers the weights: those ranks would wait for rank 0.
 
-        A PEFT model's adapters stay whole until the engine is used again: PEFT runs prompt encoders and makes state dicts of
-        modules while it saves, which trainers have it do on rank 0 only.
+        A PEFT model's adapters stay whole until the engine is used again. While PEFT saves, it runs prompt encoders and
+        makes state dicts of modules, and trainers let it save on rank 0 only.
         """
         self._reshard_adapters()
         if self._sharded.policy.parameters.sharded:
@@ -289,7 +294,9 @@ _NO_COPY = (
 
 
 def _names_checkpoints(folder: Path) -> bool:
-    """Return whether it has a newest checkpoint; or files of one checkpoint, so that a load says which folder was meant."""
+    """Return whether it has a newest checkpoint, or files of one checkpoint, so that the error of a load names the
+    right folder.
+    """
     return (folder / LATEST).exists() or (folder / MANIFEST).exists() or is_of_deepspeed(folder)
 
 
@@ -297,6 +304,4 @@ class _OnRank0(dict[str, Tensor]):
     """The empty state dict of a rank other than 0, which has the complete one. Pickling it raises."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(
-            "this rank's state dict is empty: the whole came together on rank 0. Save it on that rank only."
-        )
+        raise UsageError("this rank's state dict is empty: rank 0 has the whole. Save it on that rank only.")

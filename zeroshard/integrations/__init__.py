@@ -1,1 +1,1 @@
-"""The doors into trainers of other libraries. Each module here needs its library; nothing else of zeroshard imports one."""
+"""Integrations with trainers of other libraries. Each module here imports its library; no other part of zeroshard does."""

@@ -1,7 +1,8 @@
-"""Owns the backend that accelerate needs to know, and does not ask for; and refuses its tensor parallelism.
+"""Owns the setting of accelerate's backend on CPUs, and the refusal of its tensor parallelism.
 
-On a CPU, accelerate knows no backend for DeepSpeed: it lets `deepspeed.comm.init_distributed(None)` join the ranks, and then takes
-"no backend" for "one process" (accelerate/state.py, `PartialState.__init__`): every rank would load all data and write all files.
+On a CPU, accelerate has no backend for DeepSpeed. It lets `deepspeed.comm.init_distributed(None)` join the ranks, and
+then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Every rank would load all data
+and write all files.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from zeroshard.errors import UsageError
 
 
 def tell_backend() -> None:
-    """Give accelerate's state the backend of the ranks that are joined, where it has none. Does nothing without accelerate.
+    """Set the backend of the joined ranks in accelerate's state, if it has none. Do nothing without accelerate.
 
-    Its state is one for all of its instances, and is filled while the first one is made: that one asks for the ranks.
+    All instances share one state, which the first instance fills when it joins the ranks.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is None or not dist.is_initialized():
@@ -28,7 +29,7 @@ def tell_backend() -> None:
 
 
 def refuse_tensor_parallel() -> None:
-    """Raise where accelerate was given `ParallelismConfig(tp_size=...)`. Does nothing without accelerate."""
+    """Raise if accelerate got `ParallelismConfig(tp_size=...)`. Do nothing without accelerate."""
     size = _tensor_parallel_size()
     if size > 1:
         raise UsageError(
@@ -38,7 +39,7 @@ def refuse_tensor_parallel() -> None:
 
 
 def refuse_divided_by_transformers() -> None:
-    """Raise where a Trainer got a model that transformers loaded with a `tp_plan`: it would train it without an engine."""
+    """Raise if a Trainer got a model that transformers loaded with a `tp_plan`: it would train it without an engine."""
     size = _tensor_parallel_size()
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     kind = None if state is None else state._shared_state.get("distributed_type")

@@ -5,8 +5,8 @@ import zeroshard.integrations.llama_factory as entry; entry.register()     # the
 dist_config: {name: zeroshard}
 optim_config: {name: zeroshard, optimizer: AdamW, lr: 1.0e-5, consolidate_every: 500}     # as save_steps
 
-Its training loop reads `parameter.grad`, clips with torch's function, and saves only on rank 0 for every name but its own: that is
-right for sharded optimizer states (stage 1), and for no more. Stages 2 and 3 go through `dist_config.name: deepspeed`.
+For foreign names its training loop reads `parameter.grad`, clips with torch's function, and saves only on rank 0. That
+works for sharded optimizer states (stage 1) only. For stages 2 and 3 use `dist_config.name: deepspeed`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PLUGINS = "llamafactory.v1.plugins.trainer_plugins."
 
 
 class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer whose whole state comes to rank 0 after the steps at which only rank 0 saves `state_dict()`."""
+    """An optimizer that gathers its whole state on rank 0 after the steps at which only rank 0 saves `state_dict()`."""
 
     consolidate_every = 0
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Step, and consolidate the state where `consolidate_every` divides the number of steps."""
+        """Step, and consolidate the state if `consolidate_every` divides the number of steps."""
         loss = super().step(closure, **kwargs)
         self._steps = getattr(self, "_steps", 0) + 1
         if self.consolidate_every and self._steps % self.consolidate_every == 0:
@@ -43,10 +43,10 @@ class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
 
 
 def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn.Module:
-    """The model in DistributedDataParallel, where there are other ranks.
+    """Wrap the model in DistributedDataParallel, if there are other ranks.
 
     Raises:
-        UsageError: `dist_config` asks for more than sharded optimizer states.
+        UsageError: `dist_config` sets more than sharded optimizer states.
     """
     stage = dist_config.get("stage", 1)
     if stage != 1:
@@ -68,10 +68,10 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
 
 
 def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> ConsolidatingOptimizer:
-    """A torch optimizer over the model's trainable parameters, its state sharded over the ranks.
+    """Make a torch optimizer over the model's trainable parameters, with its state sharded over the ranks.
 
     Args:
-        model: as the trainer has it.
+        model: the trainer's model.
         optim_config: `optimizer` (a class of torch.optim; default AdamW), `consolidate_every` (steps, as `save_steps`), and
             arguments of the optimizer.
     """
@@ -91,7 +91,7 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
 
 
 def register() -> None:
-    """Enter both names into LLaMA-Factory's registries, of the release (0.9.5) or of what comes after it."""
+    """Register both names with LLaMA-Factory, for release 0.9.5 and for later versions."""
     try:  # later than 0.9.5
         distributed = import_module(_PLUGINS + "distributed.interface").DistributedPlugin
     except ModuleNotFoundError as error:
@@ -116,11 +116,11 @@ def _load(module: str, name: str) -> Any:
 
 
 class _Distributed:
-    """The group of methods that LLaMA-Factory's registry holds after 0.9.5."""
+    """The methods that LLaMA-Factory's registry expects after 0.9.5."""
 
     shard_model = staticmethod(wrap_model)
 
     @staticmethod
     def clip_grad_norm(model: nn.Module, max_norm: float, **_: Any) -> float:
-        """Gradients are whole on every rank."""
+        """Clip with torch's function: gradients are whole on every rank."""
         return float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))

@@ -1,4 +1,5 @@
-"""Owns `ZeroTrainer`, transformers' Trainer on zeroshard, and what a stock Trainer needs beside ZeroRedundancyOptimizer.
+"""Owns `ZeroTrainer`, transformers' Trainer on zeroshard, and the callback for ZeroRedundancyOptimizer in a stock
+Trainer.
 
 trainer = ZeroTrainer(model, args, zero=3, train_dataset=data)          # a stage, a Policy, or a DeepSpeed config
 class MyTrainer(ZeroTrainerMixin, SFTTrainer): ...                      # any other Trainer
@@ -43,7 +44,7 @@ _logger = logging.get_logger(__name__)
 
 
 _Trainer: Any = object
-"""The base class, to type checkers: the Trainer that comes after the mixin."""
+"""The base class, for type checkers: the Trainer that comes after the mixin."""
 
 
 # ---------------------------------------------------------------------- settings
@@ -54,8 +55,8 @@ class Settings:
     """The settings of a training.
 
     Attributes:
-        policy, precision: where model states rest, and in which dtypes.
-        config: the DeepSpeed config, where one was given.
+        policy, precision: the residencies and the dtypes of model states.
+        config: the DeepSpeed config, if one was given.
         shard_arguments: other arguments of `zeroshard.shard`.
         autocast_dtype: the dtype of torch.autocast around the forward, or None.
     """
@@ -68,12 +69,12 @@ class Settings:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point inputs are cast to: the parameters', where it was chosen here."""
+        """The dtype to which floating-point inputs are cast: the parameters', if the settings chose it."""
         return self.precision.param_dtype
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients pass through fp16."""
+        """Whether the loss is scaled, since gradients are in fp16."""
         return torch.float16 in (self.precision.param_dtype, self.autocast_dtype)
 
     @property
@@ -82,7 +83,7 @@ class Settings:
         return self.config is None or self.config.skips_steps_that_are_not_finite
 
     def create_loss_scaler(self) -> LossScaler:
-        """Make a dynamic scaler under fp16, otherwise a scale of 1."""
+        """Make a dynamic scaler under fp16, and otherwise a scale of 1."""
         if self.config is not None and self.config.scales_loss:
             return create_loss_scaler(self.config)
         if self.precision.param_dtype is torch.float16:
@@ -94,12 +95,12 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     """Resolve `zero=` with transformers' TrainingArguments.
 
     Args:
-        model: gives its hidden size to keys that are "auto".
+        model: the model, whose hidden size replaces "auto" in some keys.
         total_steps: optimizer steps of the whole training, for a schedule whose length is "auto".
 
     Raises:
         ConfigError: the config cannot be used, or contradicts the arguments.
-        UsageError: `zero` is none of the things that it may be.
+        UsageError: `zero` has a wrong type.
     """
     if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):
         raise UsageError(
@@ -121,7 +122,7 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
 
 
 def _precision_of(args: Any) -> Precision:
-    """16 bits for parameters and gradients, fp32 for what the optimizer updates, as DeepSpeed and FSDP have it."""
+    """Return 16 bits for parameters and gradients, and fp32 for master weights, as DeepSpeed and FSDP do."""
     if not (args.bf16 or args.fp16):
         return Precision()
     dtype = torch.bfloat16 if args.bf16 else torch.float16
@@ -129,7 +130,7 @@ def _precision_of(args: Any) -> Precision:
 
 
 def _auto_values(args: Any, total_steps: int) -> dict[str, Any]:
-    """The values that transformers puts instead of "auto"."""
+    """Return the values that transformers sets instead of "auto"."""
     micro = args.per_device_train_batch_size
     accumulation = args.gradient_accumulation_steps
     return {
@@ -152,7 +153,7 @@ def _auto_values(args: Any, total_steps: int) -> dict[str, Any]:
 
 
 def _refuse_contradictions(config: Config, args: Any) -> None:
-    """Refuse settings that contradict each other in two places."""
+    """Raise if the config and TrainingArguments contradict each other."""
     schema = config.schema
     if schema.activation_checkpointing.checkpoint_units is not None:
         raise ConfigError(
@@ -191,7 +192,7 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise where TrainingArguments ask for what ZeroTrainer cannot do beside, and name it."""
+    """Raise if TrainingArguments enable a feature that ZeroTrainer does not support, and name it."""
     clashes = {
         "deepspeed": (args.deepspeed, "give the config to ZeroTrainer: zero=config"),
         "fsdp": (args.fsdp, "zero=3 shards parameters, too"),
@@ -212,7 +213,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """Raise where an optimizer does something of its own to parameters between steps."""
+    """Raise if an optimizer changes parameters between steps, or shards them itself."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise UsageError(
             "ZeroTrainer shards the optimizer itself: give it the optimizer class that ZeroRedundancyOptimizer was "
@@ -229,7 +230,7 @@ def refuse_optimizer(optimizer: Any) -> None:
 
 
 class OuterModel(nn.DataParallel[nn.Module]):
-    """The model as the training loop sees it. A DataParallel, of one device, to who unwraps models."""
+    """The model as the training loop sees it. For code that unwraps models it is a DataParallel of one device."""
 
     def __init__(self, module: nn.Module, sharded: Sharded | None, settings: Settings) -> None:
         nn.Module.__init__(self)
@@ -238,7 +239,7 @@ class OuterModel(nn.DataParallel[nn.Module]):
         self._autocast_dtype = settings.autocast_dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward, under autocast where the config has it."""
+        """Run the model's own forward, under autocast if the config enables it."""
         if self._autocast_dtype is None:
             return self.module(*args, **kwargs)
         with torch.autocast(next(self.module.parameters()).device.type, self._autocast_dtype):
@@ -260,7 +261,7 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The sharded optimizer as the training loop sees it.
 
     Args:
-        skips: a step whose gradients are not finite is not taken. False: no step waits for the norm.
+        skips: whether to skip a step whose gradients are not finite. False: no step waits for the norm.
     """
 
     _is_accelerate_prepared = True
@@ -273,13 +274,13 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._norm: float | Tensor | None = None
 
     def clip(self, max_norm: float | None) -> float | Tensor:
-        """Clip, and return the norm before: a number where steps may be skipped."""
+        """Clip, and return the norm before; as a number if steps may be skipped."""
         norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
         self._norm = float(norm) if self._skips else norm
         return self._norm
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, once a step's microbatches are through."""
+        """Update the parameters, after the last microbatch of a step."""
         if closure is not None:
             raise UsageError("a sharded optimizer takes no closure. Run forward and backward before step().")
         if not self.gradient_state.sync_gradients:
@@ -317,7 +318,8 @@ class LossScale:
 
 
 class NeedsOtherRanks:
-    """The value of `_is_fsdp_managed_module`, by which transformers asks whether all ranks must run a model equally often.
+    """The value of `_is_fsdp_managed_module`: transformers reads there whether all ranks must run a model equally
+    often.
 
     It is true while a forward gathers parameters. A copy of the model, or a pickled one, gets False.
     """
@@ -329,14 +331,14 @@ class NeedsOtherRanks:
         sharded = self._sharded()
         return sharded is not None and sharded.needs_other_ranks
 
-    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
+    def __reduce__(self) -> Any:  # copy.deepcopy and pickle call this
         return bool, ()
 
 
 def generate_together(sharded: Sharded) -> None:
-    """Have `generate` of transformers' models go on until the last rank is done, while parameters are sharded.
+    """Make `generate` of transformers' models continue until the last rank is done, while parameters are sharded.
 
-    Not of a compiled model: torch.compile traces a module with this attribute as one of FSDP's own.
+    Compiled models are left out: torch.compile traces a module with this attribute as one of FSDP's.
     """
     answer: Any = NeedsOtherRanks(sharded)
     for module in sharded.model.modules():
@@ -345,12 +347,12 @@ def generate_together(sharded: Sharded) -> None:
 
 
 def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[str, Tensor]:
-    """The model's state dict, for rank 0, in the dtypes it trains in. Every rank must call it.
+    """Return the model's state dict on rank 0, in the dtypes that it trains in. Every rank must call it.
 
-    Sharded parameters come one at a time, into rank 0's CPU memory; unsharded ones are the model's own tensors.
+    Sharded parameters are gathered one at a time, into rank 0's CPU memory. Unsharded ones are the model's own tensors.
 
     Args:
-        adapters_alone: of a PEFT model, leave out the frozen base but for its embeddings.
+        adapters_alone: for a PEFT model, leave out the frozen base except its embeddings.
     """
     model = sharded.model
     if not sharded.policy.parameters.sharded:
@@ -380,13 +382,13 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """PEFT saves them with an adapter where they were changed."""
+    """Return the names of the embeddings, which PEFT saves with an adapter if they were changed."""
     modules = [getattr(model, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
     return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether a Trainer's checkpoint holds one of zeroshard's."""
+    """Return whether a Trainer's checkpoint contains one of zeroshard's."""
     return Path(folder, "latest").is_file()
 
 
@@ -394,17 +396,17 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Trains with zeroshard what a Trainer would train with DistributedDataParallel. Put it before the Trainer's class.
+    """Makes a Trainer train with zeroshard instead of DistributedDataParallel. Put it before the Trainer's class.
 
-    The model stays `trainer.model`; once training has begun it is sharded, by `trainer.sharded`. Every rank must call `train`,
-    `evaluate`, `predict` and `save_model`, as ever.
+    The model stays `trainer.model`. When training begins it is sharded; `trainer.sharded` is the result of `shard`.
+    Every rank must call `train`, `evaluate`, `predict` and `save_model`, as with other Trainers.
 
     Args:
         zero: a stage (0 to 3), a `zeroshard.Policy`, or a DeepSpeed config (a path, a dict), whose "auto" values are those of
             `args`.
 
     Raises:
-        ConfigError, UsageError: the config contradicts `args`, or `args` ask for what cannot be had together.
+        ConfigError, UsageError: the config contradicts `args`, or `args` combine settings that exclude each other.
     """
 
     sharded: Sharded | None
@@ -412,7 +414,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     lr_scheduler: Any
 
     _whole: dict[str, Any] | None = None
-    """The model's state dict, while `save_model` runs."""
+    """The model's state dict while `save_model` runs, otherwise None."""
 
     def __init__(self, *args: Any, zero: Zero = 2, **kwargs: Any) -> None:
         self._zero = zero
@@ -421,7 +423,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what cannot be had together, before anything is moved or made."""
+        """Refuse settings that exclude each other, before anything is moved or made."""
         refuse_arguments(self.args)
         if self.sharded is None and self.model is not None and any(is_taken(p) for p in self.model.parameters()):
             raise UsageError(
@@ -433,13 +435,13 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             self.accelerator.clip_grad_norm_ = lambda *_, **__: self._clip_grad_norm(None)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """accelerate neither casts nor scales: zeroshard does, on CPUs too."""
+        """Return accelerate's arguments without mixed precision: zeroshard casts and scales, on CPUs too."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     # ------------------------------------------------------------------ optimizer, scheduler, model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The config's, where it names one."""
+        """Make the config's optimizer, if it names one, otherwise the Trainer's."""
         config = self._settings.config
         if self.optimizer is None and config is not None and config.schema.optimizer is not None:
             trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -448,7 +450,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The config's, where it names one."""
+        """Make the config's scheduler, if it names one, otherwise the Trainer's."""
         config = read_settings(self._zero, self.args, self.model, num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schema.scheduler is not None:
             if optimizer is None:
@@ -458,7 +460,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().create_scheduler(num_training_steps, optimizer)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The model of an earlier training gives its memory back first."""
+        """Release the model of an earlier training, then call the user's `model_init`."""
         self._release()
         made: nn.Module = super().call_model_init(trial)
         return made
@@ -468,7 +470,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         if isinstance(model, OuterModel):
             return model
         if self._outer is not None and self._outer.module is model:
-            return self._outer  # trained before, or with a batch that was too large
+            return self._outer  # it was trained before, or its batch was too large
         if not training:
             return OuterModel(model, None, self._settings)
         self._release()
@@ -491,7 +493,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return self._outer
 
     def _release(self) -> None:
-        """Take zeroshard off the model of an earlier training."""
+        """End the sharding of an earlier training's model."""
         if self.sharded is not None:
             self.sharded.remove()
         self.sharded = self._outer = None
@@ -507,7 +509,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
-        """Floating-point inputs in the dtype of the parameters."""
+        """Cast floating-point inputs to the dtype of the parameters."""
         data = super()._prepare_input(data)
         dtype = self._settings.input_dtype
         if self.sharded is not None and dtype is not None and isinstance(data, Tensor) and data.is_floating_point():
@@ -515,13 +517,13 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return data
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Every rank evaluates with rank 0's running statistics, which are those that a checkpoint holds."""
+        """Evaluate with rank 0's running statistics on every rank, which checkpoints hold too."""
         if self.sharded is not None:
             self.sharded.broadcast_buffers()
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with `synced_gpus`, as `generate_together` does, also where the model is compiled."""
+        """Predict with `synced_gpus`, as `generate_together` does, also for compiled models."""
         if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(*args, **kwargs)
@@ -556,7 +558,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _adapters_whole(self) -> Iterator[None]:
-        """Allow PEFT to run its prompt encoders and make state dicts of its modules, which it does on the rank that writes."""
+        """Unshard adapters inside: on the rank that writes, PEFT runs prompt encoders and makes state dicts of its modules."""
         with ExitStack() as stack:
             if self.sharded is not None and self.sharded.policy.parameters.sharded:
                 stack.enter_context(unsharded(adapter_parameters(self.model)))
@@ -577,7 +579,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not is_ours(resume_from_checkpoint):  # else it is loaded when the model is sharded
+        if not is_ours(resume_from_checkpoint):  # otherwise it is loaded when the model is sharded
             with self._writable():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -610,7 +612,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Allow every rank to write the same to whole parameters inside."""
+        """Unshard parameters inside, so that every rank can write the same values."""
         with ExitStack() as stack:
             if self.sharded is not None:
                 stack.enter_context(unsharded(self.model, modifier_rank=0))
@@ -618,7 +620,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def _is_adapted(self) -> bool:
-        """Whether it is a PEFT model, of which checkpoints hold only trained parameters."""
+        """Return whether it is a PEFT model, whose checkpoints hold only trained parameters."""
         return hasattr(self.model, "peft_config") and hasattr(self.model, "base_model")
 
 
@@ -634,7 +636,7 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
     """A callback of a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint may follow."""
+        """Consolidate the state if a checkpoint may follow."""
         if control.should_save:
             self._consolidate(kwargs["optimizer"])
 
@@ -644,7 +646,7 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
             self._consolidate(kwargs["optimizer"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The best model may be saved after this."""
+        """Consolidate the state, since the best model may be saved next."""
         if args.save_strategy == SaveStrategy.BEST:
             self._consolidate(kwargs["optimizer"])
 

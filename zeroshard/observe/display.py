@@ -1,7 +1,7 @@
-"""Owns the lines that move on a terminal while something lasts: a training, a save, a load.
+"""Owns the progress lines on a terminal: of a training, a save, a load.
 
-They are on stderr, of rank 0, and nowhere where stderr is no terminal. No thread draws them while ranks train: who works says how
-far it has come, and draws what is due. So a data loader's worker is never forked from under a lock that a thread holds.
+They are on rank 0's stderr, if that is a terminal. No thread draws them while ranks train: the code that works reports
+its progress, and draws when a line is due. So a data loader's worker is never forked while a thread holds a lock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ DELAY_SECONDS = 2.0
 """A task that ends sooner has no line."""
 REFRESH_SECONDS = 0.25
 SWITCH = "ZEROSHARD_PROGRESS"
-"""The environment variable that turns lines off, where it is 0."""
+"""The environment variable that turns lines off if it is 0."""
 _SEEN = 60
 _BAR_CELLS = 20
 _GB = 1e9
 
 Advance: TypeAlias = Callable[[float], object]
-"""Takes the amount that was done since the last call."""
+"""A function of the amount that was done since the last call."""
 
 
 def ignore(amount: float) -> None:
-    """Stand for an `Advance` where nothing is shown."""
+    """Do nothing: an `Advance` without a line."""
 
 
 class Row:
@@ -62,7 +62,7 @@ class Row:
         self._display.refresh()
 
     def note(self, now: float) -> None:
-        """Remember the amount done, for the speed."""
+        """Record the amount done, for the speed."""
         self._seen.append((now, self.done))
 
     def is_due(self, now: float) -> bool:
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """The amount done in a second, lately."""
+        """The recent speed: the amount done in a second."""
         then, before = self._seen[0]
         now, done = self._seen[-1]
         if now <= then:
@@ -86,7 +86,7 @@ class Row:
         return max(self.total - self.done, 0.0) / self.speed
 
     def figures(self) -> list[str]:
-        """Return the figures, the most wanted first: those that do not fit on the line are left out."""
+        """Return the figures, the most important first: those that do not fit on the line are left out."""
         parts = [clock(monotonic() - self.since)]
         if self.total is not None:
             parts.insert(0, f"{self.done:g} of {self.total:g}")
@@ -118,8 +118,8 @@ class Display:
     """The lines of one model, or of one command.
 
     Args:
-        speaks: whether this process may have lines: rank 0. An attribute too.
-        animated: a thread draws them, and they appear at once: for commands that print little meanwhile.
+        speaks: whether this process may have lines, as rank 0 may. Also an attribute.
+        animated: whether a thread draws the lines, which then appear at once: for commands that print little meanwhile.
     """
 
     def __init__(self, *, speaks: bool = True, animated: bool = False) -> None:
@@ -131,12 +131,12 @@ class Display:
 
     @property
     def is_on(self) -> bool:
-        """Whether a line would be seen."""
+        """Whether a line would be visible."""
         return self.speaks and os.environ.get(SWITCH) != "0" and sys.stderr is not None and sys.stderr.isatty()
 
     @contextmanager
     def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
-        """Show a row while the task inside lasts, which calls the row's `advance`."""
+        """Show a row while the task inside runs and calls the row's `advance`."""
         kind = BytesRow if in_bytes else Row
         row = kind(what, total, self, delay=DELAY_SECONDS * (not self._animated))
         with self.shown(row):
@@ -161,7 +161,7 @@ class Display:
                     console.print(_line(row, console.width, console.options.ascii_only))
 
     def refresh(self, *, now: bool = False) -> None:
-        """Draw what is due, unless that was a moment ago."""
+        """Draw the lines that are due, unless they were drawn a moment ago."""
         if not self._rows:
             return
         moment = monotonic()
@@ -190,7 +190,7 @@ class Display:
 
     @contextmanager
     def above(self) -> Iterator[None]:
-        """Print what is inside above the lines."""
+        """Print the output of the code inside above the lines."""
         live = self._live
         self._live = None
         if live is not None:

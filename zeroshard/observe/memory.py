@@ -1,4 +1,4 @@
-"""Owns the count of bytes that live on this rank, their peak, and the ZeRO formulas."""
+"""Owns the count of live bytes on this rank, their peak, and the ZeRO formulas."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zeroshard.torch_private import storage_id
 def memory_report(
     units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, freed_nbytes: int = 0, emptied: Iterable[int] = (),
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of live storage of the accelerator on this rank, each storage counted once.
+    """Return the bytes of live storage of the accelerator on this rank, with each storage counted once.
 
     Args:
-        states: what the optimizer keeps there.
-        freed_nbytes: what units gave back and waits for the next one, and scratch that is not the pool's.
+        states: the optimizer's tensors there.
+        freed_nbytes: memory that units freed and that waits for the next one, and scratch outside the pool.
         emptied: addresses of storages that have no memory now.
 
     Returns:
@@ -54,7 +54,7 @@ def _parameters(unit: Unit) -> Iterator[Tensor]:
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Count the bytes of the storages of these tensors that are not in `seen`, and add them to it. Asks for no address."""
+    """Return the bytes of the storages of these tensors that are not in `seen`, and add them to it. It reads no address."""
     total = 0
     for tensor in tensors:
         nbytes = tensor.untyped_storage().nbytes()
@@ -67,7 +67,7 @@ def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def peak_nbytes(device: torch.device) -> int:
     """Return the peak of this process: of the accelerator, by its allocator; on a CPU, of resident memory.
 
-    0 where the accelerator's allocator does not count. Nobody waits for the device.
+    0 if the accelerator's allocator does not count. It does not wait for the device.
     """
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -80,12 +80,13 @@ def peak_nbytes(device: torch.device) -> int:
 def formula(
     policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int | None = None
 ) -> dict[str, float]:
-    """Bytes per rank at rest, as in the ZeRO paper (arXiv:1910.02054, figure 1 and section 5).
+    """Return the bytes per rank at rest by the ZeRO paper (arXiv:1910.02054, figure 1 and section 5).
 
     Args:
-        numel: trainable parameters, all ranks' together.
+        numel: trainable parameters of the whole model.
         states: fp32 tensors of optimizer state for each parameter: 2 for Adam.
-        ranks_per_host: over which parameters are sharded where each host has the whole; default: the policy's `within`.
+        ranks_per_host: the ranks over which parameters are sharded if each host has the whole; default: the policy's
+            `within`.
     """
     if ranks_per_host is None:
         ranks_per_host = policy.within if isinstance(policy.within, int) else world_size

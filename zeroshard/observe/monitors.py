@@ -1,6 +1,6 @@
-"""Owns the figures of a step, and where a run keeps them: JSON lines, CSV files, TensorBoard, Weights & Biases, Comet.
+"""Owns the figures of a step and their records: JSON lines, CSV files, TensorBoard, Weights & Biases, Comet.
 
-A package is imported only where its block is enabled, and only on rank 0.
+A package is imported only if its block is enabled, and only on rank 0.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class StepFigures:
     Attributes:
         samples: since the start.
         at: the time, in seconds since 1970.
-        has_loss: the backwards were the engine's, which saw the loss.
+        has_loss: whether the backwards were the engine's, which got the loss.
         samples_per_second, sent: since the last figures; `sent` in bytes by collective.
-        tokens_per_second: where the caller gave the number of tokens of a sample.
+        tokens_per_second: tokens of all ranks per second; None if the caller gave no number of tokens of a sample.
         seconds: of one step, by part.
         memory: bytes of live storage by model state.
-        peak: the most bytes that the accelerator's allocator had given out, or that the process had where there is none.
+        peak: the peak in bytes of the accelerator's allocator, or of the process if there is no accelerator.
     """
 
     step: int
@@ -58,7 +58,7 @@ class StepFigures:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is known; a number that is not finite is null, since JSON has none."""
+        """Return the figures that are known. A number that is not finite becomes null, since JSON cannot hold it."""
         entry = asdict(self)
         entry["at"] = round(self.at, 3)
         if not entry.pop("has_loss"):
@@ -70,7 +70,7 @@ class StepFigures:
 
 
 class Sent:
-    """Bytes sent since the last look, from counters that others read and clear too.
+    """The bytes sent since the last call, from counters that other code reads and clears too.
 
     Args:
         before: the counters at the beginning.
@@ -93,7 +93,7 @@ class Sent:
 
 
 class Monitor(Protocol):
-    """Keeps figures."""
+    """A record of a run's figures."""
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Keep a step's figures; `events` are the same under DeepSpeed's names."""
@@ -103,7 +103,7 @@ class Monitor(Protocol):
 
 
 def _append_to(path: Path) -> IO[str]:
-    """Open a file to append to. A half-written line of a run that was killed stays a line of its own."""
+    """Open a file to append to. A half-written line of a run that was killed stays a separate line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
@@ -114,7 +114,7 @@ def _append_to(path: Path) -> IO[str]:
 
 
 class FileMonitor(ABC):
-    """Keeps figures in files. When `path` cannot be written any longer, as on a full disk, the training goes on without it."""
+    """A record in files. If `path` can no longer be written, as on a full disk, the training goes on without it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,7 +136,7 @@ class FileMonitor(ABC):
 
     def close(self) -> None:
         for file in self._open.values():
-            with suppress(OSError):  # what a full disk did not take
+            with suppress(OSError):  # data that a full disk refused
                 file.close()
         self._open.clear()
 
@@ -241,7 +241,7 @@ class CometMonitor:
 
 
 def create_monitors(schema: Schema, about: Callable[[], Mapping[str, Any]]) -> list[Monitor]:
-    """Make the monitors that the config enables. Raises `ConfigError` where a package is missing."""
+    """Make the monitors that the config enables. Raises `ConfigError` if a package is missing."""
     made: list[Monitor] = []
     if schema.json_monitor.enabled:
         block = schema.json_monitor

@@ -1,6 +1,7 @@
-"""Owns figures that an accelerator still computes: they are copied in batches, and read when they have arrived.
+"""Owns figures that an accelerator still computes. They are copied in batches, and read when they have arrived.
 
-Nobody waits for the device: a figure is known about half a second after its step, and the last ones when the training is over.
+The host does not wait for the device: a figure arrives about half a second after its step, and the last ones at the
+end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Readings(Generic[Key]):
         self._copies: dict[torch.device, Copies] = {}
 
     def add(self, key: Key, numbers: Sequence[Number]) -> None:
-        """Keep numbers for the next batch. An accelerator's tensors are copied only then: nobody may write to them before."""
+        """Keep numbers for the next batch. An accelerator's tensors are copied only then, and must not change before."""
         kept: list[Number] = []
         for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":
@@ -38,11 +39,11 @@ class Readings(Generic[Key]):
         self._waiting.append((key, kept))
 
     def forget_waiting(self) -> None:
-        """Drop what was added since the last batch."""
+        """Drop the numbers that were added since the last batch."""
         self._waiting.clear()
 
     def take(self, *, wait: bool = False) -> list[tuple[Key, list[float]]]:
-        """Return what has arrived, and start the copies of the next batch.
+        """Return the numbers that have arrived, and start the copies of the next batch.
 
         Args:
             wait: block until everything is here.
@@ -70,7 +71,7 @@ class Readings(Generic[Key]):
             self._arriving[device, dtype] = (host, self._copies[device].copy(host, torch.stack(tensors)))
 
     def _land(self) -> list[tuple[Key, list[float]]]:
-        """The numbers of the batch in flight. Blocks until they are here."""
+        """Return the numbers of the batch in flight. It blocks until they have arrived."""
         arrived = {}
         for kind, (host, transfer) in self._arriving.items():
             if not transfer.is_done:

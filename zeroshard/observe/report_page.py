@@ -1,4 +1,4 @@
-"""Owns the page that shows a run: one HTML file, its plots inside as SVG, no script, nothing from the network."""
+"""Owns the page about a run: one HTML file with plots as SVG, without scripts and network access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 MAX_POINTS = 1500
-"""The most points of a line; a screen has no more."""
+"""The most points of a line; a screen has not more."""
 _LINES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -36,7 +36,7 @@ _GROUPS = {
     "sent": ("sent by rank 0 in a step by collective, MiB", MIB),
 }
 _FAR = 4
-"""A peak this many times as high as the stack is not drawn: the stack would be flat."""
+"""A peak more than this many times as high as the stack is not drawn: it would flatten the stack."""
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } p, dt { color: #555; } dd { margin: 0; font-size: 1.15rem; }
@@ -68,7 +68,7 @@ def page(run: RunLog) -> str:
 
 
 def job_name(run: RunLog) -> str:
-    """Return the name of a run: its log's folder, or the file's name where it is not `steps.jsonl`."""
+    """Return the name of a run: its log's folder, or the file's name if that is not `steps.jsonl`."""
     path = run.path.resolve()
     if path.name == STEPS:
         return path.parent.name
@@ -76,7 +76,7 @@ def job_name(run: RunLog) -> str:
 
 
 def _settings(about: dict[str, Any]) -> str:
-    """The config and the environment of a run, folded; nothing where the log lacks them."""
+    """Return the config and the environment of a run, folded; an empty text if the log lacks them."""
     found = ""
     for name in ("config", "environment"):
         if about.get(name):
@@ -129,7 +129,7 @@ def summary(run: RunLog) -> dict[str, str]:
 
 
 def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
-    """Return at most `limit` points: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Return at most `limit` points: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(series.at) <= limit:
         return series
     found = Series()
@@ -144,7 +144,7 @@ def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def _plots(run: RunLog) -> Iterator[tuple[str, Figure]]:
-    """(title, plot) of what the log holds, in the order of the page."""
+    """Return pairs of a title and a plot for the series in the log, in the order of the page."""
     lines = [name for name in _LINES if any(run.get(name).finite)]
     if set(run.get("loss_scale").finite) <= {1.0} and not run.skipped and "loss_scale" in lines:
         lines.remove("loss_scale")
@@ -227,7 +227,7 @@ def _stack(axes: Axes, parts: dict[str, Series], unit: float) -> float:
 
 
 def _svg(title: str, figure: Figure) -> str:
-    """The plot as an element of the page; its text stays text."""
+    """Return the plot as an element of the page, with its text as text."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()

@@ -1,7 +1,7 @@
-"""Owns the reading of what a run kept of its steps: the JSON lines of `JsonLinesMonitor`.
+"""Owns the reading of a run's log: the JSON lines of `JsonLinesMonitor`.
 
-A run that was killed leaves a half-written line, which is left out and noted. A run that resumed from a checkpoint goes back in its
-steps: the newer ones count.
+A run that was killed leaves a half-written line, which is left out and noted. A run that resumed from a checkpoint
+repeats steps: the newer ones count.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Series:
     values: list[float] = field(default_factory=list)
 
     def add(self, at: float, value: float) -> None:
-        """Append a number, after forgetting those at `at` or later, which belong to a run that was rolled back."""
+        """Append a number, and first drop those at `at` or later, which belong to a run that was rolled back."""
         self.go_back(at)
         self.at.append(at)
         self.values.append(value)
 
     def go_back(self, at: float) -> None:
-        """Forget the numbers at `at` or later."""
+        """Drop the numbers at `at` or later."""
         while self.at and self.at[-1] >= at:
             self.at.pop()
             self.values.pop()
@@ -53,11 +53,11 @@ class RunLog:
 
     Attributes:
         path: the file.
-        about: the run's policy, versions and so on, where the log has them.
-        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, at; and by part, such as
-            memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
+        about: the run's policy, versions and so on, if the log has them.
+        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, at; and by part,
+            such as memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
         applied: 1, or 0 for a step that was skipped.
-        notes: sentences on what was left out.
+        notes: sentences about parts that were left out.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class RunLog:
         self.series.setdefault(name, Series()).add(at, _float(value))
 
     def get(self, name: str) -> Series:
-        """Return a series; an empty one where the log lacks it."""
+        """Return a series, or an empty one if the log lacks it."""
         return self.series.get(name, Series())
 
     def group(self, name: str) -> dict[str, Series]:
@@ -125,7 +125,7 @@ def _read_file(path: Path) -> RunLog:
             elif line.strip():
                 left_out.append(number)
     if not run.series:
-        found = "it is empty, or the run has not ended its first step"
+        found = "it is empty, or the run has not finished its first step"
         if left_out:
             found = f"line {left_out[0]} is not a JSON object of a step"
         raise UsageError(f"{path} holds no step: {found}. Name the log of a run that has stepped.")
@@ -135,7 +135,7 @@ def _read_file(path: Path) -> RunLog:
 
 
 def _object(line: str) -> dict[str, Any]:
-    """The object that a line holds; an empty one where it holds none."""
+    """Return the JSON object of a line, or an empty one if it has none."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,7 +144,7 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _add_step(run: RunLog, entry: Mapping[str, Any], at: float, steps: float) -> None:
-    """`steps`: the number of steps in which the logged bytes were sent."""
+    """Add a step's figures. `steps` is the number of steps in which the logged bytes were sent."""
     if run.applied.at and run.applied.at[-1] >= at:  # series that this step lacks go back too
         if run.applied.at[0] >= at:
             run.notes.append(

@@ -1,4 +1,4 @@
-"""Owns the answer to why the loss is scaled: which gradients vanish in fp16, at this scale and at others.
+"""Owns the report of underflow: the gradients that vanish in fp16, at this loss scale and at others.
 
 A backward is run again at every scale. An element that is zero at one scale and not at the largest scale whose gradients are
 all finite has underflowed there; one that is zero even then counts as truly zero, so the shares are lower bounds.
@@ -62,7 +62,7 @@ class UnderflowReport:
     histogram: Mapping[int, int]
 
     def table(self) -> Table:
-        """Parameters down, scales across."""
+        """Make a table with a row for each parameter and a column for each scale."""
         table = Table(title="gradient elements that vanish in fp16, %", title_justify="left")
         table.add_column("loss scale")
         for scale in self.shares:

@@ -34,11 +34,11 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the torch optimizer that the block names over `parameters` (tensors, or param groups).
 
-    "Adam" means AdamW's mathematics unless `adam_w_mode` is false, as in DeepSpeed. Defaults are those of the class that DeepSpeed
-    0.19.8 takes: without `torch_adam`, Adam and AdamW decay nothing. Fused kernels are the default.
+    "Adam" means AdamW's mathematics unless `adam_w_mode` is false, as in DeepSpeed. Defaults are those of DeepSpeed
+    0.19.8's class: without `torch_adam`, Adam and AdamW have no weight decay. Fused kernels are the default.
 
     Args:
-        model: shows which matrices lie inside blocks, for Muon; those outside (embeddings, heads) go to AdamW.
+        model: decides for Muon which matrices are inside blocks; those outside (embeddings, heads) go to AdamW.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not take these params.
@@ -82,7 +82,7 @@ def create_optimizer(
 
 
 def create_loss_scaler(config: Config) -> LossScaler:
-    """Make the scaler that the `fp16` block describes; a scale of 1 where the loss is not scaled."""
+    """Make the scaler that the `fp16` block describes, or a scale of 1 if the loss is not scaled."""
     block = config.schema.fp16
     if not config.scales_loss:
         return StaticLossScaler()
@@ -102,19 +102,21 @@ def _known() -> list[str]:
 
 
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """DeepSpeed's arguments of Adam that are none of torch's."""
+    """Translate DeepSpeed's arguments of Adam that torch lacks."""
     if not params.pop("bias_correction", True):
         raise ConfigError(
             "optimizer.params.bias_correction = false is not offered: torch's Adam always corrects. Leave it out."
         )
     if not params.pop("torch_adam", False):
-        params.setdefault("weight_decay", 0.0)  # DeepSpeed's own kernels decay nothing by default, torch's AdamW 0.01
+        params.setdefault(
+            "weight_decay", 0.0
+        )  # DeepSpeed's own kernels have no weight decay by default, torch's AdamW has 0.01
     decays_apart = params.pop("adam_w_mode", True)
     return torch.optim.AdamW if decays_apart else cls
 
 
 def _muon(params: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's arguments of Muon and its Adam, with its defaults and its scale of an update (a matrix's aspect ratio)."""
+    """Translate DeepSpeed's arguments of Muon and its Adam, with its defaults and its scale of an update (the aspect ratio)."""
     given = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
     if "ns_method" in given:
         raise ConfigError(
@@ -129,7 +131,7 @@ def _muon(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _muon_groups(parameters: Iterable[Any], model: nn.Module) -> list[Any]:
-    """Part each param group, and loose parameters, into matrices inside the model's blocks and all others."""
+    """Split each param group, and loose parameters, into matrices inside the model's blocks and all others."""
     inside = {id(p) for _, block in find_units(model) for p in block.parameters()}
     given = list(parameters)
     if not inside:

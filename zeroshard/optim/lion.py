@@ -26,7 +26,7 @@ class Lion(torch.optim.Optimizer):
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise UsageError(
                 f"Lion takes lr >= 0, weight_decay >= 0 and betas in [0, 1), not {lr=}, {weight_decay=}, "
-                f"{betas=}. Change what is outside of these."
+                f"{betas=}. Change the values outside these ranges."
             )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 

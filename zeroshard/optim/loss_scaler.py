@@ -1,4 +1,4 @@
-"""Owns the loss scale of fp16 training: what the loss is multiplied by, and when it moves.
+"""Owns the loss scale of fp16 training: the factor of the loss, and the rules by which it changes.
 
 fp16 holds nothing between 0 and 6e-8: small gradients would vanish. The loss is multiplied by a scale before the backward, the
 gradients are divided by that same scale after, and the scale grows while all gradients are finite (Micikevicius et al.,
@@ -25,20 +25,22 @@ from zeroshard.errors import LossScaleError
 
 
 class LossScaler(ABC):
-    """The scale for the next backward, and its changes. The same on every rank, since every rank sees the same norm."""
+    """A scale for the next backward. It is the same on every rank, since every rank gets the same norm."""
 
     scale: float
 
     @abstractmethod
     def update(self, overflow: bool) -> None:
-        """A step is over: its gradients overflowed, or did not. Raises `LossScaleError` where there is no way down."""
+        """Change the scale after a step whose gradients overflowed, or did not. Raises `LossScaleError` at the smallest
+        scale.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `load_state_dict` takes."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken."""
+        """Restore a state of `state_dict`."""
         vars(self).update(state)
 
 
@@ -50,7 +52,7 @@ class StaticLossScaler(LossScaler):
     scale: float = 1.0
 
     def update(self, overflow: bool) -> None:
-        """The scale stays."""
+        """Leave the scale as it is."""
 
 
 @final
@@ -61,9 +63,9 @@ class DynamicLossScaler(LossScaler):
     Attributes:
         scale: the scale now.
         window: clean steps after which the scale doubles.
-        hysteresis: overflows that are borne before the scale halves; the first `hysteresis - 1` leave it as it is.
-        consecutive_hysteresis: whether a clean step makes good for them at once, or only a clean window.
-        min_scale: the scale never goes below it; an overflow there is an error.
+        hysteresis: the number of overflows at which the scale halves; the first `hysteresis - 1` leave it as it is.
+        consecutive_hysteresis: whether any clean step resets the count of overflows, or only a clean window.
+        min_scale: the smallest scale; an overflow there is an error.
     """
 
     scale: float = 2.0**16
@@ -72,7 +74,7 @@ class DynamicLossScaler(LossScaler):
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
     _left: int = 0
-    """The rest of the hysteresis."""
+    """The number of overflows left until the scale halves."""
     _step: int = 0
     _last_overflow: int = -1
 
@@ -80,7 +82,7 @@ class DynamicLossScaler(LossScaler):
         self._left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Move the scale, as DeepSpeed does at stages 1 to 3."""
+        """Change the scale, as DeepSpeed does at stages 1 to 3."""
         if overflow:
             self._lower()
             self._last_overflow = self._step
@@ -94,7 +96,7 @@ class DynamicLossScaler(LossScaler):
         self._step += 1
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on where another was saved, if it was dynamic; window, hysteresis and smallest scale are this one's own."""
+        """Continue from the state of another dynamic scaler; window, hysteresis and smallest scale stay this one's."""
         if "_step" in saved:
             self.scale = float(saved["scale"])
             self._left = int(saved["_left"])

@@ -23,7 +23,7 @@ PerGroup = float | Sequence[float]
 """One number for all param groups, or one for each."""
 
 _SECOND_BETA = 0.99
-"""Adam's second beta, where the schedule moves momentum."""
+"""Adam's second beta, if the schedule changes momentum."""
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -32,7 +32,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
-    """A rate that is a tensor stays the one that it is: a captured or compiled step reads it there."""
+    """Set the rates. A tensor is changed in place, since a captured or compiled step reads it."""
     for group, rate in zip(optimizer.param_groups, new, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -41,7 +41,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
 
 
 class LRSchedule(ABC):
-    """Sets the `lr` of every param group only from the number of optimizer steps."""
+    """A schedule that sets the `lr` of every param group from the number of optimizer steps only."""
 
     last_batch_iteration: int
 
@@ -51,14 +51,14 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The rate of each param group at the present step."""
+        """Return the rate of each param group at the present step."""
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each param group as it is set now."""
+        """Return the rate of each param group as it is set now."""
         return rates(self.optimizer)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next step, or to the one that is given."""
+        """Go to the next step, or to a given one."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
@@ -72,7 +72,7 @@ class LRSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken."""
+        """Restore a state of `state_dict`."""
         self.step(state["last_batch_iteration"])
 
     def _per_group(self, value: PerGroup, name: str, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -125,12 +125,12 @@ class WarmupLR(_WarmsUp):
     i / N ("linear"); gamma = 1 after. At i = -1 the rate is min, and at i = 0 gamma is 0: so the first two steps run at min.
 
     Args:
-        optimizer: whose param groups' `lr` is set.
+        optimizer: the optimizer whose param groups get the `lr`.
         warmup_max_lr: None takes each group's own lr.
-        last_batch_iteration: i to start from.
+        last_batch_iteration: the i to start from.
 
     Attributes:
-        min_lrs, max_lrs: of each param group.
+        min_lrs, max_lrs: the two rates of each param group.
         warmup_num_steps, warmup_type: N, and "log" or "linear".
     """
 
@@ -279,7 +279,7 @@ class OneCycle(LRSchedule):
         return [rate / self._decay_factor(self._decay[1]) for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each param group at the present step; None where they are not moved."""
+        """Return the betas of each param group at the present step; None if they do not change."""
         if not self._moves_momentum:
             return None
         if self.last_batch_iteration < self._first + self._second:
@@ -298,7 +298,7 @@ class OneCycle(LRSchedule):
         x = 1.0 + count / total - math.floor(1 + count / total)
         stairs = self._stairs[x > ratio]
         if stairs > 0:
-            # Whole steps, not x: a quotient a hair below a stair would fall a whole stair short.
+            # Use whole steps: a quotient slightly below a stair would be rounded down by a whole stair.
             offset = count % total
             if offset <= self._first:
                 return math.floor(offset * stairs / self._first) / stairs
@@ -316,7 +316,9 @@ class OneCycle(LRSchedule):
     def _apply(self) -> None:
         super()._apply()
         moments = self.get_mom()
-        if moments is not None and self.last_batch_iteration < 0:  # the first step's are the smallest, as the rate is
+        if (
+            moments is not None and self.last_batch_iteration < 0
+        ):  # in the first step they are the smallest, like the rate
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
         for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas
@@ -332,7 +334,7 @@ class Floor:
         self._hold()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule, which finds the rates as it left them (some of torch's compute the next rate from the last)."""
+        """Step the schedule, with its own last rates in force: some of torch's compute the next rate from the last."""
         _set_rates(self.optimizer, self._unfloored)
         self.schedule.step(*args, **kwargs)
         self._hold()
@@ -354,17 +356,17 @@ class Floor:
 
 
 def refuse_without_metrics(scheduler: Any) -> None:
-    """Raise where a scheduler's step takes a metric, which `engine.step()` was not given."""
+    """Raise if a scheduler's step needs a metric, and `engine.step()` got none."""
     inner = scheduler.schedule if isinstance(scheduler, Floor) else scheduler
     if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
-            "ReduceLROnPlateau moves by a metric: call engine.step(lr_kwargs={'metrics': loss}), with the same value on every rank."
+            "ReduceLROnPlateau needs a metric: call engine.step(lr_kwargs={'metrics': loss}), with the same value on every rank."
         )
 
 
 def _steps(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: a positive integer was expected, not {value!r}. Change it.")
+        raise ConfigError(f"scheduler.params.{name}: a positive integer was expected, not {value!r}. Set one.")
     return value
 
 
@@ -374,14 +376,14 @@ SCHEDULES: dict[str, type[LRSchedule]] = {
 
 
 def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> Any:
-    """Return the scheduler with a floor under its rates, where there is one."""
+    """Return the scheduler, with a minimum for its rates if there is one."""
     if not min_lr:
         return scheduler
     return Floor(scheduler, optimizer, min_lr)
 
 
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
-    """Make the schedule that the block names, with a floor under its rates."""
+    """Make the schedule that the block names, with a minimum for its rates."""
     cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
     if not isinstance(cls, type) or not hasattr(cls, "step"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Owns Muon for a whole model: torch's Muon on matrices, torch's AdamW on the rest."""
+"""Owns Muon for a whole model: torch's Muon for matrices, torch's AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, or param groups. A group with `"use_muon": True` or `False` goes there; in others, matrices (2
             dimensions) go to Muon. Embeddings and output heads train better under AdamW: give them a group of their own.
-        lr, weight_decay: of both, unless `muon_lr` and `adam_lr` are given.
+        lr, weight_decay: for both updates, unless `muon_lr` and `adam_lr` are given.
         momentum, nesterov, ns_steps, adjust_lr_fn: as torch.optim.Muon. The default of `adjust_lr_fn` here is
             "match_rms_adamw", so that one lr suits both (Liu et al., arXiv:2502.16982, section 2.2).
         betas, eps, fused: as torch.optim.AdamW.
@@ -35,7 +35,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn, "betas": tuple(betas), "fused": fused,
         }  # fmt: skip
         rates = {True: muon_lr, False: adam_lr}
-        own_options: dict[bool, dict[str, Any]] = {True: {}, False: {"eps": eps}}  # torch's Muon has an eps of its own
+        own_options: dict[bool, dict[str, Any]] = {True: {}, False: {"eps": eps}}  # torch's Muon has its own eps
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for number, item in enumerate(params):
             if isinstance(item, Tensor):
@@ -62,7 +62,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._connect()
 
     def _connect(self) -> None:
-        """The inner optimizers hold the very groups and states of this one."""
+        """Make the inner optimizers share this one's groups and states."""
         for inner in self._inner:
             inner.state = self.state
             use_muon = isinstance(inner, torch.optim.Muon)

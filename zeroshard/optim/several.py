@@ -1,4 +1,4 @@
-"""Owns several optimizers of one model, as one: each with its own parameters."""
+"""Owns the combination of several optimizers of one model into one: each has its own parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Several(torch.optim.Optimizer):
         self._connect()
 
     def _connect(self) -> None:
-        """The members hold the very groups and states of this one."""
+        """Make the members share this one's groups and states."""
         start = 0
         for member in self.members:
             end = start + len(member.param_groups)

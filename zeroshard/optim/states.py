@@ -29,7 +29,7 @@ Adafactor keeps less for a matrix (a row and a column), and MuonWithAdamW keeps 
 """
 
 _UNKNOWN = 2
-"""Assumed of other optimizers: most of them are kin of Adam."""
+"""The number that is assumed for other optimizers, most of which are similar to Adam."""
 
 
 def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:

@@ -279,7 +279,7 @@ def job_of(
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
     if world_size < 1:
-        raise UsageError(f"world_size is at least 1, not {world_size}. Pass such a number.")
+        raise UsageError(f"world_size is at least 1, not {world_size}. Pass the number of ranks.")
     if hosts is not None and not 1 <= hosts <= world_size:
         raise UsageError(
             f"{world_size} ranks cannot be spread over {hosts} hosts: each host has at least one rank. Choose fewer "

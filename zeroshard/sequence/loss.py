@@ -55,7 +55,7 @@ def head_log_probabilities(
             "give [..., D], [V, D] and [...]."
         )
     if tiles < 1:
-        raise UsageError(f"tiles={tiles}: the tokens are cut into 1 part or more. Pass such a number.")
+        raise UsageError(f"tiles={tiles}: the tokens are cut into 1 tile or more. Pass 1 or more, such as tiles=8.")
     flat = hidden.reshape(-1, hidden.shape[-1])
     run: Any = _LogProbabilities.apply
     result: Tensor = run(flat, weight, bias, labels.reshape(-1), tiles, ignore_index, transform).view(labels.shape)

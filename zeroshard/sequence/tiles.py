@@ -43,7 +43,7 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
         UsageError: no module has such a name, or its work is not position by position.
     """
     if tokens < 1:
-        raise UsageError(f"tokens={tokens}: a tile has 1 position or more. Pass such a number.")
+        raise UsageError(f"tokens={tokens}: a tile has 1 position or more. Pass 1 or more, such as tokens=2048.")
     modules = modules_matching(model, patterns, "tile")
     for name, module in modules.items():
         _refuse_mixing(name, module)

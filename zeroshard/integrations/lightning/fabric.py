@@ -37,14 +37,15 @@ class _Accumulates:
 
 
 class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
-    """Trains each model with its optimizers under ZeRO, with any number of processes, on CPUs and accelerators.
+    """A strategy that trains each model and its optimizers with ZeRO, on any number of processes, on CPUs and
+    accelerators.
 
         fabric = lightning.Fabric(strategy=FabricZeroStrategy(stage=3), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
     Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
-    without an optimizer is for evaluation. Modules that are built inside `fabric.init_module()` are sharded as they are built,
-    where the policy shards them.
+    without an optimizer is for evaluation. Modules that are built inside `fabric.init_module()` are sharded as they are
+    built, if the policy shards parameters.
 
     `fabric.save(path, {"model": model, "optimizer": optimizer, ...})` writes a folder, each rank its part; `fabric.load`
     reads it at any number of processes and any stage. One file of weights: `write_single_file(path, out)` afterwards.
@@ -79,12 +80,12 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def _shard(self, module: nn.Module, optimizers: list[Any]) -> Sharded:
         one = self._sharding.shard(module, optimizers, Facts(str(self.precision.precision)))
-        self._models = [other for other in self._models if other.model is not module]  # it may have been removed before
+        self._models = [other for other in self._models if other.model is not module]  # it may be removed already
         self._models.append(one)
         return one
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Set a model up for evaluation: one that is trained is set up with its optimizer."""
+        """Set a model up for evaluation. For training, set it up together with its optimizer."""
         if any(True for _ in module.parameters()):
             self._shard(module, [])
         return module
@@ -114,8 +115,8 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         """Write a folder. Every rank must call it.
 
         Args:
-            path: its name.
-            state: one model, its optimizer if you like, and whatever else, rank 0's.
+            path: the folder's name.
+            state: one model, optionally its optimizer, and other values, which are rank 0's.
             storage_options, filter: not offered.
         """
         if storage_options is not None or filter is not None:
@@ -134,7 +135,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a folder into `state`, or a file that other strategies saved, but for its optimizer. Every rank must call it."""
+        """Read a folder into `state`, or a file of other strategies except its optimizer. Every rank must call it."""
         path = self.broadcast(path)
         if not folders.is_sharded(path):
             folders.refuse_what_is_none(path)
@@ -169,7 +170,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         return remainder
 
     def _the_model(self, state: Mapping[str, Any]) -> tuple[Sharded | None, dict[str, Any]]:
-        """Return the sharded model of a state, and the rest without its optimizer."""
+        """Return the sharded model of a state, and the other values without its optimizer."""
         models = [self.sharded(value) for value in state.values() if isinstance(value, nn.Module)]
         optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
         if len(models) > 1:

@@ -1,8 +1,8 @@
-"""Owns the form of a sharded Lightning checkpoint: a folder by the name that Lightning chose.
+"""Owns the format of a sharded Lightning checkpoint: a folder with the name that Lightning chose.
 
 epoch=0-step=100.ckpt/
     latest
-    checkpoint/            as docs/checkpoints.md has it: model states, and Lightning's own part as one value
+    checkpoint/            see docs/checkpoints.md: model states, and Lightning's own part as one value
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _KEY = "lightning"
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is a folder of ours."""
+    """Return whether a checkpoint is a folder of zeroshard's."""
     return (Path(path) / _TAG / MANIFEST).is_file()
 
 
 def save_sharded(
     sharded: Sharded, path: str | os.PathLike[str], rest: dict[str, Any], barrier: Callable[[], Any]
 ) -> None:
-    """Write a folder: model states, each rank its own, and `rest`, rank 0's, as Lightning pickles it. Every rank must call it."""
+    """Write a folder: each rank's model states, and rank 0's `rest`, as Lightning pickles it. Every rank must call it."""
     _refuse_remote(path)
     if sharded.rank == 0 and Path(path).is_file():
         Path(path).unlink()
@@ -50,10 +50,10 @@ def save_sharded(
 def load_sharded(
     sharded: Sharded, path: str | os.PathLike[str], weights_only: bool | None = None, **wanted: bool
 ) -> dict[str, Any]:
-    """Load a folder into a model, saved at whatever world size and stage; returns what was saved beside it.
+    """Load a folder, saved at any world size and stage, into a model, and return the other saved values.
 
     Args:
-        weights_only: of torch.load, for what was saved beside.
+        weights_only: torch.load's argument, for the other values.
         wanted: as `Sharded.load`: strict, optimizer_states, random.
     """
     return _rest(sharded.load(path, _TAG, **wanted).values, path, weights_only)
@@ -75,7 +75,7 @@ def _rest(values: dict[str, Any], path: str | os.PathLike[str], weights_only: bo
 
 
 def refuse_what_is_none(path: str | os.PathLike[str]) -> None:
-    """Raise where a path is neither a file nor a folder of ours."""
+    """Raise if a path is neither a file nor a folder of zeroshard's."""
     _refuse_remote(path)
     if Path(path).is_dir():
         raise CheckpointError(
@@ -92,15 +92,16 @@ def _refuse_remote(path: str | os.PathLike[str]) -> None:
 
 
 def clear_for_file(path: str | os.PathLike[str]) -> None:
-    """Remove a folder of ours where one file is about to be written. Rank 0 calls it."""
+    """Remove a folder of zeroshard's before a file of the same name is written. Rank 0 calls it."""
     if is_sharded(path):
         shutil.rmtree(path)
 
 
 def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
-    """The module's state dict, whole, in rank 0's CPU memory; empty elsewhere. Every rank must call it.
+    """Return the module's whole state dict in rank 0's CPU memory; an empty dict on other ranks. Every rank must call
+    it.
 
-    One unit is whole at a time.
+    One unit is unsharded at a time.
     """
     state = state_dict_in_memory(module, keeps=rank == 0)
     if rank != 0:
@@ -111,14 +112,16 @@ def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
 def write_single_file(
     path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool | None = None
 ) -> None:
-    """Make one ordinary Lightning checkpoint of a sharded one: weights, as the masters have them, and hyperparameters.
+    """Convert a sharded Lightning checkpoint to one ordinary file: weights, from the master weights, and
+    hyperparameters.
 
-    `Module.load_from_checkpoint(out)` and `torch.load(out)["state_dict"]` read it. One process; the weights fit into its memory.
+    `Module.load_from_checkpoint(out)` and `torch.load(out)["state_dict"]` read it. Call it in one process, with memory
+    for all weights.
 
     Args:
         path: the folder that Lightning saved.
         out: the file; it is replaced.
-        weights_only: of torch.load, for what Lightning pickled; False runs code of whoever wrote the folder.
+        weights_only: torch.load's argument, for Lightning's own part; False may run code from the folder.
 
     Raises:
         CheckpointError: there is no such folder, or it is damaged.

@@ -36,7 +36,7 @@ _HONOURED = {
 
 
 def _packages() -> tuple[str, str]:
-    """The packages that the script has imported; where it has imported both or none, the installed ones."""
+    """Return the packages that the script has imported, or, if it has imported both or none, the installed ones."""
     imported = {name for name in ("lightning", "pytorch_lightning") if name in sys.modules}
     if find_spec("lightning") is not None and imported != {"pytorch_lightning"}:
         return ("lightning.pytorch", "lightning.fabric")
@@ -65,7 +65,7 @@ class Registered:
 
     @classmethod
     def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
-        """Raise where an argument is none of DDPStrategy's, or has no meaning here."""
+        """Raise if DDPStrategy has no such argument, or it has no meaning here."""
         known = (
             "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", cls._precision_argument, "timeout",
             "process_group_backend", "start_method",
@@ -88,9 +88,10 @@ class Facts:
     """The settings of the Trainer, or of Fabric.
 
     Attributes:
-        precision: by its name there: "32-true", "bf16-mixed".
-        accumulation, clipping: microbatches a step, the largest norm of the gradients (0: none). None: the user's loop decides.
-        steps: of the optimizer in the whole run, for schedulers of the config; infinite where nobody knows.
+        precision: Lightning's name of it: "32-true", "bf16-mixed".
+        accumulation, clipping: microbatches a step; the largest norm of the gradients (0: none). None: the user's loop
+            decides.
+        steps: optimizer steps of the whole run, for the config's scheduler; infinite if unknown.
     """
 
     precision: str
@@ -111,9 +112,7 @@ class Sharding:
         if stage is not None and policy is not None:
             raise UsageError("a policy sets the stage, too: pass one of them.")
         if isinstance(stage, str | os.PathLike | Mapping):
-            raise UsageError(
-                f"a stage is a number from 0 to 3, not {stage!r}. Pass such a number, or a config as config=..."
-            )
+            raise UsageError(f"a stage is 0, 1, 2 or 3, not {stage!r}. Pass one of these, or a config as config=...")
         if stage is None:
             stage = 2
         self._policy = policy or Policy.stage(stage)
@@ -124,7 +123,7 @@ class Sharding:
         self.has_config = config is not None
 
     def policy(self, facts: Facts) -> Policy:
-        """The policy: the stage, and the places of model states."""
+        """The residencies of model states: the stage and the places."""
         if self._config is None:
             return self._policy
         return self._resolve(None, None, facts).policy
@@ -138,13 +137,13 @@ class Sharding:
         return shard(model, optimizers or None, config.policy, precision=config.precision, **config.shard_arguments)
 
     def unwrap(self) -> None:
-        """Units are no longer checkpointed."""
+        """End the activation checkpointing of units."""
         if self._checkpointer is not None:
             self._checkpointer.remove()
             self._checkpointer = None
 
     def optimizer_of_config(self, model: nn.Module, facts: Facts) -> torch.optim.Optimizer | None:
-        """Make the config's optimizer, where it names one."""
+        """Make the config's optimizer, if it names one."""
         if self._config is None:
             return None
         block = self._resolve(model, None, facts).schema.optimizer
@@ -154,7 +153,7 @@ class Sharding:
         return create_optimizer(block, trained, model)
 
     def scheduler_of_config(self, sharded: Sharded, facts: Facts) -> Any:
-        """Make the config's scheduler, where it names one; it steps with the optimizer."""
+        """Make the config's scheduler, if it names one; it steps with the optimizer."""
         if self._config is None:
             return None
         schema = self._resolve(None, sharded.optimizer, facts).schema
@@ -199,7 +198,7 @@ class Sharding:
 
 
 def _refuse_disagreement(config: Config, facts: Facts) -> None:
-    """Raise where the config and Lightning have different values: nobody would see which one won."""
+    """Raise if the config and Lightning have different values, instead of choosing one silently."""
     schema = config.schema
     autocast = "16-mixed" if config.scales_loss else "bf16-mixed"
     for key, said in (("fp16", "16-mixed"), ("torch_autocast", autocast)):
@@ -230,7 +229,7 @@ def _refuse_accumulation(config: Config, facts: Facts) -> None:
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """Blocks of the config that ask an engine for something."""
+    """Return the blocks of the config that have an effect only in an engine."""
     seen = dict.fromkeys(
         entry.path.partition(".")[0]
         for entry in config.entries()

@@ -31,24 +31,25 @@ _LRSchedulerConfig: Any = trainer_class("utilities.types", "LRSchedulerConfig")
 
 
 class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
-    """Trains one model under ZeRO, with any number of processes, on CPUs and accelerators.
+    """A strategy that trains one model with ZeRO, on any number of processes, on CPUs and accelerators.
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
-    Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". Processes are those of torchrun or of
-    another launcher, or are started as Lightning's DDP does. While the Trainer fits, `trainer.strategy.sharded` is what
-    `zeroshard.shard` returns. After it the module is whole and ordinary, on every rank.
+    Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". torchrun or another
+    launcher starts the processes, or Lightning does, as for DDP. While the Trainer fits, `trainer.strategy.sharded` is
+    the result of `zeroshard.shard`. Afterwards the module is whole and ordinary on every rank.
 
-    A checkpoint is a folder by the name of the `.ckpt`, to which each rank writes its part: it resumes (`ckpt_path=`) at any number
-    of processes and any stage. One ordinary file of weights, for `load_from_checkpoint`: `ModelCheckpoint(save_weights_only=True)`,
-    or `write_single_file(folder, out)` afterwards. Files that other strategies saved load too, but for their optimizer's state.
+    A checkpoint is a folder with the name of the `.ckpt`, to which each rank writes its part. It resumes (`ckpt_path=`)
+    at any number of processes and any stage. `ModelCheckpoint(save_weights_only=True)`, or `write_single_file(folder,
+    out)` afterwards, writes one ordinary file of weights for `load_from_checkpoint`. Files of other strategies load
+    too, except their optimizer's state.
 
     Args:
         stage: the ZeRO stage, 0 to 3; default 2.
         config: a DeepSpeed config (path or mapping) instead of stage, policy and units.
-        policy: where model states rest, instead of the stage.
-        units: which parameters are gathered at once, see `zeroshard.shard`.
-        auto: values that you must give for keys that are "auto" in the config.
+        policy: the residencies of model states, instead of the stage.
+        units: the parameters that are unsharded together, see `zeroshard.shard`.
+        auto: values for keys that are "auto" in the config and cannot be derived.
         ddp: arguments of Lightning's DDPStrategy: process_group_backend, timeout, start_method, cluster_environment and so on.
 
     Raises:
@@ -101,7 +102,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         facts = self._facts()
         if self._sharding.has_config:
             facts = replace(facts, steps=trainer.estimated_stepping_batches)
-        if type(self.optimizers[0]).__name__ == "_MockOptimizer":  # what Lightning makes of None
+        if type(self.optimizers[0]).__name__ == "_MockOptimizer":  # Lightning's value for None
             chosen = self._sharding.optimizer_of_config(self.model, facts)
             if chosen is None:
                 raise UsageError("configure_optimizers returned None: return an optimizer, or name one in the config.")
@@ -113,25 +114,25 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
                 self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Other ranks may be elsewhere: nothing that waits for them may follow."""
+        """Record that other ranks may be elsewhere, so that nothing waits for them afterwards."""
         self._broke_off = True
 
     def teardown(self) -> None:
-        """The module is the user's again, whole; after an exception, as whole as it is without the other ranks."""
+        """End the sharding: the module is whole again, or, after an exception, has the values that this rank holds."""
         sharded = self.sharded
         self.sharded = None
         module = self._lightning_module
         if sharded is not None:
             self._gave_states_up |= bool(self.optimizers)
             if not self._give_back(sharded):
-                self._lightning_module = self.model = None  # what has no values cannot be moved to the CPU
+                self._lightning_module = self.model = None  # parameters without values cannot be moved to the CPU
         try:
             super().teardown()
         finally:
             self._lightning_module = module
 
     def _give_back(self, sharded: Sharded) -> bool:
-        """Returns whether the parameters are whole."""
+        """End the sharding, and return whether the parameters are whole."""
         self._sharding.unwrap()
         whole = True
         if not self._broke_off:
@@ -142,10 +143,10 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         else:
             try:
                 sharded.remove()
-            except ZeroshardError:  # the exception that led here is told
+            except ZeroshardError:  # the first exception is reported
                 sharded.abandon()
         for group in sharded.optimizer.param_groups:
-            group["params"].clear()  # schedulers keep the optimizer; its memory goes
+            group["params"].clear()  # schedulers keep the optimizer, so its memory is freed here
         sharded.optimizer.state.clear()
         self.optimizers = []
         return whole
@@ -180,7 +181,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last of their step."""
+        """Mark backwards inside as not the last of their step."""
         with ExitStack() as stack:
             if self.sharded is not None:
                 stack.enter_context(self.sharded.accumulate())
@@ -188,7 +189,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """`configure_model` runs inside: where parameters are sharded, its modules are cut as they are built."""
+        """Return the context of `configure_model`: if parameters are sharded, modules are sharded as they are built."""
         with ExitStack() as stack:
             if self._sharding.policy(self._facts()).parameters.sharded:
                 stack.enter_context(sharded_init())
@@ -202,11 +203,11 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """A folder's optimizer states are loaded with the model's."""
+        """Whether Lightning restores the optimizer: no, a folder's optimizer states are loaded with the model's."""
         return self._loads_file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty while the module is sharded: each rank saves its own part."""
+        """Return the module's state dict; an empty one while it is sharded, since each rank saves its own part."""
         if self.sharded is not None:
             return {}
         return dict(self.lightning_module.state_dict())

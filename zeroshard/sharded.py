@@ -230,11 +230,12 @@ class Sharded:
         """Bring back the model states that `offload_states` parked."""
         self._parking.reload()
 
-    def memory_formula(self, states: int = 2) -> dict[str, float]:
-        """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with `states` tensors a parameter."""
+    def memory_formula(self) -> dict[str, float]:
+        """Bytes per rank at rest that the ZeRO paper's formulas give for this model, with Adam."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
-        return formula(self.policy, self.dtypes, numel, collectives.world_size, states, collectives.inside.world_size)
+        per_host = collectives.inside.world_size
+        return formula(self.policy, self.dtypes, numel, collectives.world_size, ranks_per_host=per_host)
 
     @property
     def dtypes(self) -> DTypes:

@@ -243,17 +243,16 @@ class Sharded:
         """Load the model states again that `offload_states` parked."""
         self._parking.reload()
 
-    def memory_formula(self, states: int = 2) -> dict[str, float]:
-        """Return the bytes per rank at rest by the ZeRO paper's formulas for this model, with `states` tensors a
-        parameter.
-        """
+    def memory_formula(self) -> dict[str, float]:
+        """Return the bytes per rank at rest by the ZeRO paper's formulas for this model, with Adam."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
-        return formula(self.policy, self.dtypes, numel, collectives.world_size, states, collectives.inside.world_size)
+        per_host = collectives.inside.world_size
+        return formula(self.policy, self.dtypes, numel, collectives.world_size, ranks_per_host=per_host)
 
     @property
     def dtypes(self) -> DTypes:
-        """The dtypes of the model states; None if the model's parameters have several dtypes."""
+        """The dtypes of the model states of parameters that have the first parameter's dtype."""
         return self._context.dtypes(next(self.model.parameters()).dtype)
 
     def comm_report(self, *, clear: bool = True) -> dict[str, int]:

@@ -292,10 +292,7 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
             yield span, reader.tensors([(stored, span)])[0]
 
 
-def export_live(
-    checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
-) -> None:  # fmt: skip
+def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
     """Write a model that trains, see `export`: each rank its own ranges. Every rank must call it; an error is one on all."""
     live = checkpoints.live
     live.schedule.refuse_unseen_changes()
@@ -308,7 +305,7 @@ def export_live(
         Exported.of(entry.fqn, entry.placement.shape, unit.master_dtype, dtype) for unit, entry in live.entries()
     ]
     tensors += [Exported.of(name, buffer.shape, buffer.dtype, dtype) for name, buffer in buffers.items()]
-    plans, texts = _contents(Description.of(described), tensors, max_shard_nbytes)
+    plans, texts = _contents(Description.of(described), tensors, MAX_SHARD_NBYTES)
     wanted = {one.fqn for plan in plans for one in plan.tensors}
     mine = [held for held in live.states.held() if live.writes(held) and held.named.fqn in wanted]
 

@@ -312,6 +312,10 @@ class _Counted(MemoryStorage):
         self._copies = copies
         self._nbytes = 0
 
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
+
 
 @final
 class _Device(_Counted, DeviceStorage):
@@ -346,10 +350,6 @@ class _Device(_Counted, DeviceStorage):
         with self._ledger.purpose(PARAMETERS):
             return _CountedBuffer(label, torch.zeros(numel, dtype=dtype), self._ledger)
 
-    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        assert whole is None or isinstance(whole, MemorySlot)
-        return MemorySlot(label, memory, self, self._copies, whole)
-
 
 @final
 class _Host(_Counted):
@@ -365,10 +365,6 @@ class _Host(_Counted):
         with self._ledger.purpose(_purpose_of(label), on_host=True):
             memory = torch.zeros(nbytes, dtype=torch.uint8)
         return self.around(label, memory[: numel * dtype.itemsize].view(dtype))
-
-    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        assert whole is None or isinstance(whole, MemorySlot)
-        return MemorySlot(label, memory, self, self._copies, whole)
 
 
 class _Copies(Copies):

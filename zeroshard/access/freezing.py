@@ -1,4 +1,4 @@
-"""Owns changes of the trained parameters: frozen ones give up their states, and unfrozen ones begin with new ones."""
+"""Owns changes of the trained parameters: frozen ones lose their states, and unfrozen ones begin with new states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Freezing:
         step.on_added_group(self.update)
 
     def update(self, param_group: dict[str, Any] | None) -> None:
-        """Update for parameters whose `requires_grad` was changed, see `Sharded.update_trainable`."""
+        """Update for parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""
         with self._context.collectives.operation("update_trainable"):
             self._update(param_group)
 
@@ -52,7 +52,7 @@ class Freezing:
             self._step.zero_grad()  # a loop that drops gradients before a backward, and not after the step
         if not self._schedule.is_between_steps:
             raise UsageError(
-                "parameters are freed or frozen between a backward and its step: their gradients would be lost. End "
+                "parameters are unfrozen or frozen between a backward and its step: their gradients would be lost. End "
                 "the step first, or call zero_grad()."
             )
         listed = {one for group in self._step.groups.ids for one in group}
@@ -63,7 +63,7 @@ class Freezing:
             strangers = sum(id(parameter) not in known for parameter in param_group["params"])
             if strangers:
                 raise UsageError(
-                    f"{strangers} of the new param group's parameters are not of the model that was sharded. Pass "
+                    f"{strangers} of the new param group's parameters are not in the model that was sharded. Pass "
                     "parameters of that model; for new ones, call remove() and shard again."
                 )
             listed |= {id(parameter) for parameter in param_group["params"]}
@@ -90,7 +90,7 @@ class Freezing:
         register(self._schedule.units, self._hooks, self._step)
 
     def _freed(self, listed: set[int]) -> list[NamedParameter]:
-        """Find the parameters that are to be trained from now on. `listed` has the `id`s of those in param groups."""
+        """Find the parameters that will train from now on. `listed` has the `id`s of those in param groups."""
         freed = []
         for unit in self._schedule.units:
             for entry in unit.named:
@@ -120,7 +120,7 @@ class Freezing:
                 group = Group(label, unit.module, tuple(named), trainable, dtype, persistent, kind)
                 groups.append(group)
         first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
-        # Where its optimizer states rest was decided when the model was sharded.
+        # The place of its optimizer states was decided when the model was sharded.
         decided = replace(unit.policy, offload_optimizer=replace(unit.policy.offload_optimizer, ratio=1.0))
         self._schedule.replace(unit, make_units(groups, replace(self._context, policy=decided), first))
         self._step.lay_out()

@@ -1,7 +1,7 @@
 """Owns `named_weights`: the weights of an export, complete, one unit at a time, without files.
 
-Where parameters are sharded at rest, all ranks loop over the units together. After each unit they exchange one byte, so that a
-rank that left its loop early is found before the next all-gather. Otherwise no rank waits for another.
+If parameters are sharded at rest, all ranks loop over the units together. After each unit they exchange one byte, so
+that a rank that left its loop early is found before the next all-gather. Otherwise no rank waits for another.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _BASE = "base_layer"
 
 @dataclass(frozen=True)
 class _Part:
-    """The weights that are handed over while one unit is whole.
+    """The weights of one turn, in which one unit is unsharded.
 
     Attributes:
-        label: of the unit.
-        plain: names, with parameters and buffers as they are.
-        adapted: names of PEFT's layers, which are merged with their adapters.
+        label: the unit's name.
+        plain: parameters and buffers by name, as they are.
+        adapted: the names of PEFT's layers, which are merged with their adapters.
     """
 
     label: str
@@ -50,10 +50,10 @@ class _Part:
         ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values: merged weights are copies, others the model's own memory.
+        """Yield names and values. Merged weights are copies; others are the model's own memory.
 
-        A loop's variable still names the last one when the unit is given back, and would keep its memory. So the smallest is the
-        last, and a copy.
+        A loop's variable still refers to the last value when the unit is resharded, and would keep its memory. So the
+        smallest comes last, as a copy.
         """
         for name, module in self.adapted:
             yield from _merge(name, module)
@@ -67,7 +67,7 @@ class _Part:
 
 
 def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Hand over the weights of a model. See `Sharded.named_weights`."""
+    """Yield the weights of a model, see `Sharded.named_weights`."""
     refuse_distributed(live.model.named_parameters(), "named_weights()")
     world_size = live.collectives.world_size
     if to is not None and to not in range(world_size):
@@ -108,7 +108,7 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
 def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
     """Unshard a part's units until the stack ends. Writes to sharded parameters are undone, to others refused."""
     wanted = [parameter for parameter in part.parameters() if id(parameter) in unit_of]
-    # What an outer `unsharded` holds is whole already, and its end looks for writes.
+    # An outer `unsharded` holds these already, and looks for writes when it ends.
     wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].is_pinned]
     for are_sharded in (True, False):
         chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
@@ -132,16 +132,16 @@ def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
 
 
 def _goes_on(live: LiveModel, part: _Part, to: int | None, *, is_last: bool) -> bool:
-    """Agree with the other ranks on the next part.
+    """Return whether all ranks continue with the next part.
 
     Raises:
-        UsageError: some ranks have left a loop that others go on with.
+        UsageError: some ranks have left the loop, and others have not.
     """
     left = _exchange(live, part, _GOES_ON)
     if not left or is_last:
         return True
     if to in left:
-        return False  # the rank that was given the weights wants no more
+        return False  # the rank that gets the weights has left its loop
     raise UsageError(
         f"of the group's ranks {left} left the loop over named_weights() after {part.label}, by a break or an exception, and rank "
         f"{live.rank} goes on: leave it on every rank, or on none. For a loop on one rank: named_weights(to=rank)."
@@ -156,9 +156,9 @@ def _units_by_parameter(live: LiveModel) -> dict[int, Unit]:
 
 
 def _parts(live: LiveModel) -> list[_Part]:
-    """List the tensors of an export; of a PEFT model, those of its adapters."""
+    """List the tensors of an export; for a PEFT model, those of its adapters."""
     names: dict[str, list[str]] = {}
-    """By fqn, those under which it is handed over."""
+    """By fqn, the names under which it is yielded."""
     adapters = getattr(live.model, "peft_config", None)
     described = describe(live) if adapters else Description()
     if adapters and described.problem is not None:
@@ -186,7 +186,7 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
     """List the tensors that the model has after PEFT's `merge_and_unload`.
 
     Raises:
-        UsageError: some parameters are no part of that model.
+        UsageError: some parameters are not in that model.
     """
     model: Any = live.model
     root: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -201,7 +201,7 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
         if bases & own.keys():
             raise UsageError(
                 f"{name} shares its weight with another layer that has an adapter, and there is no one merged weight: "
-                "adapt one of them, or hand over the adapters (merge_adapters=False)."
+                "adapt one of them, or pass merge_adapters=False for the adapters."
             )
         bases |= own.keys()
         largest = max(own.values() or module.parameters(), key=lambda parameter: parameter.shape.numel())
@@ -247,7 +247,7 @@ def _refuse_unmerged(live: LiveModel, handed_over: set[int]) -> None:
 
 
 def _merge(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Merge a copy of one of PEFT's layers, whose parameters are whole: PEFT's own arithmetic, whatever the adapter."""
+    """Merge a copy of one of PEFT's layers, whose parameters are whole, with PEFT's own arithmetic."""
     bases = {id(parameter) for parameter in _base_parameters(layer)}
     copies: dict[int, Any] = {}
     for parameter in layer.parameters():

@@ -22,14 +22,14 @@ from zeroshard.step.model_states import GRADIENTS, PARAMETERS, ModelStates, Rang
 class ParameterStates:
     """The model states of one parameter. `parameter_states` makes it; make it again after the model is sharded again.
 
-    States are called "parameters" (master weights), "gradients" (their mean over ranks, between the last backward of a step and
-    `zero_grad`), and as the optimizer calls its own: "exp_avg".
+    The states are "parameters" (master weights), "gradients" (their mean over ranks, between the last backward of a
+    step and `zero_grad`), and those of the optimizer, by its own names, such as "exp_avg".
 
     Attributes:
-        fqn: its first name in the model; of one that was born sharded, and is in no sharded model so far, "".
-        number: in the order in which parameters were cut or sharded, the same on every rank.
-        is_trained: a step updates it.
-        is_sharded: at rest this rank has only its part.
+        fqn: its first name in the model; "" for one made under `sharded_init` that is in no sharded model yet.
+        number: its number in the order in which parameters were sharded, the same on every rank.
+        is_trained: whether a step updates it.
+        is_sharded: whether this rank has only its part at rest.
     """
 
     fqn: str
@@ -54,7 +54,7 @@ class ParameterStates:
 
     @property
     def is_here(self) -> bool:
-        """Whether its values are whole, and on this rank, now."""
+        """Whether its whole values are on this rank now."""
         return self._unit.state is UnitState.UNSHARDED
 
     @property
@@ -67,7 +67,7 @@ class ParameterStates:
         return self._states.names(self.fqn)
 
     def get(self, state: str = PARAMETERS) -> Tensor | None:
-        """Return a complete state, on every rank; None where there is none. Every rank must call it."""
+        """Return a complete state on every rank, or None if there is none. Every rank must call it."""
         return self._states.get(self.fqn, state)
 
     def set(self, value: Tensor, state: str = PARAMETERS) -> None:
@@ -83,13 +83,13 @@ class ParameterStates:
         return self._states.local(self.fqn, state)
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
-        """Overwrite ranges that this rank holds. Every rank must call it, with its own."""
+        """Overwrite ranges that this rank holds. Every rank must call it, with its own values."""
         self._states.set_local(self.fqn, state, ranges)
 
     def own_gradient(self) -> Tensor | None:
-        """Return this rank's sum of gradients so far, where nothing has reduced it yet: a copy. Runs no collective.
+        """Return a copy of this rank's sum of gradients, if it is not reduced yet. Runs no collective.
 
-        None where there is none, or where it is no longer this rank's alone: `get("gradients")` has it.
+        Return None if there is none, or if it was reduced over ranks: then `get("gradients")` has it.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
@@ -99,14 +99,16 @@ class ParameterStates:
         return torch.cat(parts).view(shape)
 
     def flat(self, state: str = PARAMETERS) -> Tensor | None:
-        """Return this rank's elements of a state, 1-D, range by range: a copy. Empty where it holds none; None: no such state."""
+        """Return a copy of this rank's elements of a state, 1-D, range by range. Empty if it holds none; None if there
+        is no such state.
+        """
         parts = [part.tensor.view(-1) for part in self.local(state)]
         if not parts:
             return None if self.local() else torch.empty(0)
         return torch.cat(parts)
 
     def set_flat(self, value: Tensor, state: str = PARAMETERS) -> None:
-        """Overwrite the elements that `flat` returns. Every rank must call it, with its own.
+        """Overwrite the elements that `flat` returns. Every rank must call it, with its own values.
 
         Raises:
             UsageError: there is no such state, or it has another number of elements.
@@ -126,7 +128,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     """Find the model states of a parameter of a sharded model, or of one made under `sharded_init`.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither of these.
     """
     home = home_of(parameter)
     if home is not None:
@@ -142,7 +144,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
 
 
 class _Born(ParameterStates):
-    """The states of a parameter that was made sharded and is in no unit so far: it has values only."""
+    """The states of a parameter that was made sharded and is in no unit yet: it has only values."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter

@@ -23,8 +23,8 @@ class Home:
     """The place of a parameter: its unit, and the hooks and step that belong to it.
 
     Attributes:
-        number: in the order in which parameters were sharded, the same on every rank.
-        index: in its unit.
+        number: its number in the order in which parameters were sharded, the same on every rank.
+        index: its index in its unit.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Home:
 
 _numbers = itertools.count()
 _home_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# An index, not state: it lets `unsharded` find a parameter's unit without an attribute hung on the parameter.
+# Only an index: it lets `unsharded` find a parameter's unit without an attribute on the parameter.
 
 
 def register(units: Iterable[Unit], hooks: Hooks, step: ShardedStep) -> None:
@@ -71,24 +71,24 @@ def home_of(parameter: Tensor) -> Home | None:
 def unsharded(
     target: nn.Module | Tensor | Iterable[Tensor | None], modifier_rank: int | None = None, *, undo: bool = False
 ) -> Iterator[None]:
-    """Unshard the parameters of a module, or those given, inside the block, under every policy.
+    """Unshard the parameters of a module, or given parameters, inside the block, under every policy.
 
-    Parameters made under `sharded_init` are unsharded, too.
+    Parameters made under `sharded_init` are unsharded too.
 
-    They stay so while the model runs: inside, ranks may run it as often as each likes (to generate, say). Where parameters
-    are sharded at rest, and wherever there is a modifier rank, every rank must enter and leave it. It nests. Where an exception
-    leaves it, changes of what is sharded at rest are gone.
+    They stay unsharded while the model runs: inside, each rank may run it any number of times (to generate, for
+    example). Every rank must enter and leave the block if parameters are sharded at rest, or if there is a modifier
+    rank. It nests. If an exception leaves it, changes to parameters that are sharded at rest are lost.
 
     Args:
-        target: a module, a parameter or parameters. What shares a unit with them is whole too. Tensors that no model holds, and
-            None, stay as they are.
-        modifier_rank: rank of the data-parallel group whose in-place changes count: they become every rank's parameters and
-            master weights on leaving. None is for reading.
-        undo: without a modifier rank: changes are undone on leaving, where they are an error otherwise. What is unsharded at
-            rest is copied for it.
+        target: a module, a parameter or parameters. Other parameters of their units are unsharded too. Tensors of no
+            model, and None, stay as they are.
+        modifier_rank: the rank of the data-parallel group whose in-place changes count: they become every rank's
+            parameters and master weights at the end of the block. None is for reading.
+        undo: without a modifier rank: changes are undone at the end of the block instead of raising an error.
+            Parameters that are unsharded at rest are copied for it.
 
     Raises:
-        UsageError: parameters were changed without a modifier rank. Under sharded parameters the change is gone.
+        UsageError: parameters were changed without a modifier rank. Changes to sharded parameters are lost.
     """
     if isinstance(target, nn.Module):
         wanted: list[Tensor] = list(target.parameters())
@@ -101,13 +101,13 @@ def unsharded(
 
 
 def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
-    """Unshard parameters of other blocks while `module` runs its forward, and its backward where that needs them.
+    """Unshard parameters of other blocks while `module` runs its forward, and its backward if that needs them.
 
-    For a module that uses a parameter of another block. It may be called before the model is sharded. Every rank must run
-    the module as often.
+    Call it for a module that uses a parameter of another block, also before the model is sharded. Every rank must run
+    the module equally often.
 
     Returns:
-        What ends it: `borrowed.remove()`.
+        An object whose `remove()` ends it.
     """
     return Borrowed(module, [parameters] if isinstance(parameters, Tensor) else list(parameters))
 
@@ -145,9 +145,9 @@ class Borrowed:
 def _units_whole(
     wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
 ) -> Iterator[None]:
-    """Make units whole, as `unsharded` does. Without `changes`, writes count as those in a forward of the units' own modules."""
+    """Unshard units, as `unsharded` does. Without `changes`, writes count like those in a forward of the units' own modules."""
     homes: list[Home] = [_home_of[parameter] for parameter in wanted if parameter in _home_of]
-    # The caller's order, of a set say, may differ between ranks.
+    # The caller's order may differ between ranks, as in a set.
     ordered = sorted(homes, key=lambda home: home.number)
     units = list(dict.fromkeys(unit for unit in (home.unit() for home in ordered) if unit is not None))
     hooks = list(dict.fromkeys(one for one in (home.hooks() for home in ordered) if one is not None))
@@ -168,7 +168,7 @@ def _units_whole(
                 unit.unshard()
                 unit.pin()
                 pinned.append(unit)
-                unit.write_back()  # what was written before is no change inside
+                unit.write_back()  # earlier writes are not changes inside the block
                 looks.append((unit, unit.appearance.begin_look()))
         kept = {unit: unit.flat.tensor.clone() for unit in units if undo and not unit.sharded_at_rest}
         with ExitStack() as stack:
@@ -210,7 +210,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
 
 
 def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[str]) -> list[str]:
-    """Return the names that any rank of another dimension of the mesh has; units agree on theirs over data-parallel ranks."""
+    """Return the names that any rank of the mesh's other dimension has; units agree on theirs over data-parallel ranks."""
     others = looks[0][0].others if looks else None
     if others is None or others.world_size == 1:
         return written
@@ -231,11 +231,11 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
 
 
 def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
-    """Return units to the states in which they were entered."""
+    """Return units to their states before the block."""
     for unit in pinned:
         unit.unpin()
     for unit in at_rest:
-        # Writes before an exception must not come to rest.
+        # Writes before an exception must not be stored.
         if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:
             unit.appearance.collect_written()
         unit.reshard()
@@ -276,7 +276,9 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
 
 
 def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
-    """Take changes, as `_take_changes` does. A parameter without a name is named by its number among those given, and its shape."""
+    """Take changes, as `_take_changes` does. Errors name a parameter without a name by its number among those given,
+    and its shape.
+    """
     collectives = born[0][1].births.collectives(born[0][0].device)
     own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]
     with collectives.operation("the end of unsharded"):

@@ -10,14 +10,15 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 
 _MOST = 8
-"""Ranks whose errors one message shows."""
+"""The most ranks whose errors one message has."""
 
 
 @contextmanager
 def together(control: Collectives, what: str, failed: str = "") -> Iterator[None]:
     """Run the block on every rank, and wait for all of them. Every rank must enter it.
 
-    Where it fails on any rank, all raise a `CheckpointError` with one message, which begins with `failed`. `what` names the wait.
+    If it fails on any rank, all raise a `CheckpointError` with one message, which begins with `failed`. `what` names
+    the wait.
     """
     problem = None
     try:

@@ -32,7 +32,7 @@ from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.observe.display import Display
 
 _ATTEMPTS = 50
-"""The most readings of a checkpoint that is replaced while it is read: a writer that saves without a pause ends somewhere."""
+"""The most attempts to read a checkpoint that is replaced meanwhile, in case a writer saves without a pause."""
 _REPLACED = "{} is replaced again and again while it is read."
 
 
@@ -44,7 +44,7 @@ class Loaded:
         path: the checkpoint's folder.
         tag: its tag.
         values: the values that were saved beside the model states, by key.
-        world_size: how many ranks saved it.
+        world_size: the number of ranks that saved it.
         nbytes: the bytes that this rank read.
     """
 
@@ -107,7 +107,7 @@ class Checkpoints:
         return together(self.control, what)
 
     def _hosts_of(self, node_local: bool) -> Hosts | None:
-        """Find the ranks that share a folder, where each host has its own; None where all see one. Every rank must call it."""
+        """Find the ranks that share a folder, if each host has its own; None if all see one folder. Every rank must call it."""
         answers = self.control.exchange_json(node_local, "whether each host has the folder for itself")
         for rank, answer in enumerate(answers):
             if answer != answers[0]:
@@ -132,25 +132,26 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         """Save a checkpoint: model states, buffers, every rank's random state, `values`. Every rank must call it, after a step.
 
-        It loads at any world size and under any policy, and exists whole or not at all.
+        The checkpoint loads at any world size and under any policy, and exists whole or not at all.
 
         Args:
-            folder: that of all checkpoints.
-            tag: this one's name; one of the same name stays until this one is whole.
+            folder: the folder of all checkpoints.
+            tag: this checkpoint's name. An older one of the same name stays until this one is whole.
             values: JSON and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; rank 0's are saved.
             save_latest: `load` without a tag loads this one.
             exclude_frozen: leave out parameters that are not trained.
-            asynchronous: copy to CPU memory and write behind the training. The next save, `checkpoints.wait()` and `remove`
-                wait for it, and raise its error. Where nothing of this comes, a program whose last save failed says so at its
-                end, and ends with status 1.
-            keep_last: remove all but so many of the newest.
-            within_step: also between a backward and its step: the gradients are not saved, and a load begins the step again.
-            node_local: the folder is each host's own (a local disk; memory, /dev/shm). Each rank's file is copied to the next
-                host, so that the loss of one host loses nothing.
+            asynchronous: copy to CPU memory, and write while training goes on. The next save, `checkpoints.wait()` and
+                `remove` wait for it, and raise its error. Without any of these, a program whose last save failed prints
+                the error at its end, and exits with status 1.
+            keep_last: the number of newest checkpoints to keep; older ones are removed. None keeps all.
+            within_step: allow a save between a backward and its step. Gradients are not saved, and a load begins the
+                step again.
+            node_local: the folder is local to each host (a local disk, or memory, /dev/shm). Each rank's file is copied
+                to the next host, so that the loss of one host loses nothing.
 
         Raises:
-            CheckpointError: on every rank, where any could not write; names the file and the cause. Earlier checkpoints are
-                as they were. Also where the last asynchronous save failed.
+            CheckpointError: some rank could not write, or the last asynchronous save failed. Every rank raises it; the
+                message names the file and the cause. Earlier checkpoints do not change.
         """
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
@@ -209,7 +210,7 @@ class Checkpoints:
             self.wait()
 
     def tell_failure(self) -> bool:
-        """Print to stderr that the last asynchronous save failed, if its error was never raised. Returns whether it did."""
+        """Print the error of the last asynchronous save to stderr, if it was never raised. Return whether there was one."""
         if self._pending is None or self._pending.cancelled() or self._pending.exception() is None:
             return False
         print(f"zeroshard: the last asynchronous save failed: {self._pending.exception()}", file=sys.stderr)
@@ -234,23 +235,24 @@ class Checkpoints:
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
         random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
-        """Load a checkpoint, saved at whatever world size and policy; each rank reads its part. Every rank must call it.
+        """Load a checkpoint of any world size and policy; each rank reads its part. Every rank must call it.
 
         Args:
             folder: that of all checkpoints.
             tag: default: the newest, by the file `latest`.
-            strict: parameters that the checkpoint or the model lacks are errors.
+            strict: raise an error for parameters that the checkpoint or the model lacks.
             optimizer_states: load the optimizer's states and hyperparameters too.
-            random: restore every rank's random state, where the world size is the same.
-            fall_back: where a checkpoint is damaged, load the newest whole one instead.
-            node_local: the folder is each host's own, see `save`; files that a host lacks, or lost, come from the others first.
+            random: restore every rank's random state, if the world size is the same.
+            fall_back: if a checkpoint is damaged, load the newest whole one instead.
+            node_local: the folder is local to each host, see `save`. Hosts first get the files that they lack from the
+                others.
 
         Returns:
             Its path, tag, world size, and `values`.
 
         Raises:
-            CheckpointError: on every rank; names the file and the cause. Parameters may have been overwritten in part: load
-                another checkpoint, or start again.
+            CheckpointError: a file is missing, damaged or of another model. Every rank raises it; the message names the
+                file and the cause. Some parameters may have been overwritten: load another checkpoint, or start again.
         """
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'

@@ -1,7 +1,8 @@
-"""Owns the model that trains, as checkpoints and exports see it: its parts, and the files that describe it to other programs.
+"""Owns the view that checkpoints and exports have of a model: its parts, and the files that describe it to other
+programs.
 
-Those files are config, generation config and adapters. Models of transformers and PEFT are recognised by their attributes; nothing
-of those libraries is imported for any other model.
+Those files are config, generation config and adapters. Models of transformers and PEFT are recognised by their
+attributes; these libraries are not imported for other models.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A sharded model with its optimizer. The same object for the model's life; its properties are always current."""
+    """A sharded model with its optimizer. One object lives as long as the model; its properties are always current."""
 
     model: nn.Module
     schedule: Schedule
@@ -65,7 +66,7 @@ class LiveModel:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """The numbers of ranks that shard it, and that divide its tensors; None where no tensors are divided."""
+        """The numbers of ranks that shard the model and that divide its tensors; None if no tensors are divided."""
         context = self.context
         if context.others.world_size == 1:
             return None
@@ -85,7 +86,7 @@ class LiveModel:
         return [pair for family in families.values() for pair in family]
 
     def writes(self, held: Held) -> bool:
-        """Return whether this rank writes a span to files: several ranks may hold it, and one does."""
+        """Return whether this rank writes a span to files: if several ranks hold it, only one writes."""
         is_first = self.context.others.rank == 0 or not held.named.placement.is_whole
         return is_first and held.owner == self.context.collectives.rank
 
@@ -100,7 +101,7 @@ class LiveModel:
 
     @property
     def inner(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer, where its param groups are known by names."""
+        """The optimizer whose param groups are known by names."""
         return self.step.inner if self.step.groups_are_known else None
 
     @property
@@ -152,9 +153,10 @@ class Description(BaseModel):
     An export writes to its names, so each is verified: a manifest's author is not trusted.
 
     Attributes:
-        files: contents of JSON files that lie beside the weights, by name.
-        adapters: of a PEFT model, by the folder ("" or one that ends in "/"): the names in the adapter's file, to fqns.
-        problem: why the model cannot be exported, or None.
+        files: the contents of JSON files beside the weights, by name.
+        adapters: for a PEFT model, by folder ("" or one that ends in "/"): the names in the adapter's file, each with
+            its fqn.
+        problem: the reason why the model cannot be exported, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -167,20 +169,20 @@ class Description(BaseModel):
         """Make a description from a manifest.
 
         Raises:
-            CheckpointError: it is no description, or a name leads elsewhere.
+            CheckpointError: it is not a description, or a name leads outside of the folder.
         """
         try:
             return cls.model_validate(found)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise CheckpointError(
-                "the manifest's description of the model is damaged, or made to do harm: "
+                "the manifest's description of the model is damaged or malicious: "
                 f"{reason[0].lower()}{reason[1:]}. {ANOTHER}"
             ) from None
 
 
 def describe(live: LiveModel) -> Description:
-    """Describe the model as it is now. A failure is a problem for an export, not for a save.
+    """Describe the model as it is now. If that fails, only an export is impossible, not a save.
 
     Every rank must call it: PEFT asks modules for state dicts, which unshards parameters.
     """
@@ -213,7 +215,7 @@ def _configs(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters of a PEFT model that belong to an adapter or are trained; of another model, none."""
+    """List the parameters of a PEFT model that belong to an adapter or are trained; for another model, none."""
     adapters = [f".{name}." for name in getattr(model, "peft_config", ())]
     found: dict[nn.Parameter, None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -257,12 +259,13 @@ def _adapter_config(model: nn.Module, config: Any) -> Any:
 def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]:
     """Map the names in an adapter's file to fqns.
 
-    PEFT chooses and renames. It gets a state dict of tensors without content, which show where each name came from.
+    PEFT chooses and renames them. It gets a state dict of tensors without content, which reveal the origin of each
+    name.
     """
     first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
     first |= {name: name for name in live.buffers}
     key = (adapter, *first)
-    # PEFT may ask the Hub whether the vocabulary has grown: ask once, however that ends.
+    # PEFT may query the Hub about the vocabulary's size: query once, whether it succeeds or not.
     if key not in live.adapter_names:
         live.adapter_names[key] = {}
         stand_ins = {name: torch.empty(0, device="meta") for name in first}

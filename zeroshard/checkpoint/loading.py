@@ -1,4 +1,4 @@
-"""Owns the loading of a checkpoint: each rank reads the ranges that it needs, whatever the world size they were saved at."""
+"""Owns the loading of a checkpoint: each rank reads the ranges that it needs, from a save at any world size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroshard.observe.display import Advance, ignore
 from zeroshard.step.model_states import PARAMETERS, Held, Trained
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""Options that only say how a run computes; a checkpoint's do not count."""
+"""Options that only affect the way of computing; a checkpoint's values of these are ignored."""
 
 # `Sharded.load` and `Engine.load_checkpoint` call these arguments by different names.
 _ONLY_PARAMETERS = "Pass optimizer_states=False (an engine: load_optimizer_states=False) to load only the parameters."
@@ -41,10 +41,10 @@ class StoredTensor:
     """A parameter or buffer of a checkpoint.
 
     Attributes:
-        names: all its names; more than one where it is tied.
-        state: where its elements are.
+        names: all its names; more than one if it is tied.
+        state: the record of the places of its elements.
         trained: false only for frozen parameters.
-        scalar: the value itself, where that is in the manifest.
+        scalar: the value itself, if that is in the manifest.
     """
 
     names: list[str]
@@ -60,7 +60,7 @@ class StoredTensor:
 
     @property
     def span(self) -> Span:
-        """All elements of the parameter."""
+        """The span of all elements of the parameter."""
         return Span(self.names[0], 0, math.prod(self.shape))
 
 
@@ -69,7 +69,7 @@ class Reader:
 
     Attributes:
         nbytes: the bytes that were read, in whole chunks.
-        advance: hears of the bytes that were wanted of them.
+        advance: called with the number of requested bytes among them.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -84,7 +84,7 @@ class Reader:
         return next((self._by_name[name] for name in names if name in self._by_name), None)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Carry out requests, file by file, in the order of bytes."""
+        """Read all requests, file by file, in the order of bytes."""
         by_file: dict[int, list[ReadRequest]] = defaultdict(list)
         for request in requests:
             by_file[request.file].append(request)
@@ -156,7 +156,7 @@ def requests_for(state: StateRecord, span: Span, out: Tensor) -> list[ReadReques
 
 
 def requests_for_held(state: StateRecord, held: Held, out: Tensor) -> list[ReadRequest]:
-    """Request what this rank holds, as `requests_for`: of a DTensor, its part of the whole that was saved."""
+    """Request this rank's elements, as `requests_for` does; for a DTensor, its part of the whole that was saved."""
     requests = []
     start = 0
     for runs in held.named.placement.runs(held.span.start, held.span.stop):
@@ -167,7 +167,7 @@ def requests_for_held(state: StateRecord, held: Held, out: Tensor) -> list[ReadR
 
 
 def _requests(state: StateRecord, fqn: str, runs: Runs, out: Tensor) -> list[ReadRequest]:
-    """Request elements of a flattened parameter: one request for all rows that a saved range shares with them."""
+    """Request elements of a flattened parameter, with one request for all rows that a saved range has."""
     dtype = dtype_of(state.dtype)
     requests = []
     for part, common in _shared(state, fqn, runs):
@@ -190,7 +190,7 @@ def _requests(state: StateRecord, fqn: str, runs: Runs, out: Tensor) -> list[Rea
 
 
 def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord, Common]]:
-    """Find the elements of a flattened parameter that each saved range holds. All of them must be there."""
+    """Find the elements of a flattened parameter in each saved range. Together the ranges must hold all of them."""
     found = []
     for part in state.ranges:
         if part.start < runs.stop and runs.start < part.stop:
@@ -221,7 +221,7 @@ class Loader:
 
     Attributes:
         optimizer_states: load the optimizer's states and hyperparameters too.
-        nbytes: of the model states that `read` brings; known once it is prepared.
+        nbytes: the bytes of model states that `read` reads; known after `prepare`.
     """
 
     def __init__(self, reader: Reader, live: LiveModel, *, optimizer_states: bool) -> None:
@@ -231,7 +231,7 @@ class Loader:
         self._live = live
         self._optimizer = live.step.inner
         self._parts: list[tuple[Held, ParameterRecord]] = []
-        self._state: list[tuple[Held, dict[str, Any]]] = []  # what the optimizer will keep, of each trained part
+        self._state: list[tuple[Held, dict[str, Any]]] = []  # the optimizer's future states, of each trained part
         self._options: dict[int, dict[str, Any]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -259,7 +259,7 @@ class Loader:
 
     def _refuse_another_model(self, strict: bool) -> None:
         """Compare names and shapes of parameters and buffers."""
-        own: dict[str, tuple[str, torch.Size]] = {}  # by any name: the first name, and the shape
+        own: dict[str, tuple[str, torch.Size]] = {}  # for each name: the first name, and the shape
         for unit in self._live.units:
             for entry in unit.named:
                 own.update(dict.fromkeys(entry.fqns, (entry.fqn, torch.Size(entry.placement.shape))))
@@ -303,7 +303,7 @@ class Loader:
     def _find_options(self) -> dict[int, dict[str, Any]]:
         """Find the saved hyperparameters of each of this run's param groups, by its number; parameters' names decide.
 
-        No group here may have been several that differ, and none of the saved may be several here that differ.
+        A group may not have been several saved groups with different values, nor a saved group several groups here.
         """
         saved = []
         for group in self.reader.manifest.param_groups:
@@ -331,7 +331,7 @@ class Loader:
         return found
 
     def read(self) -> None:
-        """Read this rank's part, and verify it. Values in memory are overwritten as they come."""
+        """Read this rank's part, and verify it. Values in memory are overwritten meanwhile."""
         requests = []
         for held, record in self._parts:
             if held.shard.is_here:
@@ -354,7 +354,7 @@ class Loader:
         self._buffers = self.reader.values({**manifest.buffers(), **manifest.buffers(self._live.rank)})
 
     def _requests_of(self, held: Held, record: ParameterRecord) -> list[ReadRequest]:
-        """Request everything of one part, which is in memory; new states of the optimizer get memory."""
+        """Request all states of one part, which is in memory; new states of the optimizer get memory."""
         requests = []
         state: dict[str, Any] = {}
         for name, saved in self._wanted(held, record):
@@ -375,7 +375,7 @@ class Loader:
         return requests
 
     def apply(self) -> None:
-        """Put the values that were read into optimizer, buffers and parameters. Every rank must call it."""
+        """Put the values that were read into the optimizer, buffers and parameters. Every rank must call it."""
         if self.optimizer_states:
             self._apply_states()
         buffers = self._live.buffers

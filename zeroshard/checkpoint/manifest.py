@@ -1,10 +1,10 @@
-"""Owns the manifest: what a checkpoint holds and where, and the rule by which it exists.
+"""Owns the manifest: the contents of a checkpoint and their places, and the rule by which it exists.
 
     folder/
         latest                              the tag of the newest
         global_step100/
             manifest.json                   the checkpoint exists when this does
-            rank_00000.<save>.safetensors   what each rank wrote
+            rank_00000.<save>.safetensors   rank 0's part
             rank_00001.<save>.safetensors
 
 Files have names that were never used before, and the manifest replaces its predecessor in one step: saving again under a tag
@@ -42,18 +42,18 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 VERSION = 1
 MESH_VERSION = 2
-"""Of checkpoints whose parameters were divided over ranks of another dimension too: with `mesh`, and ranges of several runs."""
+"""The version for parameters that tensor-parallel ranks divided too: with `mesh`, and ranges of several runs."""
 _LONGEST_NAME = 255
-"""Bytes that a file system takes for a name."""
+"""The most bytes of a name in a file system."""
 _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]+\.tmp)?)")
 
-# What to do, at the end of errors.
+# Remedies, at the end of errors.
 ANOTHER = "Load another tag, or pass fall_back=True."
 CHECK_DISK = "Check the disk and the file's permissions, or load another tag."
 
 
 def cannot_be_written(path: object, error: OSError) -> str:
-    """Return the sentences for a file that cannot be written, with what to do."""
+    """Return the sentences for a file that cannot be written, with the remedy."""
     advice = "Check the folder's permissions and the space on its disk."
     if error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "Raise the limit on open files (`ulimit -n`)."
@@ -74,7 +74,7 @@ class FileRecord(_Record):
     name: str = Field(pattern=r"^rank_\d+\.[0-9a-f]+\.safetensors$")
     nbytes: Count
     checksums: list[int]
-    """CRC-32 of each chunk of `chunk_nbytes`; the last may be shorter."""
+    """The CRC-32 of each chunk of `chunk_nbytes`; the last chunk may be shorter."""
 
 
 class _Sparse(_Record):
@@ -89,7 +89,7 @@ class _Sparse(_Record):
 class RangeRecord(_Sparse):
     """Elements [start, stop) of a flattened parameter; `offset` counts bytes from the start of the file.
 
-    With `stride`: of these, `numel` elements from `start` on, and so many every `stride` elements after it.
+    With `stride`: of these, the first `numel` elements of every `stride` elements.
     """
 
     start: Count
@@ -119,12 +119,12 @@ class ParameterRecord(_Record):
 
     shape: list[Count]
     names: list[str] = Field(min_length=1)
-    """All its names; more than one where it is tied."""
+    """All its names; more than one if it is tied."""
     trained: bool
     states: dict[str, StateRecord]
-    """"parameters" (the master weights), and what the optimizer keeps along it."""
+    """"parameters" (the master weights), and the optimizer's states of the same shape."""
     values: dict[str, Any] = {}
-    """The other values that the optimizer keeps, packed: step counts."""
+    """The optimizer's other values, packed, such as step counts."""
 
 
 class TensorRecord(_Record):
@@ -147,14 +147,14 @@ class Manifest(_Sparse):
     written_by: dict[str, str]
     world_size: int = Field(ge=1)
     mesh: dict[str, int] | None = None
-    """How many ranks sharded the model, and over how many its tensors were divided; None where they were not."""
+    """The numbers of ranks that sharded the model and that divided its tensors; None if no tensors were divided."""
     policy: dict[str, Any]
     optimizer: str | None
     chunk_nbytes: int = Field(ge=1)
     files: list[FileRecord]
     parameters: dict[str, ParameterRecord]
     excluded: list[str] = []
-    """Parameters that were left out: frozen ones, where that was asked for."""
+    """The frozen parameters that were left out, if `exclude_frozen` was set."""
     param_groups: list[dict[str, Any]] = Field(default_factory=list)
     """Packed hyperparameters of each param group, and the names of its parameters."""
     values: dict[str, Any] = {}
@@ -162,14 +162,14 @@ class Manifest(_Sparse):
     tensors: dict[str, TensorRecord] = {}
 
     def buffers(self, rank: int = 0) -> dict[str, Any]:
-        """The packed buffers that one rank saved, by name: rank 0 all, another only those that differ."""
+        """Return the packed buffers that one rank saved, by name: rank 0's all, another's only those that differ."""
         ranks = self.values.get("ranks", [])
         packed: dict[str, Any] = ranks[rank].get("buffers", {}) if rank < len(ranks) else {}
         return packed
 
 
 def write_manifest(folder: Path, manifest: Manifest, save: str) -> None:
-    """Let the checkpoint exist: in one step, it replaces an earlier one of this tag."""
+    """Write the manifest, so that the checkpoint exists. In one step, it replaces an earlier one of this tag."""
     body = manifest.model_dump()
     text = json.dumps({**body, "checksum": _digest(body)}, separators=(",", ":"))
     replace_file(folder / MANIFEST, text.encode(), save)
@@ -182,7 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(path.read_bytes())
         checksum = body.pop("checksum")
         if checksum != _digest(body):
-            raise CheckpointError(f"{path} is damaged: its checksum is another. {ANOTHER}")
+            raise CheckpointError(f"{path} is damaged: its checksum is wrong. {ANOTHER}")
         if body.get("version") not in (VERSION, MESH_VERSION):
             raise CheckpointError(
                 f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and "
@@ -238,7 +238,7 @@ def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
 
 
 def _refuse_wrong_values(path: Path, manifest: Manifest) -> None:
-    """Raise where the values that every reader needs have wrong types: those of all ranks, and each rank's buffers."""
+    """Raise if the values that every reader needs have wrong types: those of all ranks, and each rank's buffers."""
     ranks = manifest.values.get("ranks", [])
     if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
         raise CheckpointError(f"{path} is damaged: its values are of wrong types. {ANOTHER}")
@@ -261,7 +261,7 @@ def _is_tensor(packed: Any, manifest: Manifest) -> bool:
 
 
 def is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Return whether the files are there, with their sizes. (A load verifies checksums.)"""
+    """Return whether all files exist with the right sizes. (A load verifies checksums.)"""
     for record in manifest.files:
         path = folder / record.name
         if not path.is_file() or path.stat().st_size != record.nbytes:
@@ -275,12 +275,12 @@ def is_whole(folder: Path, manifest: Manifest) -> bool:
 def is_folder_name(name: str) -> bool:
     """Return whether it is the plain name of a folder, without a path to another one."""
     encoded = name.encode(errors="ignore")
-    is_text = encoded.decode() == name  # no half of a surrogate pair, which no file system takes
+    is_text = encoded.decode() == name  # half of a surrogate pair is no valid name in a file system
     return name not in ("", ".", "..") and not {*"/\\\0\n"} & {*name} and len(encoded) <= _LONGEST_NAME and is_text
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag, if it can be the name of a folder."""
+    """Return the tag, if it can be the name of a folder; otherwise raise."""
     if not isinstance(tag, str):
         raise CheckpointError(f"{tag!r} cannot be a tag, which is text: give {str(tag)!r}.")
     if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
@@ -293,11 +293,11 @@ def check_tag(tag: str) -> str:
 
 
 _SHOWN = 100
-"""Characters of a tag that an error shows."""
+"""The most characters of a tag in an error."""
 
 
 def whole_path(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path that a folder means now.
+    """Return the absolute path of a folder, from the present working folder.
 
     Raises:
         CheckpointError: the path is empty, or it is relative, and the working folder was removed.
@@ -335,7 +335,7 @@ def _import_first(folder: Path) -> str:
 
 
 def _absent(folder: Path) -> str:
-    """Return the reason for which there is no checkpoint in this folder."""
+    """Return the reason why there is no checkpoint in this folder."""
     folder = folder.absolute()
     if is_of_deepspeed(folder):
         return _import_first(folder)
@@ -345,7 +345,7 @@ def _absent(folder: Path) -> str:
 
 
 def _without_latest(folder: Path) -> str:
-    """Return the reason for which the newest checkpoint of this folder cannot be found."""
+    """Return the reason why the newest checkpoint of this folder cannot be found."""
     if is_of_deepspeed(folder):
         return _import_first(folder)
     if (folder / MANIFEST).is_file():
@@ -358,7 +358,7 @@ def _without_latest(folder: Path) -> str:
 
 
 def tags(folder: Path, *, whole: bool = True) -> list[str]:
-    """List the tags of whole checkpoints, the newest first; or of all, where other hosts may have the missing files."""
+    """List the tags of whole checkpoints, the newest first; or of all, if other hosts may have the missing files."""
     return [name for _, name in _by_time(folder, whole=whole)]
 
 
@@ -374,14 +374,16 @@ def _by_time(folder: Path, *, whole: bool) -> list[tuple[float, str]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """List the folders in it, without links: their targets belong to others, or are listed already."""
+    """List the folders in a folder, without links: their targets are listed already, or belong to other programs."""
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
 def next_time(folder: Path) -> float:
-    """Return a time for a new checkpoint, in seconds since 1970, later than that of any other, whatever the clock says."""
+    """Return a time for a new checkpoint, in seconds since 1970, later than that of any other, even if the clock was
+    set back.
+    """
     newest = max((created for created, _ in _by_time(folder, whole=False)), default=0.0)
     return max(time.time(), newest + 1e-3)
 
@@ -412,7 +414,7 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
 def clean(folder: Path) -> None:
     """Remove the leftovers of saves that never ended: files that no manifest names, and folders of nothing else."""
     for path in _folders(folder):
-        with suppress(OSError):  # another program's, or unreadable: not ours to look after
+        with suppress(OSError):  # another program's, or unreadable: leave it
             _clean_tag(path)
     for path in folder.glob(f"{LATEST}.*.tmp"):
         if re.fullmatch(rf"{LATEST}\.[0-9a-f]+\.tmp", path.name):
@@ -428,7 +430,7 @@ def _clean_tag(path: Path) -> None:
         named = {MANIFEST, *(record.name for record in read_manifest(path).files)}
     except CheckpointError:
         if (path / MANIFEST).exists():
-            return  # damaged, and for a person to look at
+            return  # damaged: leave it for a person to check
         named = set()
     for file in ours:
         if file.name not in named:
@@ -438,7 +440,7 @@ def _clean_tag(path: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove one checkpoint; it ceases to exist before its files do."""
+    """Remove one checkpoint: first its manifest, then its files."""
     files = [folder / record.name for record in read_manifest(folder).files]
     (folder / MANIFEST).unlink()
     for file in files:

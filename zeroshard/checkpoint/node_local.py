@@ -1,7 +1,7 @@
 """Owns checkpoints in folders that hosts do not share: copies on the next host, and missing files before a load.
 
-The folder is a local disk, or memory (/dev/shm). The file of each rank lies on its own host and on the one after it, the manifest
-on all: the loss of one host loses no file.
+The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on its own host and on the next, and the
+manifest on all hosts. So the loss of one host loses no file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroshard.storage.buffers import memory_of
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of each host, which share a folder."""
+    """The hosts of a job: the ranks of each share a folder."""
 
     ranks: list[list[int]]
 
@@ -68,7 +68,7 @@ class Move(NamedTuple):
 
 
 def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
-    """Raise where a file is there before it was sent: hosts see one another's folders."""
+    """Raise if a file exists before it was sent: hosts see each other's folders."""
     for move in moves:
         if move.target == control.rank and (folder / move.name).exists():
             raise CheckpointError(
@@ -77,10 +77,12 @@ def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> 
 
 
 def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
-    """Carry out moves, the same on all ranks. Every rank must call it; it raises an `OSError` of this rank only at the end."""
+    """Move files between hosts. Every rank must call it, with the same moves; this rank's `OSError` is raised only at
+    the end.
+    """
     problems: list[OSError] = []
     with ExitStack() as stack:
-        opened: dict[Move, FileIO] = {}  # not buffered: nothing is left to be written when they are closed
+        opened: dict[Move, FileIO] = {}  # not buffered: closing them writes nothing
         for move in moves:
             if control.rank in (move.source, move.target):
                 with _noting(problems):
@@ -94,7 +96,7 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
                     continue
                 chunk = torch.empty(count if control.rank in (move.source, move.target) else 0, dtype=torch.uint8)
                 if move.source == control.rank and move in opened:
-                    with _noting(problems):  # the other rank waits for the chunk in any case
+                    with _noting(problems):  # the other rank waits for the chunk, even after an error
                         if opened[move].readinto(memory_of(chunk)) != count:
                             raise OSError(f"{move.name} ends too soon")
                 label = f"{move.name} of a checkpoint"
@@ -102,7 +104,7 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
             for move, chunk, pending in in_flight:
                 pending.wait()
                 if move.target == control.rank and move in opened:
-                    with _noting(problems):  # the others send on, also to a full disk
+                    with _noting(problems):  # the others continue to send, also to a full disk
                         file = opened.pop(move)
                         _write(file, chunk, flush=start + chunk.numel() == move.nbytes)
                         opened[move] = file
@@ -142,13 +144,13 @@ def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Version:
-    """A checkpoint of a tag, as the hosts hold it together.
+    """A checkpoint of a tag, of which each host has some files.
 
     Attributes:
         created: seconds since 1970.
-        sizes: of its files, by name, in bytes.
-        holders: by name, the hosts that have the file whole.
-        hosts: those that have its manifest.
+        sizes: the sizes of its files in bytes, by name.
+        holders: the hosts that have each file whole, by its name.
+        hosts: the hosts that have its manifest.
     """
 
     tag: str
@@ -164,7 +166,7 @@ class _Version:
 
 
 class Holdings:
-    """The checkpoints that all hosts have together. Every rank must make it."""
+    """The checkpoints of all hosts, from the files of each. Every rank must make it."""
 
     def __init__(self, control: Collectives, hosts: Hosts, folder: Path) -> None:
         self._control = control
@@ -178,7 +180,7 @@ class Holdings:
         for host, listed in enumerate(by_host):
             for tag, (created, sizes) in listed["tags"].items():
                 self._find(tag, created, sizes).hosts.append(host)
-        # Files count by their names, which belong to one save: a host that was killed before its manifest has its part, too.
+        # A file's name belongs to one save. So a host that was killed before it had the manifest still has its part.
         for host, listed in enumerate(by_host):
             for tag, present in listed["files"].items():
                 for version in self._versions.get(tag, []):
@@ -195,7 +197,9 @@ class Holdings:
         return versions[-1]
 
     def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
-        """List the tags to try: `tag`, or the newest that a host calls the latest; to fall back to, all others, newest first."""
+        """List the tags to try: `tag`, or the newest in a host's file `latest`; with `fall_back` then all others,
+        newest first.
+        """
         whole = {}
         for name in self._versions:
             version = self._newest(name)
@@ -228,7 +232,9 @@ class Holdings:
             )
 
     def bring(self, tag: str) -> None:
-        """Give every host the files that it lacks of a checkpoint. Every rank must call it. An error is one on all ranks."""
+        """Send every host the files that it lacks of a checkpoint. Every rank must call it, and all raise an error of
+        any rank.
+        """
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)
@@ -244,7 +250,7 @@ class Holdings:
                 if host not in version.holders[name]:
                     moves.append(Move(source, hosts.member(host, number), name, nbytes))
         with together(self._control, "files from other hosts"):
-            with suppress(OSError):  # the others wait for what this rank sends; a file cannot be opened then
+            with suppress(OSError):  # the others wait for this rank's data, so opening the file fails only afterwards
                 folder.mkdir(parents=True, exist_ok=True)
             carry(self._control, folder, moves)
         self._bring_manifest(folder, version)
@@ -263,9 +269,9 @@ class Holdings:
                 files.replace_file(folder / files.MANIFEST, data, f"host{own}")
 
     def leave_out_damaged(self, tag: str) -> bool:
-        """Read the files of a checkpoint that every host had, and forget those that are damaged. Every rank must call it.
+        """Read the files of a checkpoint on every host, and drop those that are damaged. Every rank must call it.
 
-        Return whether some are, and other hosts have all of them, so that `bring` can bring these.
+        Return whether some are damaged and other hosts have all of them, so that `bring` can send these.
         """
         version = self._newest(tag)
         if version is None:
@@ -292,11 +298,13 @@ class Holdings:
 
 
 def _list(folder: Path) -> dict[str, Any]:
-    """List, as JSON, what this host has: the tag that `latest` names; of each manifest, and in each folder, files and sizes."""
+    """List this host's files as JSON: the tag in `latest`; and files with sizes, from each manifest and in each folder."""
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)
-    with suppress(OSError):  # a folder that cannot be read holds nothing; the others wait for this rank's answer
+    with suppress(
+        OSError
+    ):  # a folder that cannot be read counts as empty, since the others wait for this rank's answer
         for path in folder.iterdir():
             if not path.is_dir():
                 continue

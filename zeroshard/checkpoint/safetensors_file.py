@@ -1,12 +1,13 @@
-"""Owns safetensors files: read by ranges; and, in checkpoints, written once with checksums that every read verifies.
+"""Owns safetensors files. They are read by ranges; in checkpoints they are written once, with checksums that every read
+verifies.
 
 The safetensors library reads and writes whole tensors, or slices of their first dimension. A shard is a range of the flattened
 tensor, so this file implements the format itself: 8 bytes with the header's length, the header as JSON
 (name -> dtype, shape, data_offsets; "__metadata__" -> strings), and the data, without gaps.
 https://github.com/huggingface/safetensors#format
 
-A verified range is read as the chunks that it lies in: each is verified as a whole, and its elements go to where they are wanted.
-So a read takes less than two chunks more than the range, and holds one chunk.
+A range is read with all of its chunks: each is verified as a whole, and then its requested elements are copied. So a
+read takes less than two chunks more than the range, and holds one chunk in memory.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 _CONVERTED_NUMEL = 1 << 22
-"""Elements that are read at once where they have to be converted."""
+"""The most elements that are read at once if they must be converted."""
 CHUNK_NBYTES = 4 << 20
-"""Bytes with one checksum (CRC-32)."""
+"""The bytes of one checksum (CRC-32)."""
 _STAGE_NBYTES = 16 << 20
 """Bytes that are copied from an accelerator at once."""
 
@@ -70,7 +71,8 @@ class SafetensorsReader:
         metadata: the strings that were saved with them.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or no safetensors file; says which and where.
+        CheckpointError: the file is missing, truncated, or not a safetensors file; the message has the path and the
+            reason.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -107,7 +109,7 @@ class SafetensorsReader:
                 raise self._broken(f"the data of {name!r} does not begin where that before it ends")
             covered += entry.nbytes
         if covered != size:
-            raise self._broken(f"it has {size} bytes, and its header speaks of {covered}")
+            raise self._broken(f"it has {size} bytes, and its header describes {covered}")
         return entries, metadata
 
     def _entry(self, name: str, described: Any, base: int) -> Entry:
@@ -119,7 +121,7 @@ class SafetensorsReader:
             raise ValueError(f"shape or offsets of {name!r} are no natural numbers")
         entry = Entry(_DTYPES[described["dtype"]], shape, base + start)
         if stop - start != entry.nbytes:
-            raise ValueError(f"{name!r} has {stop - start} bytes, and its shape asks for {entry.nbytes}")
+            raise ValueError(f"{name!r} has {stop - start} bytes, and its shape needs {entry.nbytes}")
         return entry
 
     def _broken(self, what: str) -> CheckpointError:
@@ -157,7 +159,7 @@ class SafetensorsReader:
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Make the bytes before the data of a file that holds such tensors, one after another."""
+    """Make the bytes before the data of a file with these tensors, one after another."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -192,7 +194,7 @@ class ReadRequest:
 
     Attributes:
         file: the number of the file in its manifest.
-        offset: where the elements begin, in bytes from the start of the file.
+        offset: the start of the elements, in bytes from the start of the file.
         dtype: their dtype in the file.
         stride: elements of the file between the starts of two rows.
     """
@@ -211,7 +213,7 @@ class ReadRequest:
         return self.offset + ((rows - 1) * self.stride + numel) * self.dtype.itemsize
 
     def take(self, chunk: Tensor, start: int) -> int:
-        """Copy the elements that lie in a chunk, which begins at byte `start`; return their bytes in the file."""
+        """Copy the requested elements of a chunk, which begins at byte `start`; return their bytes in the file."""
         size = self.dtype.itemsize
         low = max(self.offset, start)
         high = min(self.stop, start + chunk.numel())
@@ -277,9 +279,9 @@ def write_file(
 ) -> tuple[FileRecord, dict[str, int]]:
     """Write a safetensors file and flush it to the disk, one source at a time. `advance` is called with the bytes written.
 
-    Return the file's record, and where each tensor begins in it, in bytes. After an error, no file is left.
+    Return the file's record, and the start of each tensor in it, in bytes. After an error, no file is left.
     """
-    # Wide dtypes first: then every element lies at a multiple of its size, and in one chunk.
+    # Wide dtypes first: then every element is at a multiple of its size, and in one chunk.
     names = sorted(sources, key=lambda name: -sources[name].dtype.itemsize)
     offsets: dict[str, int] = {}
     try:
@@ -310,10 +312,10 @@ def _on_cpu(flat: Tensor) -> Iterator[Tensor]:
 
 
 def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance = ignore) -> int:
-    """Read elements of one file and verify every chunk that they lie in. Return the bytes that were read.
+    """Read elements of one file, and verify every chunk of them. Return the bytes that were read.
 
-    A file that is missing, of another size, unreadable, or altered is an error.
-    `advance` gets the number of bytes that requests got.
+    A `CheckpointError` is raised for a file that is missing, unreadable, altered, or of another size.
+    `advance` is called with the number of bytes that requests got.
     """
     path = folder / record.name
     by_chunk: dict[int, list[ReadRequest]] = defaultdict(list)
@@ -332,7 +334,7 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
         size = os.fstat(descriptor).st_size
         if size != record.nbytes:
             raise CheckpointError(
-                f"{path} has {size} bytes, and its checkpoint says {record.nbytes}: it was cut or replaced. {ANOTHER}"
+                f"{path} has {size} bytes, not {record.nbytes}: it was truncated or replaced. {ANOTHER}"
             )
         for number in sorted(by_chunk):
             start = number * CHUNK_NBYTES

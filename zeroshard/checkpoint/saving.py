@@ -1,7 +1,7 @@
-"""Owns the saving of a checkpoint: every rank writes its own shards, all agree, then it exists.
+"""Owns the saving of a checkpoint: every rank writes its own shards, all agree, then the checkpoint exists.
 
-No rank ever holds a complete state. A save writes the tensors at rest themselves; an asynchronous one writes a copy in CPU memory
-while the training goes on.
+No rank ever holds a complete state. A save writes the stored tensors themselves; an asynchronous save writes a copy in
+CPU memory while the training goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Destination:
     """The place of a new checkpoint, and the options of its save: see `Checkpoints.save`.
 
     Attributes:
-        hosts: each has the folder for itself; None: all ranks see one folder.
+        hosts: the hosts with a local folder each; None: all ranks see one folder.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class SavedSpan:
     state: str
     source: Source
     placement: Placement | None = None
-    """The place of what this rank holds of the parameter, in which the span counts; None: all of it."""
+    """The placement of this rank's part of the parameter, to which the span refers; None: the whole parameter."""
 
     @property
     def runs(self) -> Iterator[Runs]:
@@ -97,11 +97,12 @@ class Part:
 
     Attributes:
         spans: its part of the model states.
-        values: by fqn, everything else that the optimizer keeps of a parameter, packed.
+        values: by fqn, all other values that the optimizer keeps for a parameter, packed.
         own: values that differ from rank to rank (random state), packed.
-        tensors: those that packed values name, the manifest's too.
-        buffers: the model's, as a file can hold them.
-        arrived: blocks until what this rank reads of an accelerator at once is in CPU memory: numbers; of a copy, all of it.
+        tensors: the tensors that packed values name, also in the manifest.
+        buffers: the model's buffers, in a form that a file can hold.
+        arrived: a function that blocks until values from an accelerator are in CPU memory: numbers, and the tensors of
+            a copy.
     """
 
     spans: Sequence[SavedSpan]
@@ -119,7 +120,8 @@ class Part:
     def staged(self, memory: dict[str, Tensor], device: torch.device) -> Part:
         """Return a copy in CPU memory, which training does not touch. The caller keeps `memory`, by name, for the next save.
 
-        What lies on the accelerator `device` is copied into pinned memory, in the order of what it computes, and the host goes on.
+        Tensors on the accelerator `device` are copied into pinned memory, after its earlier work, and the host does not
+        wait.
         """
         pinned = CpuStorage(Copies(CPU), pin=True)
 
@@ -157,9 +159,9 @@ class Part:
 def take_snapshot(
     live: LiveModel, shared: Mapping[str, Any], own: Mapping[str, Any], *, exclude_frozen: bool
 ) -> tuple[dict[str, Any], Part]:
-    """Collect everything that this rank saves, without a copy. Return the outline of a manifest, and this rank's part.
+    """Collect all values that this rank saves, without a copy. Return the outline of a manifest, and this rank's part.
 
-    Of `shared`, rank 0's values are saved; of `own`, each rank's.
+    The save has rank 0's `shared` values, and each rank's `own` values.
     """
     description = describe(live).model_dump()  # first: every rank has its part in it, whatever fails below
     # A parameter that is resharded has no values to save as a user's own; not every class of parameter can say so itself.
@@ -235,9 +237,10 @@ def write_checkpoint(
     """Write this rank's part, agree with the others, and write the manifest. Every rank must call it.
 
     Args:
-        refuse: called when the part is written: raises where its values changed meanwhile.
+        refuse: called when the part is written; raises if its values have changed meanwhile.
 
-    If any rank cannot write, all raise a `CheckpointError` that says which and why, and earlier checkpoints are as they were.
+        If any rank cannot write, all raise a `CheckpointError` with that rank and the reason, and earlier checkpoints
+            do not change.
     """
     crcs = {}
     for name, buffer in part.buffers.items():
@@ -364,9 +367,9 @@ def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequ
 
 
 def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
-    """Raise where a file is gone, or of another size: another program's clean-up may take it for a leftover.
+    """Raise if a file is missing or has another size: another program may have removed it as a leftover.
 
-    Where each host has the folder for itself, it looks for the files of its own ranks.
+    If each host has a local folder, it checks the files of its own ranks.
     """
     written = manifest.files
     if to.hosts is not None:
@@ -393,7 +396,7 @@ def finish(manifest: Manifest, to: Destination, save: str) -> None:
         if to.keep_last is not None:
             files.keep_newest(to.folder, to.keep_last, to.tag, whole=to.hosts is None)
     except (OSError, CheckpointError) as error:
-        warnings.warn(f"{to.tag} was saved, but what is old could not be removed: {error}", stacklevel=2)
+        warnings.warn(f"{to.tag} was saved, but older checkpoints could not be removed: {error}", stacklevel=2)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -26,19 +26,21 @@ class Packer:
     """A packer of values; `tensors` collects the tensors to store beside them, by name.
 
     Args:
-        prefix: of the tensors' names.
-        resharded: `id`s of parameters without values, which are refused, and their fqns.
+        prefix: the prefix of the tensors' names.
+        resharded: the fqns of parameters without values, by `id`; these are refused.
     """
 
     def __init__(self, prefix: str = "", resharded: Mapping[int, str] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._late: list[tuple[list[Any], Tensor]] = []
-        """Numbers of an accelerator, and where in the JSON they belong."""
+        """Numbers of an accelerator, with their places in the JSON."""
         self._prefix = prefix
         self._resharded = resharded or {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """Return JSON for a value. `path` names it, in errors and for its tensors. Anything but JSON and tensors is an error."""
+        """Return JSON for a value. `path` names it, in errors and for its tensors. Other objects than JSON and tensors
+        are errors.
+        """
         if type(value) in _PLAIN:
             return value
         if isinstance(value, list | tuple | deque):
@@ -55,7 +57,7 @@ class Packer:
         return self._pack_object(value, path)
 
     def start_numbers(self) -> Callable[[], None]:
-        """Start to copy an accelerator's numbers, as they are now. The function that this returns waits, and puts them in place."""
+        """Start to copy an accelerator's numbers, as they are now. Return a function that waits, and puts them in place."""
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Any], Tensor]]] = {}
         for scalar, value in self._late:
             alike.setdefault((value.device, value.dtype), []).append((scalar, value))
@@ -120,7 +122,7 @@ class Packer:
 
 
 def storable(tensor: Tensor, path: str) -> Tensor:
-    """Return the tensor as a file can hold it. A sparse one, or one of a dtype that safetensors lacks, is an error."""
+    """Return a tensor that a file can hold. A sparse one, or one of a dtype that safetensors lacks, is an error."""
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that. Convert it "
@@ -178,7 +180,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Give every generator the state that `random_state` returned."""
+    """Set every generator to the state that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])

@@ -1,7 +1,7 @@
-"""Owns parameters that are born sharded: cut before there is a unit that they lie in.
+"""Owns parameters that are born sharded: they are divided over ranks before a unit has them.
 
-From its cut until `shard` takes the model, a parameter is of a class that brings itself together for whatever torch operation
-touches it, and is cut again where the operation wrote to it: so models that initialise everything once more at the end work too.
+Until `shard` takes the model, such a parameter has a class that gathers its parts for every torch operation on it, and
+divides them again if the operation wrote to it. So models that initialise all parameters again at the end work too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zeroshard.torch_private import past_torch_function, storage_users, tree_map
 
 _METADATA = METADATA | {"__format__", "__repr__"}
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
-"""The conversions that `module.to`, `module.half` and their like call: each rank converts its own part."""
+"""The conversions that `module.to`, `module.half` and similar calls run: each rank converts its own part."""
 _MAPPED_NBYTES = 1 << 16
-"""Smaller parts stay in memory, where there is a folder for them too."""
+"""Smaller parts stay in memory, even if there is a folder."""
 
 _numbers = itertools.count()
 shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# As in shard.py: a phone book, so that nothing is hung on the user's parameters.
+# Only an index, as in unsharded.py, so that the user's parameters need no attribute.
 
 
 class Births:
@@ -48,20 +48,20 @@ class Births:
         detached_stay_cut: bool = False,
     ) -> None:
         self.device = device
-        """The device of parameters that are on the meta device so far."""
+        """The device for parameters that are still on the meta device."""
         self.source = source
         self._folder = folder
         self.detached_stay_cut = detached_stay_cut
         self.away_class = BornSharded if attributes is None else _born_class(attributes)
         self.whole_class = whole_class(attributes)
         self.open: list[Shard] = []
-        """The shards that are whole for the sake of views, see `Shard.keep_open`."""
+        """The shards that are whole because views of them exist, see `Shard.keep_open`."""
         self._group = group
         self._collectives: dict[str, Collectives] = {}
         self.rank, self.world_size = (self.collectives(device).rank, self.collectives(device).world_size)
 
     def collectives(self, device: torch.device) -> Collectives:
-        """Return the collectives for tensors on `device`: a model may be moved after its birth."""
+        """Return the collectives for tensors on `device`: a model may be moved after it was built."""
         if device.type not in self._collectives:
             self._collectives[device.type] = create_collectives(
                 self._group, device, what="sharded_init()", lasting=False
@@ -69,12 +69,12 @@ class Births:
         return self._collectives[device.type]
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros for this rank's part of a parameter; where a folder was named, in a file there that has no name."""
+        """Return zeros for this rank's part of a parameter. If a folder was named, they are in an unnamed file there."""
         nbytes = numel * dtype.itemsize
         if self._folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         try:
-            # A mapping of Python's keeps a descriptor open for each part; torch's does not.
+            # Python's mmap keeps a descriptor open for each part; torch's does not.
             descriptor, path = tempfile.mkstemp(dir=self._folder, prefix="zeroshard-")
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -89,7 +89,7 @@ class Births:
             ) from error
 
     def close(self) -> None:
-        """Cut those again of which nobody holds a view any longer."""
+        """Divide those shards again of which no view is left."""
         self.open = [shard for shard in self.open if not shard.closed()]
 
 
@@ -97,8 +97,8 @@ class Shard:
     """This rank's part of one parameter.
 
     Attributes:
-        number: in the order of births, the same on every rank.
-        shows: how many `unsharded` hold the parameter whole, an ordinary one.
+        number: its number in the order in which parameters were made, the same on every rank.
+        shows: the number of `unsharded` blocks that hold the parameter whole and ordinary.
     """
 
     def __init__(self, shape: torch.Size, births: Births) -> None:
@@ -123,25 +123,25 @@ class Shard:
 
     @own.setter
     def own(self, own: Tensor) -> None:
-        # as with `parameter.data = ...`: views of what was before have no effect
+        # as with `parameter.data = ...`: views of the former values have no effect
         self._own = own
         self._whole = None
 
     @property
     def range(self) -> tuple[int, int]:
-        """[start, stop): the elements of the flattened parameter that are this rank's."""
+        """This rank's elements [start, stop) of the flattened parameter."""
         start = min(self.numel * self.births.rank, self._shape.numel())
         return start, min(start + self.numel, self._shape.numel())
 
     def converted(self, own: Tensor) -> Shard:
-        """The same in another dtype, or on another device."""
+        """Return the shard in another dtype, or on another device."""
         twin = Shard(self._shape, self.births)
         twin.own = own
         twin.number = self.number
         return twin
 
     def take(self, whole: Tensor) -> None:
-        """Keep this rank's part of new values: those of the rank that counts, where there is one. Every rank must call it."""
+        """Store this rank's part of new values: those of the source rank, if there is one. Every rank must call it."""
         if self.shows and whole is self._whole:
             return  # written to under another name, and kept or not when the parameter is hidden
         if self.births.source is not None:
@@ -155,7 +155,9 @@ class Shard:
         own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
 
     def whole(self) -> Tensor:
-        """Return all ranks' parts together. Every rank must call it, also where views keep it open: another rank's may be gone."""
+        """Return all ranks' parts together. Every rank must call it, even if views keep it open here: another rank may
+        have none.
+        """
         if self.shows and self._whole is not None:
             return self._whole
         collectives = self.births.collectives(self.own.device)
@@ -167,13 +169,13 @@ class Shard:
         return whole if self._whole is None else self._whole.copy_(whole)
 
     def keep_open(self, whole: Tensor) -> None:
-        """Stay whole while there are views of it: what is written to them counts."""
+        """Stay whole while there are views of it: writes to them count."""
         if self._whole is not whole:
             self._whole = whole
             self.births.open.append(self)
 
     def closed(self) -> bool:
-        """Cut again, unless somebody holds a view of the whole; returns whether it is in parts."""
+        """Divide it again, unless there is a view of the whole. Return whether it is divided."""
         if self._whole is not None and (self.shows or is_seen(self._whole)):
             return False
         self.own = self.own
@@ -182,7 +184,7 @@ class Shard:
     # ------------------------------------------------------------------ whole for a while, see `unsharded`
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Make the parameter whole and ordinary, until as many calls of `hide`. Every rank must call it."""
+        """Make the parameter whole and ordinary, until the matching call of `hide`. Every rank must call it."""
         if not self.shows:
             self.births.close()
             whole = self.whole()
@@ -193,7 +195,7 @@ class Shard:
         self.shows += 1
 
     def differs(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's part of a shown parameter differs from the stored part."""
+        """Return whether this rank's part of a shown parameter differs from the stored part."""
         start, stop = self.range
         data = parameter.data
         own = self._own[: stop - start]
@@ -203,21 +205,21 @@ class Shard:
         return not torch.equal(part.view(torch.uint8), own.view(torch.uint8))
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Keep this rank's part of a shown parameter, which is the same on every rank, in its present shape and dtype."""
+        """Store this rank's part of a shown parameter, which is the same on every rank, in its present shape and dtype."""
         self._shape = parameter.shape
         self.numel = -(-self._shape.numel() // self.births.world_size)
         self._own = self.births.room(self.numel, parameter.dtype, parameter.device)
         self._keep_part(parameter.data, self._own)
 
     def hide(self, parameter: nn.Parameter) -> None:
-        """The end of one `show`. What was written to the parameter, and not kept, is gone."""
+        """End one `show`. Writes to the parameter that were not kept are lost."""
         self.shows -= 1
         if not self.shows:
             self._whole = None
             _cut(parameter, self)
 
     def undo(self, parameter: nn.Parameter) -> None:
-        """A parameter that goes on being shown is what rests once more. Every rank must call it."""
+        """Restore the stored values of a parameter that stays shown. Every rank must call it."""
         self._whole = None
         self._whole = self.whole()
         parameter.data = self._whole
@@ -227,12 +229,12 @@ _UNSEEN = storage_users(torch.empty(1))
 
 
 def is_seen(tensor: Tensor) -> bool:
-    """Whether another tensor, or an array, looks at the same memory."""
+    """Return whether another tensor, or an array, uses the same memory."""
     return storage_users(tensor) > _UNSEEN
 
 
 class BornSharded(nn.Parameter):
-    """A parameter between its cut and `shard`. See the module's docstring."""
+    """A parameter that is divided over ranks before `shard`, see the module's docstring."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -245,9 +247,9 @@ class BornSharded(nn.Parameter):
                     shard_of[args[0]] = shard_of[args[1]]
                     args = (args[0], _placeholder(shard_of[args[0]].own, args[0].shape))
                 else:
-                    _release(args[0])  # `shard` takes the parameter, or somebody gives it another value
+                    _release(args[0])  # `shard` takes the parameter, or the user assigns another value
             elif func.__name__ == "__get__" and attribute == "data":
-                return args[0]  # what is written to it counts, as it does for `data`
+                return args[0]  # writes to it count, as for `data`
             elif func.__name__ == "detach" and shard_of[args[0]].births.detached_stay_cut:
                 return born(shard_of[args[0]], args[0].shape, requires_grad=False)
             if func.__name__ in _CONVERSIONS:
@@ -276,7 +278,7 @@ def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
-    """A parameter of which this rank holds the part `shard`."""
+    """Make a parameter of which this rank has the part `shard`."""
     parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
     shard_of[parameter] = shard
     parameter.__class__ = shard.births.away_class
@@ -294,8 +296,8 @@ def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on whole parameters.
 
-    Its result may be a view of one (`weight[0]`), to be written to next (`.zero_()`): then the parameter stays whole while the view
-    is there. (The memory would be held by the view in any case.)
+    Its result may be a view of one (`weight[0]`), to which the user writes next (`.zero_()`). Then the parameter stays
+    whole while the view exists, which holds the memory in any case.
     """
     wholes: dict[int, tuple[BornSharded, Tensor]] = {}
 
@@ -314,7 +316,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for key, (parameter, whole) in wholes.items():
         if version_of(whole) != versions[key]:
             shard_of[parameter].take(whole)
-        if result is whole:  # an operation in place returns what it wrote to
+        if result is whole:  # an in-place operation returns its target
             result = parameter
         elif is_seen(whole):
             shard_of[parameter].keep_open(whole)
@@ -322,7 +324,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
-    """Keep this rank's part of a parameter that is whole."""
+    """Replace a whole parameter by this rank's part of it."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
         return
     shard_of[parameter] = shard = Shard(parameter.shape, births)
@@ -337,7 +339,7 @@ def _cut(parameter: nn.Parameter, shard: Shard) -> None:
 
 
 def is_shown(parameter: Tensor) -> bool:
-    """Whether a parameter that was born sharded is whole for a while."""
+    """Return whether a parameter that was born sharded is shown whole now."""
     return parameter in shard_of and shard_of[parameter].shows > 0
 
 

@@ -1,4 +1,4 @@
-"""Owns the dimensions of a mesh: which ranks shard a model, and which divide its DTensors already."""
+"""Owns the dimensions of a mesh: the ranks that shard a model, and those that divide its DTensors already."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zeroshard.torch_private import is_distributed, local_of
 
 
 def mesh_of(model: nn.Module, group: dist.ProcessGroup | None) -> DeviceMesh | None:
-    """Return the mesh over which the model's DTensors are; None where it has none.
+    """Return the mesh of the model's DTensors, or None if it has none.
 
     Args:
-        group: of the data-parallel ranks.
+        group: the group of the data-parallel ranks.
 
     Raises:
         UsageError: there are several meshes, or one has ranks of the group, or a placement that zeroshard does not take.
@@ -62,7 +62,7 @@ def mesh_of(model: nn.Module, group: dist.ProcessGroup | None) -> DeviceMesh | N
 
 
 def refuse_crossed(collectives: Collectives, others: Collectives) -> None:
-    """Raise where ranks that shard one model hold different parts of its DTensors. Every rank must call it."""
+    """Raise if ranks that shard one model hold different parts of its DTensors. Every rank must call it."""
     numbers = collectives.exchange_json(others.rank, "the dimensions of the mesh")
     if len(set(numbers)) > 1:
         raise UsageError(
@@ -72,13 +72,13 @@ def refuse_crossed(collectives: Collectives, others: Collectives) -> None:
 
 
 def placed(parameter: Tensor) -> str:
-    """Describe how a DTensor is placed; "" for other parameters."""
+    """Describe the placement of a DTensor; "" for other parameters."""
     distributed: Any = parameter
     return f" {distributed.placements}" if is_distributed(parameter) else ""
 
 
 def refuse_beside_others(model: nn.Module, mesh: DeviceMesh, precision: Precision, *, whole_parameters: bool) -> None:
-    """Raise where a model with DTensors asks for more than each rank's part can give.
+    """Raise if settings for a model with DTensors need more than each rank's own part.
 
     Raises:
         UsageError: names the parameter and the remedy.
@@ -95,7 +95,7 @@ def refuse_beside_others(model: nn.Module, mesh: DeviceMesh, precision: Precisio
         if wanted != parameter.dtype:
             raise UsageError(
                 f"parameter {name} is a DTensor of {parameter.dtype}, and would have to become {wanted}: convert the "
-                f"model first, model.to({wanted}), and then cut it. Master weights are in fp32 all the same."
+                f"model first, model.to({wanted}), and then divide it. Master weights are still in fp32."
             )
         if whole_parameters and not placement_of(name, parameter).is_whole:
             raise UsageError(
@@ -105,9 +105,9 @@ def refuse_beside_others(model: nn.Module, mesh: DeviceMesh, precision: Precisio
 
 
 def refuse_different_replicas(model: nn.Module, context: Context) -> None:
-    """Raise where ranks of the other dimension hold a parameter or buffer as a whole, and hold different values.
+    """Raise if ranks of the other dimension each hold a parameter or buffer as a whole, with different values.
 
-    Of the data-parallel ranks, the values of the first are taken, and compared. Every rank must call it.
+    Only the first data-parallel rank's values are compared, since they are used. Every rank must call it.
 
     Raises:
         UsageError: names the first that differs.

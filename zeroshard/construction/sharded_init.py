@@ -1,11 +1,12 @@
-"""Owns models that are born sharded: their whole never exists on any rank.
+"""Owns models that are born sharded: no rank ever holds the whole model.
 
     with zeroshard.sharded_init():
         model = MyModel()          # the numbers that it would have without, under the same seed
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-A module's parameters are cut when the module becomes part of another, which is when its constructor is done; those of the outermost
-when the context ends. What they are from then on: see born. Every rank must run the same code.
+A module's parameters are divided over ranks when the module becomes part of another: its constructor is then done.
+Those of the outermost module are divided when the context ends. born.py has their class. Every rank must run the same
+code.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ def sharded_init(
     detached_stay_cut: bool = False,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Modules that are built inside keep only this rank's part of their parameters. Every rank must enter it.
+    """Shard modules as they are built inside: each rank keeps only its part of their parameters. Every rank must enter
+    it.
 
-    The most that is whole at any time is the parameters of one module that is being built (not of its children), and one
-    parameter for an operation. What the outermost modules hold themselves is cut on leaving. `shard` and `initialize` take such
-    a model as any other, one unit at a time.
+    Whole at any time are at most the parameters of one module that is being built (without its children), and one
+    parameter for an operation. The outermost modules' own parameters are divided at the end of the block. `shard` and
+    `initialize` take such a model like any other, one unit at a time.
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: parts on the CPU lie in files there, that have no names, until `shard` takes them: for a model of which this
-            rank's part is larger than its memory.
+        folder: parts on the CPU are in unnamed files there until `shard` takes them: for a model of which this rank's
+            part is larger than its memory.
         dtype: torch's default dtype inside.
-        source: the rank of the group whose values are everybody's, at the cut and in writes after it (not in writes to a view of
-            a parameter, `weight[0].normal_()`, which are the same on all ranks). None: every value is the same on all ranks, and
-            nothing is sent for that.
-        attributes: a class whose properties these parameters show beside their own, see `shard`.
-        detached_stay_cut: `parameter.detach()` is cut too, and so are state dicts: whoever uses one of their tensors, on every
-            rank, brings it together. Otherwise each is whole on every rank.
-        enabled: False: modules are built as ever.
+        source: the rank of the group whose values all ranks get, also in later writes. (Writes to a view of a
+            parameter, `weight[0].normal_()`, must be the same on all ranks.) None: every value is the same on all
+            ranks, and none is sent.
+        attributes: a class whose properties these parameters have beside their own, see `shard`.
+        detached_stay_cut: `parameter.detach()` and state dicts stay divided too: an operation on one of their tensors,
+            on every rank, gathers it. Otherwise each is whole on every rank.
+        enabled: False: modules are built as without it.
     """
     if not enabled:
         yield
@@ -108,12 +110,12 @@ def cut(
     """Keep only this rank's part of a model that is whole on every rank, as `sharded_init` does. Every rank must call it.
 
     Args:
-        module: changed in place. Parameters that are cut already stay as they are.
+        module: the model, changed in place. Parameters that are divided already stay as they are.
         group, folder, attributes, detached_stay_cut: see `sharded_init`.
-        source: the rank whose values are everybody's; None: they are the same on all ranks.
+        source: the rank whose values all ranks get; None: they are the same on all ranks.
 
     Raises:
-        UsageError: the model was sharded, or lies on the meta device.
+        UsageError: the model is sharded already, or is on the meta device.
     """
     births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
     for fqn, parameter in module.named_parameters():

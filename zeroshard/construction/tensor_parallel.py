@@ -1,7 +1,7 @@
 """Owns the division of a transformers model over tensor-parallel ranks, by the model's own plan.
 
 A plan names a style for modules of a model: `{"model.layers.*.mlp.up_proj": "colwise", ...}` in `model.tp_plan`, where `*` is the
-number of a layer. torch's `parallelize_module` carries the styles out, and makes the modules' parameters DTensors.
+number of a layer. torch's `parallelize_module` applies the styles, and makes the modules' parameters DTensors.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EMBEDDING, COLWISE, ROWWISE = "embedding_rowwise", "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 NORM = "replicated_with_grad_allreduce"
-"""A norm between divided matrices, whole on each rank, of which each rank's heads give a part of the gradient."""
+"""A norm between divided matrices, whole on each rank. Each rank's heads give a part of its gradient."""
 WHOLE = "replicate"
 STYLES = (COLWISE, *GATHERED, ROWWISE, *SPLIT, EMBEDDING, NORM, WHOLE)
-"""The styles of a plan that are carried out."""
+"""The supported styles of a plan."""
 _REMEDY = (
     "Leave tensor_parallel out of the config and use stage 3, or divide the model with torch's `parallelize_module` before "
     "(docs: Composing)."
@@ -47,7 +47,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
         size: tensor-parallel ranks.
 
     Raises:
-        UsageError: the model has no plan, or one that cannot be carried out on so many ranks. It names the module.
+        UsageError: the model has no plan, or one that this number of ranks cannot use. The message names the module.
     """
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
@@ -96,7 +96,7 @@ def _pattern_of(name: str) -> str:
 
 
 def mesh_of_model(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over which a model's DTensors are, the first one's; None where it has none.
+    """Return the mesh of a model's first DTensor, or None if it has none.
 
     Raises:
         UsageError: it has several dimensions, or a placement that zeroshard does not take.
@@ -111,7 +111,7 @@ def mesh_of_model(model: nn.Module) -> DeviceMesh | None:
 
 
 def refuse_uneven(size: int, world: int) -> None:
-    """Raise where so many tensor-parallel ranks cannot divide each model of a job."""
+    """Raise if this number of tensor-parallel ranks does not divide the ranks of the job."""
     if world % size:
         raise UsageError(
             f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model lies on so many of them. "
@@ -123,8 +123,8 @@ def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
     """Make the mesh of the ranks that divide one model: `size` neighbours. Every rank of the job must call it.
 
     Raises:
-        UsageError: the number does not divide the ranks, or they name different ones.
-        CollectiveError: not every rank came; names them.
+        UsageError: the number does not divide the ranks, or they name different numbers.
+        CollectiveError: not every rank made the call; the message names those that are missing.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse_uneven(size, world)
@@ -137,12 +137,12 @@ def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
 def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.Parameter, nn.Parameter]:
     """Divide a model's matrices over the ranks of a mesh, in place, by its plan. Every rank of the mesh must call it.
 
-    The first rank's values are taken, of all parameters and buffers. Parameters that were tied are tied again.
+    All ranks get the first rank's values of parameters and buffers. Parameters that were tied are tied again.
 
     Args:
-        model: of transformers, whole on each rank, and not in zeroshard's hands.
-        mesh: of one dimension.
-        precision: whose dtypes the parameters get first, since those of DTensors stay. Buffers keep theirs.
+        model: a model of transformers, whole on each rank, and not sharded.
+        mesh: a mesh of one dimension.
+        precision: the dtypes that the parameters get first, since those of DTensors cannot change. Buffers keep theirs.
 
     Returns:
         Each parameter that was replaced, with the one in its place.
@@ -183,7 +183,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
 
 def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Make one parameter again of the new ones that replace one old one. Returns them, by the old ones.
+    """Tie the new parameters again that replace one old parameter. Return the new parameters by the old ones.
 
     Args:
         before: the model's parameters by each of their names.
@@ -237,7 +237,7 @@ def _style(name: str) -> ParallelStyle:
         return ColwiseParallel(output_layouts=Replicate())
     if name == ROWWISE:
         return RowwiseParallel()
-    return RowwiseParallel(input_layouts=Replicate())  # an embedding, or a matrix that cuts its input itself
+    return RowwiseParallel(input_layouts=Replicate())  # an embedding, or a matrix that divides its input itself
 
 
 def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
@@ -253,7 +253,7 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks that hold the same part of a model as this one. Every rank of the job must call it.
 
     Args:
-        mesh: of the ranks that divide this rank's model, of one dimension.
+        mesh: the mesh of the ranks that divide this rank's model, of one dimension.
 
     Raises:
         UsageError: the meshes of the ranks do not divide the job evenly.

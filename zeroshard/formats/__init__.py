@@ -1,1 +1,1 @@
-"""Other people's files: Hugging Face, DeepSpeed, torch's distributed checkpoint."""
+"""Foreign file formats: Hugging Face, DeepSpeed, torch's distributed checkpoint."""

@@ -1,6 +1,6 @@
-"""Owns whole state dicts made from checkpoints: in memory, or in files as torch.save writes them.
+"""Owns whole state dicts from checkpoints: in memory, or in files of `torch.save`.
 
-It reads zeroshard's checkpoints and, by way of the import, DeepSpeed's. One process; no ranks are needed.
+It reads zeroshard's checkpoints and, through the import, DeepSpeed's, in one process.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ def state_dict_of(
     dtype: torch.dtype | None = torch.float32,
     exclude_frozen: bool = False,
 ) -> dict[str, Tensor]:
-    """The whole model of a checkpoint, on the CPU, under all names of each parameter: for `model.load_state_dict`.
+    """Return the whole model of a checkpoint, on the CPU, under all names of each parameter, for
+    `model.load_state_dict`.
 
     Args:
-        folder: that of all checkpoints, or of one.
-        tag: default: what `latest` names.
-        dtype: of what is floating-point in parameters; None is what was saved. Buffers stay as they are.
+        folder: the folder of all checkpoints, or of one.
+        tag: default: the tag in the file `latest`.
+        dtype: the dtype of floating-point parameters; None keeps the saved one. Buffers keep theirs.
         exclude_frozen: leave out parameters that were not trained.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or frozen parameters that are wanted were left out of it.
+        CheckpointError: there is none, it is damaged, or it lacks frozen parameters that are not excluded.
     """
     with open_any(folder, tag) as reader:
         return _read(reader, _tensors(reader, dtype, exclude_frozen))
@@ -89,7 +90,7 @@ def write_files(
 
 @contextmanager
 def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file of `torch.save`, which gets its name at the end of the block. After an error, nothing of it is left."""
+    """Write a file of `torch.save`, which gets its name at the end of the block. After an error, no file is left."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with naming(path):

@@ -1,14 +1,14 @@
-"""Owns the way to torch.distributed.checkpoint (DCP): it writes and reads our shards as it does its own.
+"""Owns the support of torch.distributed.checkpoint (DCP), which writes and reads zeroshard's shards like its own.
 
     import torch.distributed.checkpoint as dcp
 
     state = zeroshard.DistributedState(sharded)
     dcp.save({"train": state}, checkpoint_id=folder)
-    dcp.load({"train": state}, checkpoint_id=folder)     # at any world size and policy, from whatever wrote it
+    dcp.load({"train": state}, checkpoint_id=folder)     # at any world size and policy
 
-DCP describes parts of a tensor as boxes. A range of the flattened parameter is a few of them: the rest of a row, whole rows, the
-begin of a row, in each dimension. So what is written has the parameters' true shapes, and other readers and writers of DCP (FSDP2,
-DTensor) understand it.
+DCP describes parts of a tensor as boxes. A range of the flattened parameter is a few of them: the end of a row, whole
+rows, the start of a row, in each dimension. So files have the parameters' true shapes, and other readers and writers of
+DCP (FSDP2, DTensor) can use them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Box:
     tensor: Tensor
 
     def moved(self, by: Sequence[int]) -> Box:
-        """Return it in a tensor of which its own is a part."""
+        """Return the box in a larger tensor of which its own is a part."""
         offsets = tuple(own + start for own, start in zip(self.offsets, by, strict=True))
         return replace(self, offsets=offsets)
 
@@ -51,7 +51,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
-    """Cut elements [start, start + flat.numel()) of a flattened tensor into boxes, in order. They are views of `flat`."""
+    """Divide elements [start, start + flat.numel()) of a flattened tensor into boxes, in order. They are views of `flat`."""
     if not flat.numel():
         return
     if not shape:
@@ -79,10 +79,10 @@ def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
 
 
 class Parts(Tensor):
-    """This rank's parts of one tensor, in the form that DCP understands.
+    """This rank's parts of one tensor, in the form that DCP reads.
 
-    DCP looks at its shape and dtype and calls the three methods below. It is a tensor, since DCP calls nothing else, but has no
-    storage, and takes no operation.
+    DCP reads its shape and dtype, and calls the three methods below. It is a tensor, since DCP calls these on tensors
+    only, but it has no storage and supports no operation.
     """
 
     _writes: Sequence[Box]
@@ -128,7 +128,7 @@ class Parts(Tensor):
 
 
 class HasCheckpoints(Protocol):
-    """The part of `Sharded` that is needed here."""
+    """The part of `Sharded` that this module needs."""
 
     @property
     def checkpoints(self) -> Checkpoints: ...
@@ -137,17 +137,19 @@ class HasCheckpoints(Protocol):
 class DistributedState(Stateful):
     """A sharded model's parameters and optimizer states for `dcp.save` and `dcp.load`.
 
-    Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not in it: give DCP those yourself.
+    Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not in it: pass those to
+    DCP yourself.
     """
 
     def __init__(self, sharded: HasCheckpoints) -> None:
         self._live = sharded.checkpoints.live
 
     def state_dict(self) -> dict[str, Any]:
-        """Live memory. Before the first step the optimizer's states are made, so that a load has where to read to.
+        """Return the states as live memory. Before the first step it makes the optimizer's states, so that a load can
+        read into them.
 
         Raises:
-            UsageError: states rest on disk, and there is no memory to show.
+            UsageError: states are not in the memory where the optimizer steps.
         """
         self._live.schedule.refuse_unseen_changes()
         self._live.step.refuse_inside()
@@ -186,10 +188,11 @@ class DistributedState(Stateful):
         return {"model": model, "optim": optim}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """DCP has read into the memory that `state_dict` showed: the model takes it. Every rank must call it.
+        """Update the model after DCP has read into the memory of `state_dict`. Every rank must call it.
 
         Raises:
-            CheckpointError: a value that the optimizer keeps beside its states is of another type. Nothing was taken.
+            CheckpointError: a value that the optimizer keeps beside its states has another type. The model has not
+                changed.
         """
         optim: Mapping[str, Mapping[str, Any]] = state_dict.get("optim", {})
         for held in self._live.states.held():
@@ -208,7 +211,7 @@ class DistributedState(Stateful):
             unit.load_masters()
 
     def _make_states(self) -> None:
-        """Make the states as they are before the first step: by one with gradients and a rate of zero, which does not count."""
+        """Make the states as before the first step, by a step with zero gradients and a zero rate, which does not count."""
         step = self._live.step
         if step.state or not step.views:
             return
@@ -236,7 +239,7 @@ class DistributedState(Stateful):
 
 
 def _refuse_another_type(key: str, before: Any, value: Any) -> None:
-    """Raise where a value that was read cannot stand where `before` was: the optimizer's next step would fail."""
+    """Raise if a value that was read cannot replace `before`: the optimizer's next step would fail."""
     numbers = (int, float)
     fits = type(value) is type(before) or (isinstance(value, numbers) and isinstance(before, numbers))
     if fits and isinstance(value, Tensor):

@@ -1,11 +1,11 @@
 """Owns the import from DeepSpeed: a checkpoint of ZeRO stage 1, 2 or 3 becomes one of zeroshard's.
 
-DeepSpeed pickles. torch's `weights_only` reads the files, and runs no code of theirs; here are stand-ins for the few classes that
-they name, so DeepSpeed need not be installed. No whole is made: each rank's flat partitions are mapped into memory, and their
-fragments become spans of new files.
+DeepSpeed pickles. torch's `weights_only` reads the files, and runs no code from them. This module has substitutes for
+the few classes that they name, so DeepSpeed need not be installed. No whole tensor is made: each rank's flat partitions
+are mapped into memory, and their fragments become spans of new files.
 
 The place of an element (as DeepSpeed 0.19 writes it): under stages 1 and 2, `param_slice_mappings` gives each rank's fragments.
-Under stage 3, every parameter is cut into world_size pieces of ceil(numel / world_size), which follow one another in the order of
+Under stage 3, every parameter is divided into world_size pieces of ceil(numel / world_size), in the order of
 `param_shapes`.
 """
 
@@ -45,11 +45,11 @@ _STANDARD = {
 
 
 class _LossScaler:
-    """A stand-in for DeepSpeed's loss scalers: only attributes."""
+    """A substitute for DeepSpeed's loss scalers, with attributes only."""
 
 
 class _Fragment:
-    """A stand-in for deepspeed.utils.tensor_fragment.fragment_address."""
+    """A substitute for deepspeed.utils.tensor_fragment.fragment_address."""
 
     def __init__(self, numel: int = 0, start: int = 0) -> None:
         self.numel = numel
@@ -57,7 +57,7 @@ class _Fragment:
 
 
 def _stage(value: int) -> int:
-    """Stand in for ZeroStageEnum."""
+    """Substitute for ZeroStageEnum."""
     return value
 
 
@@ -84,19 +84,19 @@ def import_deepspeed(
     *,
     display: Display | None = None,
 ) -> Path:
-    """Turn a DeepSpeed checkpoint into one that `load_checkpoint` takes, at any world size and stage.
+    """Convert a DeepSpeed checkpoint to one that `load_checkpoint` takes, at any world size and stage.
 
     Args:
-        folder: that of DeepSpeed's tags, or of one of them.
-        out: the folder of checkpoints to write to; the tag stays.
-        tag: default: what `latest` names.
-        display: where it shows how far it has come; default: nowhere.
+        folder: the folder of DeepSpeed's tags, or of one of them.
+        out: the folder of checkpoints to write to; the tag stays the same.
+        tag: default: the tag in the file `latest`.
+        display: shows the progress; default: it is not shown.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: a file is missing or holds what no DeepSpeed ZeRO checkpoint holds; names it.
+        CheckpointError: a file is missing or is not of a DeepSpeed ZeRO checkpoint; the message names it.
     """
     source = _find(Path(folder), tag)
     models, optimizers = _files(source)
@@ -228,7 +228,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         with torch.serialization.safe_globals(_STAND_INS):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle may raise any exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise CheckpointError(
             f"{path} cannot be read without running its code, or is damaged: {reason.rstrip('.')}. Import another tag, or save "
@@ -246,7 +246,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _refuse_tensors_without_memory(path: Path, content: Any) -> None:
     """Raise for a tensor whose values are not all in the file: a copy of it could take any amount of memory."""
     waiting = [content]
-    seen: set[int] = set()  # a pickle may hold itself
+    seen: set[int] = set()  # a pickle may contain itself
     while waiting:
         one = waiting.pop()
         if isinstance(one, Tensor):
@@ -262,7 +262,7 @@ def _refuse_tensors_without_memory(path: Path, content: Any) -> None:
 
 @contextmanager
 def _understood(path: Path) -> Iterator[None]:
-    """Turn an error that a file's contents cause into a `CheckpointError` that names the file."""
+    """Turn an error from a file's contents into a `CheckpointError` that names the file."""
     try:
         yield
     except ZeroshardError:
@@ -337,7 +337,7 @@ def _read_model_content(path: Path, world_size: int) -> Mapping[str, Any]:
 
 
 def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile:
-    """Read one rank's file. If `world_size` is given, another number of ranks is refused."""
+    """Read one rank's file. If `world_size` is given, raise for a file of another number of ranks."""
     content = _load(path)
     with _understood(path):
         content = content["optimizer_state_dict"]
@@ -363,13 +363,13 @@ def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile
 
 
 _Placed = tuple[Span, int, _Flat]
-"""A span of a parameter, where it starts in flat tensors, and these."""
+"""A span of a parameter, its start in flat tensors, and these."""
 
 
 def _saved_spans(
     saved: _OptimizerFile, model: _ModelFile, rank: int, covered: dict[str, int]
 ) -> tuple[list[SavedSpan], dict[str, dict[str, Any]]]:
-    """Find what one optimizer file holds. `covered` counts the elements of each parameter that the ranks before hold."""
+    """Find the spans in one optimizer file. `covered` counts the elements of each parameter that earlier ranks hold."""
     spans: list[SavedSpan] = []
     values: dict[str, dict[str, Any]] = {}
     with _understood(saved.path):
@@ -393,18 +393,18 @@ def _saved_spans(
 
 
 def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, covered: Mapping[str, int]) -> None:
-    """Raise where a fragment does not follow the one before, or lies outside of its parameter or of its flat tensors."""
+    """Raise if a fragment does not follow the one before, or is outside of its parameter or its flat tensors."""
     if span.name not in model.parameters or not model.parameters[span.name].trained:
         raise ValueError(f"it holds {span.name}, which the model file does not list as trained")
     numel = prod(model.parameters[span.name].shape)
     if not covered.get(span.name, 0) == span.start <= span.stop <= numel:
         raise ValueError(f"it holds elements {span.start} to {span.stop} of {span.name}, which has {numel}")
     if not 0 <= start <= start + span.numel <= flat.states[PARAMETERS].numel():
-        raise ValueError(f"it says that {span.name} lies beyond its own end")
+        raise ValueError(f"it places {span.name} beyond its own end")
 
 
 def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -> Iterator[_Placed]:
-    """Stages 1 and 2: a parameter's fragments follow one another over the ranks."""
+    """Find the fragments of stages 1 and 2: those of a parameter follow one another over the ranks."""
     base = saved["base_optimizer_state"]
     for number, mapping in enumerate(saved["param_slice_mappings"]):
         flat = _flat(saved["single_partition_of_fp32_groups"][number], base, number)
@@ -450,7 +450,7 @@ def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
 
 
 def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Find the parameters that are not trained. Stages 1 and 2 hold them whole in the module, and may name them nowhere else."""
+    """Find the parameters that are not trained. Stages 1 and 2 hold them whole in the module, and may name them only there."""
     listed = dict(model.get("frozen_param_shapes") or {})
     if listed:
         return {name: torch.Size(shape) for name, shape in listed.items()}
@@ -461,7 +461,9 @@ def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict
 
 
 def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: int, world_size: int) -> list[SavedSpan]:
-    """Take frozen parameters from the model files: rank 0 all of them or, where they are cut (stage 3), each rank's fragments."""
+    """Take frozen parameters from the model files: rank 0 takes all, or each rank its fragments if they are divided
+    (stage 3).
+    """
     if not model.frozen or (rank and stage != 3):
         return []
     path = models[rank]

@@ -39,7 +39,7 @@ ADAPTER = "adapter_model.safetensors"
 MAX_SHARD_NBYTES = 5_000_000_000
 """The default `max_shard_size` of transformers."""
 _BATCH_NBYTES = 32 << 20
-"""Bytes that are held while a tensor is streamed, in each of two dtypes."""
+"""The bytes that are in memory while a tensor is streamed, in each of two dtypes."""
 _EXPORTED = re.compile(
     rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|"
     r"model-\d{5}-of-\d{5}\.safetensors(\.tmp)?"
@@ -88,7 +88,9 @@ class FilePlan:
 def _contents(
     description: Description, tensors: Sequence[Exported], max_shard_nbytes: float
 ) -> tuple[list[FilePlan], dict[str, Any]]:
-    """Plan the files of weights, and the contents of JSON files beside; of a PEFT model, only those of its adapters."""
+    """Plan the files of weights, and the contents of the JSON files beside them; for a PEFT model, only those of its
+    adapters.
+    """
     if description.problem is not None:
         raise CheckpointError(
             f"there are no files of this model that another program would load: {description.problem}"
@@ -122,7 +124,7 @@ def _contents(
 
 
 def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) -> list[FilePlan]:
-    """Spread tensors over files. `single` is the file's name where there is only one."""
+    """Spread tensors over files. `single` is the file's name if there is only one."""
     shards: list[list[Exported]] = [[]]
     filled = 0
     for one in tensors:
@@ -139,7 +141,7 @@ def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) ->
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and keep other exports away from it: two would write to each other's files."""
+    """Make a folder, and lock it against other exports: two would write to each other's files."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -159,7 +161,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of a write into a `CheckpointError` that names the file: that of a full disk names none."""
+    """Turn an `OSError` of a write into a `CheckpointError` that names the file; a full disk's own error does not."""
     try:
         yield
     except OSError as error:
@@ -185,7 +187,7 @@ def _remove_temporaries(folder: Path, plans: Sequence[FilePlan]) -> None:
 def _write(
     folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[Span, Tensor]], advance: Advance = ignore
 ) -> None:
-    """Write spans of parameters and buffers (1-D tensors) to their places in files that are there, and flush these."""
+    """Write spans of parameters and buffers (1-D tensors) to their places in existing files, and flush these."""
     places: dict[str, list[tuple[Path, FileIO, int, torch.dtype]]] = {}  # by fqn: file, offset, dtype there
     with ExitStack() as stack:
         opened = []
@@ -219,7 +221,7 @@ def _write_span(descriptor: int, offset: int, dtype: torch.dtype, tensor: Tensor
 
 
 def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -> list[Path]:
-    """Give the written files their names, write the JSON beside, and remove a former export's files."""
+    """Give the written files their names, write the JSON beside them, and remove a former export's files."""
     written = [folder / plan.name for plan in plans]
     written += [folder / name for name in texts]
     for plan in plans:
@@ -239,14 +241,14 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of a checkpoint as transformers does. Holds at most 64 MiB, whatever the model's size.
+    """Write the model of a checkpoint as transformers does. It holds at most 64 MiB, for a model of any size.
 
     Args:
         out: a folder; files of a former export there are replaced.
-        dtype: of the floating-point tensors; None is that of the master weights (fp32).
+        dtype: the dtype of floating-point tensors; None is that of the master weights (fp32).
         max_shard_nbytes: a larger model is spread over several files.
         exclude_frozen: write only trained parameters and buffers, without the files that describe a model.
-        display: where it shows how far it has come; default: nowhere.
+        display: shows the progress; default: it is not shown.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, or the folder cannot be written; or parameters were left out.
@@ -293,7 +295,7 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 
 
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write a model that trains, see `export`: each rank its own ranges. Every rank must call it; an error is one on all."""
+    """Write a model that trains, see `export`: each rank writes its own ranges. Every rank must call it; all raise any error."""
     live = checkpoints.live
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()

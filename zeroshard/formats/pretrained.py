@@ -1,12 +1,12 @@
-"""Owns models that begin with values from a file, or with none, before `shard`: every rank reads its own part.
+"""Owns the loading of values into models before `shard`, from files or initialisers: every rank reads its own part.
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    zeroshard.materialise(model, initialise=model._init_weights)   # what the file does not hold
+    zeroshard.materialise(model, initialise=model._init_weights)   # for values that the file lacks
     zeroshard.load_pretrained(model, "folder with model.safetensors.index.json")
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-Parameters come out born sharded, see born: no rank ever holds the whole model.
+Parameters are then born sharded, see born.py: no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ def load_pretrained(
     group: dist.ProcessGroup | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Give a model the values of safetensors files. Each rank reads its own part of each parameter, 1 / world_size of the bytes.
+    """Load a model's values from safetensors files. Each rank reads its own part of each parameter, 1 / world_size of
+    the bytes.
 
     Args:
         model: not sharded yet; its parameters may be whole, born sharded, or on the meta device. They keep their dtypes;
             those on the meta device are made on `device`. Tied parameters are found under any of their names.
         path: a file, an index (`*.index.json`), or a folder with `model.safetensors` or `model.safetensors.index.json`.
-        strict: missing and unexpected names are errors.
-        rename: from a name of the model to the name in the file.
+        strict: raise an error for missing and unexpected names.
+        rename: a function from a name in the model to the name in the file.
         device: default: torch's default device.
-        group: the data-parallel process group. Every rank of it must call.
+        group: the data-parallel process group. Every rank of it must make the call.
         folder: see `sharded_init`.
 
     Returns:
         The names that the files lack, and the names that the model lacks.
 
     Raises:
-        CheckpointError: names the file, the parameter, and what is wrong.
+        CheckpointError: a file is damaged or of another model; the message names the file and the parameter.
     """
     refuse_distributed(model.named_parameters(), "load_pretrained()")
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
@@ -97,11 +98,11 @@ def materialise(
     group: dist.ProcessGroup | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Give a model on the meta device its values, one module at a time; they are cut at once. Every rank must call it.
+    """Give a model on the meta device values, one module at a time, and shard them at once. Every rank must call it.
 
     Args:
-        model: what of it is not on the meta device stays as it is.
-        initialise: fills the parameters and buffers that a module holds itself; default: its `reset_parameters`. Random
+        model: the model; tensors that are not on the meta device stay as they are.
+        initialise: a function that fills a module's own parameters and buffers; default: its `reset_parameters`. Random
             numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
         device: default: torch's default device.
         group: the data-parallel process group.
@@ -127,7 +128,7 @@ def materialise(
         if initialise is None and not hasattr(module, "reset_parameters"):
             raise UsageError(
                 f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: "
-                "give materialise(initialise=...), a function that fills what a module holds itself."
+                "give materialise(initialise=...), a function that fills a module's own parameters."
             )
         with torch.no_grad():
             if initialise is not None:
@@ -176,7 +177,7 @@ def _read_part(reader: SafetensorsReader, name: str, shard: Shard, own: Tensor) 
 
 
 def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
-    """Put a tensor under each of its names."""
+    """Put a tensor into the model under each of its names."""
     for fqn in fqns:
         prefix, _, name = fqn.rpartition(".")
         module = model.get_submodule(prefix)

@@ -21,8 +21,8 @@ class Several(torch.optim.Optimizer):
         for member in members:
             if any(isinstance(held, torch.optim.Optimizer) for value in vars(member).values() for held in _flat(value)):
                 raise UsageError(
-                    f"{type(member).__name__} is made of other optimizers, which may keep states where this one's are "
-                    "not: pass those, or only this one."
+                    f"{type(member).__name__} is made of other optimizers, which may keep states elsewhere: "
+                    "pass those, or only this one."
                 )
         groups = [group for member in members for group in member.param_groups]
         parameters = [id(parameter) for group in groups for parameter in group["params"]]

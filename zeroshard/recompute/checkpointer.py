@@ -1,7 +1,7 @@
-"""Owns activation checkpointing: a function, or a model's units, whose activations are computed again in the backward.
+"""Owns activation checkpointing of functions and of a model's units: the backward computes their activations again.
 
-It is torch's own (non-reentrant) checkpointing; `Checkpointing` adds where the saved inputs rest, and what is measured.
-Gradients are those without it, to the bit, dropout included.
+It is torch's own (non-reentrant) checkpointing. `Checkpointing` adds options for the place of saved inputs, and
+measurements. Gradients are those without it, to the bit, dropout included.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Checkpointing:
     """Options beyond torch's checkpointing. The names are those of the config's block.
 
     Attributes:
-        partition_activations: inputs that are the same on all ranks of `model_parallel_group` are kept sharded over it.
-        cpu_checkpointing: inputs are kept in CPU memory. Where the model computes there, they are already.
-        contiguous_memory_optimization: inputs are kept in memory that is allocated once, for `number_checkpoints`.
-        synchronize_checkpoint_boundary: wait for the accelerator where a checkpoint begins and ends.
+        partition_activations: keep inputs that are the same on all ranks of `model_parallel_group` sharded over it.
+        cpu_checkpointing: keep inputs in CPU memory. If the model computes on the CPU, they are there already.
+        contiguous_memory_optimization: keep inputs in memory that is allocated once, for `number_checkpoints`.
+        synchronize_checkpoint_boundary: wait for the accelerator at the start and the end of a checkpoint.
         profile: measure time and bytes, see `Checkpointer.table`.
         model_parallel_group: the ranks that hold parts of one layer and the same inputs.
     """
@@ -80,7 +80,7 @@ class Cost:
 
 
 class Checkpointer:
-    """Runs functions so that their activations are not kept. One for a model, or for a process.
+    """A runner of functions whose activations are not kept. Make one for a model, or for a process.
 
     Args:
         options: see `Checkpointing`.
@@ -99,7 +99,7 @@ class Checkpointer:
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
-        """Checkpoint the units that a config names; None where it names none."""
+        """Checkpoint the units that a config names; return None if it names none."""
         block = config.schema.activation_checkpointing
         if block.checkpoint_units is None:
             return None
@@ -111,7 +111,7 @@ class Checkpointer:
         return self  # a copy of a model whose units are checkpointed shares it
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, to be computed again in the backward."""
+        """Return `function(*args, **kwargs)`, and compute it again in the backward."""
         return self.run(getattr(function, "__qualname__", type(function).__qualname__), function, *args, **kwargs)
 
     def run(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -134,11 +134,11 @@ class Checkpointer:
     # ------------------------------------------------------------------ saved inputs
 
     def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
-        """The hooks that take the inputs of torch's checkpointing; none where it may keep them itself."""
+        """Return the hooks that take the inputs of torch's checkpointing; none if it may keep them itself."""
         options = self.options
         if not (options.profile or options.partition_activations or options.cpu_checkpointing or self._slots):
             return nullcontext()
-        # Weights, masks and positions are not activations: moving them would only copy what stays anyway.
+        # Weights, masks and positions are not activations: moving them would only copy tensors that stay anyway.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf)) for leaf in tensors}
         return saved_tensors_hooks(partial(self._pack, name, activations), lambda recall: recall())
@@ -180,7 +180,7 @@ class Checkpointer:
         return _Clock(cost, is_forward=True), _Clock(cost, is_forward=False)
 
     def table(self) -> Table:
-        """Time and bytes of each checkpoint, for rich's console. Empty without `profile`."""
+        """Return a table of the time and bytes of each checkpoint, for rich's console. It is empty without `profile`."""
         table = Table("checkpoint", "calls", "forward ms", "recompute ms", "saved inputs MiB")
         for name, cost in self.costs.items():
             calls = max(cost.calls, 1)
@@ -193,12 +193,13 @@ class Checkpointer:
     def checkpoint_units(
         self, model: nn.Module, patterns: str | Sequence[str] = "auto", units: Units | None = None
     ) -> None:
-        """Checkpoint modules of a model that nobody prepared, until `remove`.
+        """Checkpoint modules of a model, without a change to its code, until `remove`.
 
         Args:
-            model: its modules' `forward` is wrapped, on the module itself.
-            patterns: "auto" is the units of the model (each block of a list of blocks); else full names, with `*` for anything.
-            units: what is a unit, as given to `shard`.
+            model: the model, whose modules' `forward` is wrapped, on the module itself.
+            patterns: "auto" for the units of the model (each block of a list of blocks), or full names, with `*` for
+                anything.
+            units: the definition of units, as passed to `shard`.
         """
         if patterns == "auto":
             chosen = dict(find_units(model, units))
@@ -215,12 +216,12 @@ class Checkpointer:
         return self._forwards.modules
 
     def remove(self) -> None:
-        """Take what `checkpoint_units` did off again."""
+        """Undo `checkpoint_units`."""
         self._forwards.restore()
 
 
 class _Clock(AbstractContextManager[None]):
-    """Waits for the accelerator at both ends, and adds to a cost; entered once for each backward of the graph."""
+    """A timer that waits for the accelerator at both ends, and adds to a cost; entered once for each backward of the graph."""
 
     def __init__(self, cost: Cost | None, *, is_forward: bool) -> None:
         self._cost = cost
@@ -244,7 +245,7 @@ class _Clock(AbstractContextManager[None]):
 
 
 def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
-    """Return the input, unless it was changed in place since: torch refuses that too, where no hooks are."""
+    """Return the input, unless it was changed in place since. Without hooks, torch refuses that too."""
     alive = reference()
     if alive is not None and version_of(alive) != version:
         raise RuntimeError(

@@ -1,10 +1,10 @@
-"""Owns activation checkpointing in the shape that DeepSpeed users know.
+"""Owns activation checkpointing with DeepSpeed's calls.
 
     zeroshard.checkpointing.configure(deepspeed_config="zero2.json")
     x = zeroshard.checkpointing.checkpoint(block, x)
 
-That shape needs one thing per process that both know, and this module holds it. `Checkpointer` is the way without, and the config's
-`"activation_checkpointing": {"checkpoint_units": "auto"}` the one without touching the model.
+These calls share one `Checkpointer` for the process, which this module holds. Use a `Checkpointer` of your own to avoid
+that, or the config's `"activation_checkpointing": {"checkpoint_units": "auto"}`, which needs no change of the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def configure(
     num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> Checkpointer:  # fmt: skip
-    """Set how `checkpoint` keeps its inputs, for this process.
+    """Set the options of `checkpoint` for this process.
 
     Args:
         mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
@@ -62,20 +62,20 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations are computed again in the backward instead of being kept."""
+    """Return `function(*args)`, and compute its activations again in the backward instead of keeping them."""
     return configured().checkpoint(function, *args)
 
 
 def configured() -> Checkpointer:
-    """The checkpointer that `checkpoint` uses: its costs, and their table."""
+    """Return the checkpointer that `checkpoint` uses, with its costs and their table."""
     return _configured[0] if _configured else _DEFAULT
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return bool(_configured)
 
 
 def reset() -> None:
-    """Forget what was configured."""
+    """Reset all options to their defaults."""
     _configured.clear()

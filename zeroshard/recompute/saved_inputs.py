@@ -1,8 +1,8 @@
-"""Owns the places where saved inputs of a checkpoint rest between forward and backward.
+"""Owns the places of a checkpoint's saved inputs between forward and backward.
 
-torch's checkpointing hands each input that it saves to the saved-tensor hooks around it. A keeper is the first of such a pair of
-hooks: it takes a tensor in the forward and returns how to get it back, to be called in the backward as often as the graph is used.
-That function lives as long as the graph.
+torch's checkpointing passes each input that it saves to the saved-tensor hooks around it. A keeper is the first of such
+a pair of hooks: it takes a tensor in the forward, and returns a function that returns the tensor in the backward, as
+often as the graph is used. That function lives as long as the graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keep(tensor: Tensor) -> Recall:
 
 
 class Partition:
-    """Keeps this rank's part of an input that is the same on all ranks of a model-parallel group, and gathers it again.
+    """A keeper of this rank's part of an input that all ranks of a model-parallel group have, which it gathers again.
 
     `inner` keeps the parts.
     """
@@ -63,10 +63,11 @@ KEPT_COUNT = 2
 
 
 class HostCopies:
-    """Keeps inputs in (pinned) CPU memory. Copies run on a stream of their own, and come back one checkpoint ahead of use.
+    """A keeper of inputs in (pinned) CPU memory. Copies run on a separate stream, and return one checkpoint ahead of
+    use.
 
-    All memory of the device belongs to the stream that computes, which waits for a copy before the memory is given back. So
-    it is used again in that stream's order, however far the host is ahead.
+    All memory of the device belongs to the computing stream, which waits for a copy before the memory is freed. So it
+    is used again in that stream's order, however far the host is ahead.
 
     Args:
         slots: the memory for the copies; default: memory that torch's allocator of pinned memory keeps for reuse.
@@ -102,7 +103,7 @@ class _HostCopy:
     """An input in CPU memory.
 
     Args:
-        earlier: the copies before it, of which the last is needed next. The list grows.
+        earlier: the copies before it; the backward needs the last one next. The list grows.
         leaving: see `HostCopies`.
     """
 
@@ -131,13 +132,13 @@ class _HostCopy:
             current.wait_event(event)
 
     def __del__(self) -> None:
-        if self._back is not None:  # nobody took what was on its way: the copy may still write
+        if self._back is not None:  # the value was never used, and its copy may still be under way
             assert self._stream is not None
             # no test can miss this wait: a graph that is dropped in the middle of its backward needs no input any more.
             self._back.record_stream(self._stream)
 
     def start(self) -> None:
-        """Bring it back, behind what is computed now."""
+        """Start to copy it back, behind the present computation."""
         if self._back is None and self._stream is not None:
             self._back = torch.empty_like(self._host, device=self._device)
             self._stream.wait_stream(torch.accelerator.current_stream())  # type: ignore[attr-defined]
@@ -145,7 +146,7 @@ class _HostCopy:
                 self._back.copy_(self._host, non_blocking=True)
 
     def recall(self) -> Tensor:
-        """The input on its own device."""
+        """Return the input on its own device."""
         self._is_recalled = True
         if self._stream is None:
             return self._host.to(self._device)
@@ -168,7 +169,8 @@ def _host_memory(shape: torch.Size, like: Tensor) -> Tensor:
 
 
 class Slots:
-    """Memory for saved inputs that is allocated once: `count` slots for each size and place among a checkpoint's inputs.
+    """The memory for saved inputs, allocated once: `count` slots for each size and position among a checkpoint's
+    inputs.
 
     Slots are used again when no input is kept any more, which is after the backward.
     """
@@ -182,7 +184,7 @@ class Slots:
         self._ordinal = 0
 
     def begin(self) -> None:
-        """Another checkpoint begins."""
+        """Begin another checkpoint."""
         self._ordinal = 0
         if not self._kept:
             self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in self._next}
@@ -196,7 +198,7 @@ class Slots:
         return recall
 
     def take(self, tensor: Tensor) -> Tensor:
-        """A slot for a copy of `tensor`."""
+        """Return a slot for a copy of `tensor`."""
         key = (self._ordinal, tensor.shape, tensor.dtype)
         self._ordinal += 1
         number = self._next.get(key, 0)
@@ -215,7 +217,7 @@ class Slots:
         return self._buffers[key][number]
 
     def hold(self, owner: object) -> None:
-        """Slots are in use as long as `owner` lives."""
+        """Keep the slots in use as long as `owner` lives."""
         self._kept.add(id(owner))
         weakref.finalize(owner, self._kept.discard, id(owner))
 

@@ -281,7 +281,7 @@ class Hosts:
         return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
 
     def _simulated(self, ranks: int, shards: int, predivide_factor: float, line: Line) -> SimulatedRanks:
-        sums = self.machine.transport == "native"
+        sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend, see `Alone`
         return SimulatedRanks(ranks, shards, predivide_factor, self.ledger, line, sums=sums)
 
 

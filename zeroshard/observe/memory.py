@@ -46,6 +46,17 @@ def memory_report(
     }
 
 
+def kept_count(units: Sequence[Unit]) -> int:
+    """Count how often memory of these units, or of their gradients, stayed when it was to be given back, since user code, autograd
+    or a collective still looked at it.
+    """
+    buffers = [unit.flat for unit in units]
+    gradients = [bucket for unit in units for bucket in unit.gradients]
+    slots = [shard.gradient for bucket in gradients for shard in bucket.shards]
+    buffers += [slot.buffer for slot in slots if slot.buffer is not None]
+    return sum(buffer.kept_count for buffer in buffers)
+
+
 def _parameters(unit: Unit) -> Iterator[Tensor]:
     if unit.flat.nbytes:
         yield unit.flat.tensor

@@ -83,7 +83,7 @@ class ShardedStep:
         self._policy = context.policy
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
-        self._mean_gradients = MeanGradients()
+        self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self._taken: GradientOperations | None = None
         """The operations on gradients in this step, if there was one."""

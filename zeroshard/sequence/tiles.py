@@ -17,8 +17,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from zeroshard.errors import UsageError
 from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.sequence.batches import has_values
-from zeroshard.sequence.loss import Sums, as_now, refuse_second_backward
-from zeroshard.sequence.parts import parts
+from zeroshard.sequence.loss import Sums, as_now, parts, refuse_second_backward
 from zeroshard.torch_private import has_tensor_hooks
 
 _MIXES = (

@@ -31,15 +31,12 @@ class SequenceGroups:
         self.sequences = Sequences(self._mesh)
 
     def get_sequence_parallel_group(self) -> Any:
-        """The ranks that hold a sequence with this one."""
         return self._mesh.get_group()
 
     def get_sequence_parallel_world_size(self) -> int:
-        """How many they are."""
         return self.sequences.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """The number of this rank's slice."""
         return self.sequences.rank
 
     def get_data_parallel_group(self) -> Any:

@@ -166,13 +166,13 @@ def sharded(
     return shard_on(backend, model, adamw(model.parameters()), policy, precision, bucket_numel, overlap=True)
 
 
-def _native_at_one_rank(_group: Any, device: torch.device, predivide_factor: float = 1.0, **_: Any) -> Native:
+def _native_at_one_rank(_group: Any, device: torch.device, **_: Any) -> Native:
     """Collectives of a rank that sends to itself."""
     world = dist.group.WORLD
     assert world is not None
     members = Members.of(world, device)
     watch = Watch(members.root, members.ranks, members.own, 30.0, device)
-    return Native(members, device, predivide_factor, watch)
+    return Native(members, device, watch)
 
 
 def policy_of(number: int, *, masters_only: bool) -> Policy:

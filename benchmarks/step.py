@@ -36,11 +36,11 @@ from host_memory import status, used_now
 from jobs import RETURNS_PAGES, read_job, run_job, write_result
 from rich.console import Console
 from rows import DEEPSPEED, FIRST, LAST, RIVAL, Row, chosen
+from sockets import sent_bytes
 from systems import SYSTEMS
 
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.testing.ranks import run_ranks
-from zeroshard.testing.wire import sent_bytes
 
 CONFIG = GPTConfig(layers=16, width=512, heads=8, context=128)
 WARMUP = 2

@@ -27,13 +27,13 @@ import typer
 from figures import MIB, RESULTS, Column, Run, load, machine, median_of, number, ratios, save, show, spread
 from jobs import GLOO, read_job, run_job, write_result
 from rich.console import Console
+from sockets import sent_bytes
 from step import CONFIG
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.testing.gpt import GPT
 from zeroshard.testing.ranks import run_ranks
-from zeroshard.testing.wire import sent_bytes
 
 VARIANTS: dict[str, dict[str, bool]] = {
     "plain": {},

@@ -23,8 +23,8 @@ FOLDER = "ZEROSHARD_TEST_FOLDER"
 class Files(Grouped):
     """A message is a file named by its sender, its operation, and how many of that kind came before."""
 
-    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
-        super().__init__(members, device, predivide_factor, watch)
+    def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
+        super().__init__(members, device, watch)
         number = len(list(Path(os.environ[FOLDER]).glob(f"*.{members.own}")))
         (Path(os.environ[FOLDER]) / f"{number}.{members.own}").touch()
         self._folder = Path(os.environ[FOLDER]) / f"{number}.{'-'.join(map(str, members.ranks))}"
@@ -67,10 +67,10 @@ class Files(Grouped):
         self.send(name, rows[self.rank], self.world_size - 1)
         return Arriving(self, name, {other: rows[other] for other in range(self.world_size)}, label)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         name = self.next(f"reduce_scatter {bucket}")
         self.send(name, rows, 1)
-        return Mean(self, name, rows, label)
+        return Mean(self, name, rows, label, divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.transfer(tensor, source, self.rank, "a broadcast", "broadcast").wait()
@@ -107,8 +107,8 @@ class Arriving(Work):
 class Mean(Reduction):
     """The sum over ranks, in their order, divided."""
 
-    def __init__(self, files: Files, name: str, rows: Tensor, label: str) -> None:
-        self._files, self._name, self._rows, self._label = files, name, rows, label
+    def __init__(self, files: Files, name: str, rows: Tensor, label: str, divisor: float) -> None:
+        self._files, self._name, self._rows, self._label, self._divisor = files, name, rows, label, divisor
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         files, contributions = self._files, []
@@ -118,4 +118,4 @@ class Mean(Reduction):
                 rows = torch.empty_like(self._rows)
                 files.receive(self._name, sender, rows, self._label)
             contributions.append(rows[files.rank])
-        sum_into(contributions, files.divisor, out, accumulate)
+        sum_into(contributions, self._divisor, out, accumulate)

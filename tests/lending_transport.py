@@ -17,8 +17,8 @@ from zeroshard.collectives.watch import Watch
 class Lending(Files):
     """As `Files`, but what an operation sends counts as lent until somebody waits for its release. A write before that raises."""
 
-    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
-        super().__init__(members, device, predivide_factor, watch)
+    def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
+        super().__init__(members, device, watch)
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}
         """By a number, the memory and what it held when it was lent."""
         self._resting: set[int] = set()
@@ -57,8 +57,8 @@ class Lending(Files):
             self._resting.add(self.lend(own))
         return super().all_gather(rows, bucket, label, own, prepare)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
-        arriving = super().reduce_scatter(rows, workspace, bucket, label)
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        arriving = super().reduce_scatter(rows, workspace, bucket, label, divisor)
         assert isinstance(arriving, Mean)
         numbers = [self.lend(rows[other]) for other in range(self.world_size) if other != self.rank]
         return LentMean(arriving, self, numbers)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from models import Stack, tokens
+from ports import free_port
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
 from zeroshard import UsageError
-from zeroshard.testing.ranks import free_port
 
 
 class Rows(Dataset[Any]):

@@ -19,7 +19,7 @@ from twin import step
 
 import zeroshard
 from zeroshard import CheckpointError, Policy, ZeroshardError
-from zeroshard.checkpoint.loading import covering
+from zeroshard.checkpoint.loading import requests_for
 from zeroshard.checkpoint.manifest import RangeRecord, StateRecord
 from zeroshard.layout.layout import Span
 
@@ -194,11 +194,13 @@ def test_ranges_with_a_hole_are_refused() -> None:
     first = RangeRecord(start=0, stop=4, file=0, offset=8)
     second = RangeRecord(start=6, stop=10, file=1, offset=8)
     state = StateRecord(dtype="float32", ranges=[first, second])
-    assert covering(state, Span("weight", 1, 3)) == [(first, Span("weight", 1, 3))]
-    assert covering(state, Span("weight", 6, 8)) == [(second, Span("weight", 6, 8))]
+    for start, stop, file, offset in ((1, 3, 0, 12), (6, 8, 1, 8)):
+        out = torch.empty(stop - start)
+        (request,) = requests_for(state, Span("weight", start, stop), out)
+        assert (request.file, request.offset) == (file, offset)
     for start, stop, missing in ((2, 8, "4 to 8"), (4, 6, "4 to 6"), (9, 12, "10 to 12")):
         with pytest.raises(CheckpointError, match=f"holds no elements {missing} of weight"):
-            covering(state, Span("weight", start, stop))
+            requests_for(state, Span("weight", start, stop), torch.empty(stop - start))
 
 
 @pytest.mark.parametrize(

@@ -418,16 +418,13 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
 
 
 def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watching.notice_seconds_from(None) == 30.0
+    assert watching.notice_seconds() == 30.0
     monkeypatch.setenv(NOTICE_VARIABLE, "inf")
-    assert watching.notice_seconds_from(None) == float("inf")
-    assert watching.notice_seconds_from(2) == 2.0
+    assert watching.notice_seconds() == float("inf")
     for bad in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv(NOTICE_VARIABLE, bad)
         with pytest.raises(UsageError, match=NOTICE_VARIABLE):
-            watching.notice_seconds_from(None)
-    with pytest.raises(UsageError, match="notice_seconds is -3"):
-        watching.notice_seconds_from(-3)
+            watching.notice_seconds()
 
 
 def test_a_limit_on_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

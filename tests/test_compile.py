@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, tokens
+from oracles import ranks_agree, train_reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Sharded
-from zeroshard.testing import Workload, ranks_agree, run_ranks, train, train_reference
+from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LAYERS = 9

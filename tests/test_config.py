@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import re
+import runpy
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 import zeroshard
 from zeroshard import ConfigError
 from zeroshard.cli.main import app
-from zeroshard.config.document import listing, pages, summary
+from zeroshard.config.document import listing, summary
 from zeroshard.config.fields import Kind
 from zeroshard.config.load import load_config
 from zeroshard.config.schema import KEYS
@@ -46,6 +47,8 @@ ZERO2 = {  # as users of transformers have it, key for key
     "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto",
     "min_lr": 5e-7, "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
 }  # fmt: skip
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = runpy.run_path(str(DOCS / "config_pages.py"))["pages"]()
 KNOWN = {"lr": 3e-4, "total_num_steps": 1000, "train_micro_batch_size_per_gpu": 3, "warmup_num_steps": 10}
 
 
@@ -265,31 +268,29 @@ def test_every_key_says_what_it_does() -> None:
 
 
 def test_the_pages_of_the_docs_are_the_schemas() -> None:
-    folder = Path(__file__).parent.parent / "docs" / "config"
-    assert {path.name for path in folder.iterdir()} == set(pages())
-    for name, page in pages().items():
-        assert (folder / name).read_text(encoding="utf-8") == page, "run `zeroshard config document`"
+    assert {path.name for path in (DOCS / "config").iterdir()} == set(PAGES)
+    for name, page in PAGES.items():
+        assert (DOCS / "config" / name).read_text(encoding="utf-8") == page, "run `python docs/config_pages.py`"
 
 
 def test_a_key_of_the_docs_is_one_line_with_a_link() -> None:
     """The keys that most configs set come first, and those that change nothing are folded away."""
-    shown = pages()
     for entry in load_config({}, 1).entries():
         block, _, key = entry.path.rpartition(".")
         works = entry.effect.kind is Kind.WORKS
         name = f"{block}.md"
         if not block:
             name = "README.md" if works else "other_keys.md"
-        (line,) = [line for line in shown[name].splitlines() if f'<a id="{key}"></a>' in line]
+        (line,) = [line for line in PAGES[name].splitlines() if f'<a id="{key}"></a>' in line]
         assert line.startswith(f'| <a id="{key}"></a>') and entry.effect.text.replace("|", r"\|") in line
-        before = shown[name].partition(line)[0]
+        before = PAGES[name].partition(line)[0]
         folded = before.count("<details") > before.count("</details>")
         assert folded is (not works and name != "other_keys.md"), entry.path
-    first, _, rest = shown["README.md"].partition("## Top level")
+    first, _, rest = PAGES["README.md"].partition("## Top level")
     links = re.findall(r"^\| \[`[\w.]+`\]\(([\w.]*)#(\w+)\) \|", first, re.MULTILINE)
     assert len(links) == 10
     for page, key in links:
-        assert f'<a id="{key}"></a>' in (shown[page] if page else rest)
+        assert f'<a id="{key}"></a>' in (PAGES[page] if page else rest)
 
 
 def test_check_prints_each_key(tmp_path: Path) -> None:

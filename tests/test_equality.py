@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
+from oracles import ranks_agree, train_ddp, train_reference
 from ranks import on_ranks, run_ranks
 from twin import (
     ACCELERATOR,
@@ -35,7 +36,7 @@ from unusual import UNUSUAL, unusual
 from zeroshard import Place, Policy, Sharded, Wire
 from zeroshard.collectives import meeting
 from zeroshard.collectives.over_hosts import OverHosts
-from zeroshard.testing import Workload, ranks_agree, train, train_ddp, train_reference
+from zeroshard.testing import Workload, train
 
 PRECISION = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 MICROBATCHES = pytest.mark.parametrize("microbatches", [1, 3])

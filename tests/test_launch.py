@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack
+from ports import free_port
 
 import zeroshard
 from zeroshard import UsageError
 from zeroshard.launch import Launch, _meeting_point, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
-from zeroshard.testing.ranks import free_port
 from zeroshard.uncaught import Hook, report_uncaught, restore
 
 ROOT = Path(__file__).parent.parent
@@ -274,10 +274,9 @@ SCRIPT = """
 import atexit, os, sys
 import torch, torch.distributed as dist
 import zeroshard
-from zeroshard.testing.ranks import free_port
 
 torch.set_num_threads(1)
-os.environ.update(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+os.environ.update(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
 children = []
 for rank in range(3):
     pid = os.fork()
@@ -301,7 +300,7 @@ for step in range(2):
 def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "script.py"
     path.write_text(script)
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()))
     return subprocess.run(
         [sys.executable, str(path)], capture_output=True, text=True, env=environment, timeout=120, check=False
     )

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from ports import free_port
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -27,7 +28,7 @@ from zeroshard.integrations.lightning import FabricZeroStrategy, ZeroStrategy, w
 from zeroshard.optim.lr_schedules import WarmupDecayLR
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
-from zeroshard.testing.ranks import RankError, free_port
+from zeroshard.testing.ranks import RankError
 
 SMALL = GPTConfig(vocabulary=32, layers=2, width=16, heads=2, context=9)
 

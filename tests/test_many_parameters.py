@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import train_reference
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from zeroshard import Policy, Units, UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import find_units
 from zeroshard.schedule import unit as units
-from zeroshard.testing import Run, Workload, train_reference
+from zeroshard.testing import Run, Workload
 
 COUNT, WIDTH = 60, 5
 EVERY_STAGE = pytest.mark.parametrize("stage", range(4))

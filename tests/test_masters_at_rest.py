@@ -241,7 +241,7 @@ def test_what_is_frozen_and_freed() -> None:
             sharded.update_trainable()
             found |= {f"{number} {name}": value for name, value in everything(model, sharded).items()}
             frozen = [unit for unit in sharded._schedule.units if not unit.trainable]
-            assert {slot.dtype for unit in frozen for b in unit.buckets for slot in b.rests.values()} == {
+            assert {slot.dtype for unit in frozen for b in unit.buckets for slot in b.at_rest.rests.values()} == {
                 torch.bfloat16
             }
         step(model, sharded, rank, 3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from twin import gpt_batch as batch
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from sockets import sent_bytes
+
 import zeroshard
 from zeroshard import Policy, Precision
 from zeroshard.layout.layout import ALIGNMENT
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
-from zeroshard.testing.wire import sent_bytes
 
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
 BF16 = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)

@@ -240,7 +240,6 @@ def vector():
         (["config", "check", "{tmp}"], "is a folder, not a config file"),
         (["config", "check", "{tmp}/none.json"], "no config file at"),
         (["config", "check", "{tmp}/bad.py"], "not readable as JSON"),
-        (["config", "document", "{tmp}/bad.py"], "is a file, not a folder"),
         (["inspect", "{tmp}/none"], "no folder at"),
         (["inspect", "{tmp}/bad.py"], "is a file, not a folder"),
         (["inspect", "{tmp}"], "has no file 'latest'"),

@@ -158,7 +158,7 @@ def test_calls_that_fail(call: str, error: int, tmp_path: Path, monkeypatch: pyt
         sharded, work = trained(stage3_on_disk(folder))
         sharded.save(tmp_path / "other", "other")
         take_step(sharded, work, 1)
-        sharded.sharded_step.settle()
+        sharded.sharded_step.sub_groups.settle()
 
     use()
     total = count * 8 // 10  # the last reads, of what may be needed, depend on the moment
@@ -187,7 +187,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["flip", "cut"])
 def test_a_file_that_somebody_changes(change: str, tmp_path: Path) -> None:
     sharded, work = trained(stage3_on_disk(tmp_path))
-    sharded.sharded_step.settle()
+    sharded.sharded_step.sub_groups.settle()
     files = disk_files(tmp_path)
     assert len(files) == 2
     for file in files:

@@ -153,7 +153,7 @@ def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, m
         try:
             for step in (2, 3):
                 take_step(sharded, work, step)
-            sharded.sharded_step.settle()
+            sharded.sharded_step.sub_groups.settle()
         except StorageError:
             raised += 1
         left[0] = 10**9

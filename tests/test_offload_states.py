@@ -306,12 +306,12 @@ def test_a_step_moves_the_bytes_that_docs_name(
     inputs = torch.randn(2, 512, dtype=torch.bfloat16 if bits else torch.float32)
     for step in range(4):
         if step == 2:
-            sharded.sharded_step.settle()
+            sharded.sharded_step.sub_groups.settle()
             moved.update(pwritev=0, preadv=0)
         model(inputs).sum().backward()
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
-    sharded.sharded_step.settle()
+    sharded.sharded_step.sub_groups.settle()
     numel = sum(parameter.numel() for parameter in model.parameters())
     itemsize = 2 if bits else 4
     masters = 4 if bits else 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, tokens, workload
+from oracles import ranks_agree, train_reference
 from ranks import on_ranks
 from torch import nn
 
@@ -20,9 +21,9 @@ from zeroshard import ConfigError, Lion, MuonWithAdamW, Policy, UsageError
 from zeroshard.config.schema import OptimizerBlock
 from zeroshard.layout.layout import lay_out_whole
 from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.states import STATES_PER_PARAMETER, states_per_parameter
+from zeroshard.optim.states import KNOWN, states_per_parameter
 from zeroshard.step.elementwise import REFUSED
-from zeroshard.testing import ranks_agree, train, train_reference
+from zeroshard.testing import train
 
 WHOLE = {
     "Muon and AdamW": lambda p: MuonWithAdamW(p, lr=1e-2, fused=False),
@@ -64,12 +65,12 @@ def most_states(cls: Any, options: dict[str, Any]) -> tuple[int, int]:
 def test_the_table_of_states_is_what_an_optimizer_keeps(name: str) -> None:
     cls = OPTIMIZERS[name]
     measured, predicted = most_states(cls, {"momentum": 0.9} if name == "SGD" else {})
-    assert measured == predicted == STATES_PER_PARAMETER[name]
+    assert measured == predicted == KNOWN[name].states
     for options in OPTIONS.get(name, []):
         measured, predicted = most_states(cls, options)
-        assert measured == predicted > STATES_PER_PARAMETER[name]
+        assert measured == predicted > KNOWN[name].states
     derived = type("Derived", (cls,), {})
-    assert states_per_parameter(derived([nn.Parameter(torch.ones(2, 2))])) == STATES_PER_PARAMETER[name]
+    assert states_per_parameter(derived([nn.Parameter(torch.ones(2, 2))])) == KNOWN[name].states
 
 
 def test_the_table_of_states_has_every_optimizer() -> None:
@@ -80,7 +81,7 @@ def test_the_table_of_states_has_every_optimizer() -> None:
             if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
                 found.add(value.__name__)
     assert {"Lion", "MuonWithAdamW"} <= found
-    assert (OPTIMIZERS.keys() | found) - {"Optimizer", "Several"} - REFUSED.keys() == STATES_PER_PARAMETER.keys()
+    assert (OPTIMIZERS.keys() | found) - {"Optimizer", "Several"} - REFUSED.keys() == KNOWN.keys()
     assert states_per_parameter(type("Unknown", (torch.optim.Optimizer,), {})([nn.Parameter(torch.ones(2))], {})) == 2
 
 

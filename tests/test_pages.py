@@ -66,7 +66,7 @@ def child(look: Iterator[object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mib", [0.3, 2, 5.1])
 def test_views_see_what_comes_to_the_same_place(storage: AcceleratorStorage, mib: float, dtype: torch.dtype) -> None:
-    storage.park_at_most(16 * MIB)
+    storage.keep_freed_at_most(16 * MIB)
     buffer = buffer_of(storage, mib, dtype)
     assert isinstance(buffer, PagedBuffer)
     assert not buffer.tensor.any()
@@ -86,7 +86,7 @@ def test_views_see_what_comes_to_the_same_place(storage: AcceleratorStorage, mib
 
 @moves
 def test_a_stray_reader_of_freed_memory_dies(storage: AcceleratorStorage) -> None:
-    storage.park_at_most(16 * MIB)
+    storage.keep_freed_at_most(16 * MIB)
     for mib in (0.3, 5.1):
         buffer = buffer_of(storage, mib)
         buffer.free()
@@ -97,7 +97,7 @@ def test_a_stray_reader_of_freed_memory_dies(storage: AcceleratorStorage) -> Non
 @moves
 def test_pages_go_from_one_buffer_to_the_next(storage: AcceleratorStorage) -> None:
     """Also between sizes: whole chunks fit all. No page is made anew."""
-    storage.park_at_most(32 * MIB)
+    storage.keep_freed_at_most(32 * MIB)
     buffers = [buffer_of(storage, mib) for mib in (6.2, 6.2, 8.2)]
     for buffer in buffers:
         buffer.free()
@@ -116,23 +116,23 @@ def test_pages_go_from_one_buffer_to_the_next(storage: AcceleratorStorage) -> No
 
 
 @moves
-def test_what_is_parked_is_bounded(storage: AcceleratorStorage) -> None:
+def test_freed_memory_that_is_kept_is_bounded(storage: AcceleratorStorage) -> None:
     one, other = buffer_of(storage, 8), buffer_of(storage, 8)
     one.free()
-    assert storage.parked_nbytes == 0, "nothing was said of parking"
-    storage.park_at_most(12 * MIB)
+    assert storage.freed_nbytes == 0, "nothing was to be kept"
+    storage.keep_freed_at_most(12 * MIB)
     one.allocate()
     one.free()
-    assert storage.parked_nbytes == 4 * MIB  # beside the other's 8
+    assert storage.freed_nbytes == 4 * MIB  # beside the other's 8
     other.free()
-    assert storage.parked_nbytes == 12 * MIB
+    assert storage.freed_nbytes == 12 * MIB
     one.allocate()
-    assert storage.parked_nbytes == 4 * MIB
+    assert storage.freed_nbytes == 4 * MIB
     small = buffer_of(storage, 0.5)
-    assert storage.parked_nbytes <= 12 * MIB - one.nbytes - small.nbytes
+    assert storage.freed_nbytes <= 12 * MIB - one.nbytes - small.nbytes
     small.free()
-    storage.park_at_most(0)
-    assert storage.parked_nbytes == 0
+    storage.keep_freed_at_most(0)
+    assert storage.freed_nbytes == 0
 
 
 @moves
@@ -152,7 +152,7 @@ def test_an_array_keeps_the_memory_as_long_as_it_lives(storage: AcceleratorStora
 @moves
 def test_a_forked_process_has_its_own(storage: AcceleratorStorage) -> None:
     """As the workers of a DataLoader."""
-    storage.park_at_most(8 * MIB)
+    storage.keep_freed_at_most(8 * MIB)
     buffer = buffer_of(storage, 4)
     buffer.tensor.fill_(1)
 
@@ -170,7 +170,7 @@ def test_a_forked_process_has_its_own(storage: AcceleratorStorage) -> None:
 def test_nothing_stays_behind() -> None:
     def once() -> None:
         storage = AcceleratorStorage(CPU, Copies(CPU))
-        storage.park_at_most(8 * MIB)
+        storage.keep_freed_at_most(8 * MIB)
         buffers = [buffer_of(storage, 0.2), buffer_of(storage, 2.2)]
         slot = storage.transient_slot("gradients", 100_000, torch.float32)
         slot.fill()

@@ -142,7 +142,7 @@ def native(rank: int) -> Native:
 
     assert dist.group.WORLD is not None
     members = Members.of(dist.group.WORLD, CPU)
-    return Native(members, CPU, 1.0, Watch(members.root, members.ranks, members.own, 30.0))
+    return Native(members, CPU, Watch(members.root, members.ranks, members.own, 30.0))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -168,7 +168,7 @@ def test_sums_across_are_of_codes(within: int, dtype: torch.dtype, bits: int, tr
             rows = given[rank].clone()
             workspace = torch.empty(collectives.workspace_numel(rows), dtype=dtype)
             collectives.sent.clear()
-            pending = collectives.reduce_scatter(rows, workspace, 0, "rows")
+            pending = collectives.reduce_scatter(rows, workspace, 0, "rows", collectives.world_size)
             pending.finish(out, accumulate=accumulate)
             pending.wait_released()
             assert pending.is_released
@@ -192,7 +192,7 @@ def test_over_a_backend_of_its_own() -> None:
         inner.sent.clear()
         out, expected = torch.empty(272), torch.empty(272)
         workspace = torch.empty(sums.workspace_numel(given[rank]))
-        sums.reduce_scatter(given[rank], workspace, 1, "rows").finish(out, accumulate=False)
+        sums.reduce_scatter(given[rank], workspace, 1, "rows", inner.world_size).finish(out, accumulate=False)
         parts = [given[one][rank] if one == rank else through(given[one][rank], 4) for one in range(3)]
         sum_into(parts, 3.0, expected, False)
         assert torch.equal(out, expected)

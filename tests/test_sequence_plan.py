@@ -86,7 +86,7 @@ def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
     """Two inputs are on the device while they are copied, and in the backward two as well: one that is used, and the next."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    layers, tokens = 12, 256
+    layers, tokens = 5, 256
     shape = LlamaConfig(**{**SIZES, "num_hidden_layers": layers}, use_cache=False)
 
     def peaks(on_cpu: bool) -> tuple[int, int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from simgpu import host, server
 
 
@@ -32,3 +33,20 @@ def test_an_asynchronous_save_waits_for_no_copy(stage: int) -> None:
 
 def test_the_host_waits_once_for_the_digests_of_all_gradients() -> None:
     assert sum(server.call(host.digests_of_gradients)[0].values()) == 1
+
+
+def test_norms_are_summed_where_the_gradients_lie() -> None:
+    """With the optimizer in CPU memory, unsharded gradients lie on the device: stage 2's bits, and no wait for a copy."""
+    whole, sharded = (
+        server.call(host.norms_with_the_optimizer_in_cpu_memory, mode="all late", stage=stage)[0] for stage in (1, 2)
+    )
+    assert whole["waits"] == sharded["waits"] == 0
+    assert whole["norms"] == sharded["norms"]
+    assert torch.equal(whole["parameters"], sharded["parameters"])
+
+
+def test_memory_that_a_user_keeps_is_counted() -> None:
+    for normal, with_alias in server.call(host.memory_that_is_kept, stage=3):
+        assert normal == 0
+        assert with_alias > 0
+    assert server.call(host.memory_that_is_kept, stage=2)[0][0] == 0

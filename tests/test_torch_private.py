@@ -66,7 +66,8 @@ def import_anew(*, late: bool = True) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {"zeroshard.torch_private": module}):
+    in_use = patch.dict(sys.modules, {"zeroshard.torch_private": module})
+    with in_use, patch.object(zeroshard, "torch_private", module):
         del sys.modules["zeroshard.torch_private_tests"]
         spec.loader.exec_module(module)
     if late:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ports import free_port
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.testing import run_ranks
-from zeroshard.testing.ranks import free_port
 
 
 class Tokens(Dataset[dict[str, Tensor]]):

@@ -30,17 +30,17 @@ from zeroshard.testing import train
 
 CPU = torch.device("cpu")
 RANKS = 4
-Make = Callable[[Members, torch.device, float, Watch], Grouped]
+Make = Callable[[Members, torch.device, Watch], Grouped]
 
 
-def two_level(make: Make, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> Grouped:
+def two_level(make: Make, members: Members, device: torch.device, watch: Watch) -> Grouped:
     """Two hosts of two ranks."""
-    return TwoLevel(members, device, predivide_factor, watch, 2, make)
+    return TwoLevel(members, device, watch, 2, make)
 
 
-def over_hosts(make: Make, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> Grouped:
+def over_hosts(make: Make, members: Members, device: torch.device, watch: Watch) -> Grouped:
     """Two hosts of two ranks."""
-    return OverHosts(members, device, predivide_factor, watch, [[0, 1], [2, 3]], make)
+    return OverHosts(members, device, watch, [[0, 1], [2, 3]], make)
 
 
 TRANSPORTS: dict[str, Make] = {
@@ -74,7 +74,7 @@ def on_transport(name: str, body: Callable[[Collectives], None]) -> None:
         assert dist.group.WORLD is not None
         members = Members.of(dist.group.WORLD, CPU)
         watch = Watch(members.root, members.ranks, members.own, 30.0)
-        collectives = TRANSPORTS[name](members, CPU, 1.0, watch)
+        collectives = TRANSPORTS[name](members, CPU, watch)
         body(collectives)
         collectives.exchange(b"x", "the end")
         collectives.close()
@@ -121,7 +121,7 @@ def test_a_gather_of_what_rests_elsewhere_asks_for_memory_once(name: str, rests_
                 rows[collectives.shard].copy_(own)
 
             work = collectives.all_gather(rows, 0, "gather", own, prepare)
-            collectives.finish([work])
+            work.push()
             work.wait()
             assert asked == [1]
             assert torch.equal(rows, rows_of(number))
@@ -142,7 +142,7 @@ def test_a_reduction_is_the_mean_in_the_order_of_ranks(name: str, dtype: torch.d
             rows.copy_(rows_of(collectives.rank, dtype))
             workspace = torch.empty(collectives.workspace_numel(rows), dtype=sent)
             with collectives.together():
-                reduction = collectives.reduce_scatter(rows, workspace, number, "reduce")
+                reduction = collectives.reduce_scatter(rows, workspace, number, "reduce", RANKS)
             reduction.finish(out, accumulate=accumulate)
             reduction.wait_released()
             assert reduction.is_released

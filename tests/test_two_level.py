@@ -47,7 +47,9 @@ def test_the_sum_is_the_topologys() -> None:
         for collectives, into in ((two, out), (flat, plain)):
             rows = given[rank].clone()
             workspace = torch.empty(collectives.workspace_numel(rows), dtype=rows.dtype)
-            collectives.reduce_scatter(rows, workspace, 0, "reduce").finish(into, accumulate=False)
+            collectives.reduce_scatter(rows, workspace, 0, "reduce", collectives.world_size).finish(
+                into, accumulate=False
+            )
         parts = [torch.empty(64), torch.empty(64)]
         own = [one[two.shard] for one in given]
         sum_into(own[:2], 1.0, parts[0], False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ports import free_port
 from test_trainers import Tokens, as_torchrun, gpt2
 from torch import Tensor, nn
 
@@ -25,7 +26,6 @@ from zeroshard.integrations.transformers import (
     ZeroTrainerMixin,
 )
 from zeroshard.testing import run_ranks
-from zeroshard.testing.ranks import free_port
 
 transformers.logging.set_verbosity_error()
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import OPTIMIZERS, Stack, tokens
+from oracles import ranks_agree
 from torch import Tensor, nn
 
 import zeroshard
@@ -27,7 +28,7 @@ from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.two_level import TwoLevel
 from zeroshard.storage import storages
-from zeroshard.testing import Run, Workload, ranks_agree, train, whole_parameters
+from zeroshard.testing import Run, Workload, train, whole_parameters
 from zeroshard.testing.parity import same
 
 __all__ = ["ranks_agree", "same"]

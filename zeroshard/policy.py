@@ -230,7 +230,9 @@ class Policy:
                 "for the others."
             )
         if self.parameters.per_host and not (self.parameters.sharded and self.within is not None):
-            raise PolicyError("per_host is a way to shard parameters: also pass sharded=True and Policy(within=...).")
+            raise PolicyError(
+                "per_host is a way to shard parameters: pass sharded=True and Policy(within=...) as well."
+            )
         if self.parameters.per_host and self.parameters.place is Place.DISK:
             raise PolicyError(
                 "parameters are to rest on disk and on each host as a whole (within): every host would write what all have. Let "

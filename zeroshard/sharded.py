@@ -23,8 +23,8 @@ from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
 from zeroshard.policy import DTypes, Offload, Place, Policy
 from zeroshard.schedule.hooks import Hooks
-from zeroshard.schedule.kept_in_memory import state_dict_in_memory
 from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.state_dicts import state_dict_in_memory
 from zeroshard.step.model_states import ModelStates
 from zeroshard.step.parking import STATES, Parking
 from zeroshard.step.sharded_step import ShardedStep
@@ -204,11 +204,11 @@ class Sharded:
         """
         storages = self._context.storages
         here = storages.accelerator
-        parked = here.parked_nbytes + self._context.collectives.buffers_nbytes
+        parked = here.freed_nbytes + self._context.collectives.buffers_nbytes
         kept = self.sharded_step.kept_in(here)
         report = memory_report(self._schedule.units, kept, self._context.pool, parked, storages.emptied)
         elsewhere = storages.nbytes()
-        elsewhere["cpu"] += self.sharded_step.frames_nbytes
+        elsewhere["cpu"] += self.sharded_step.sub_groups.nbytes
         if storages.host is not here:
             elsewhere["cpu"] += live_nbytes(self.sharded_step.kept_in(storages.host), set())
         if any(elsewhere.values()):
@@ -243,17 +243,16 @@ class Sharded:
         """Load the model states again that `offload_states` parked."""
         self._parking.reload()
 
-    def memory_formula(self, states: int = 2) -> dict[str, float]:
-        """Return the bytes per rank at rest by the ZeRO paper's formulas for this model, with `states` tensors a
-        parameter.
-        """
+    def memory_formula(self) -> dict[str, float]:
+        """Return the bytes per rank at rest by the ZeRO paper's formulas for this model, with Adam."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
-        return formula(self.policy, self.dtypes, numel, collectives.world_size, states, collectives.inside.world_size)
+        per_host = collectives.inside.world_size
+        return formula(self.policy, self.dtypes, numel, collectives.world_size, ranks_per_host=per_host)
 
     @property
     def dtypes(self) -> DTypes:
-        """The dtypes of the model states; None if the model's parameters have several dtypes."""
+        """The dtypes of the model states of parameters that have the first parameter's dtype."""
         return self._context.dtypes(next(self.model.parameters()).dtype)
 
     def comm_report(self, *, clear: bool = True) -> dict[str, int]:
@@ -290,11 +289,6 @@ class Sharded:
         """Return whether a forward gathers parameters: they are sharded, and no `unsharded` block holds them."""
         is_attached = not self._hooks.is_removed
         return is_attached and any(unit.sharded_at_rest and not unit.is_pinned for unit in self._schedule.units)
-
-    def take_masters(self) -> None:
-        """Update the parameters after a direct write to master weights. Every rank must call it."""
-        for unit in self._schedule.units:
-            unit.take_masters()
 
     @property
     def trains(self) -> bool:

@@ -176,9 +176,7 @@ def shard_on(
     mesh = mesh_of(model, group)
     if mesh is not None:
         refuse_beside_others(model, mesh, precision, whole_parameters=whole)
-    collectives = backend.collectives(
-        group, device, precision.predivide_factor, what="shard()", within=policy.within, wire=policy.wire
-    )
+    collectives = backend.collectives(group, device, what="shard()", within=policy.within, wire=policy.wire)
     others = _others(backend, mesh, device, collectives)
     kind = None if mesh is None else distributed_class()
     storages = backend.storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)

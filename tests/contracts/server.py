@@ -89,8 +89,9 @@ def serve(descriptor: int, imports: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in imports:
         importlib.import_module(name)
+    from ports import free_port
+
     from zeroshard.testing import RankError, run_ranks
-    from zeroshard.testing.ranks import free_port
 
     connection = Connection(descriptor)
     while True:

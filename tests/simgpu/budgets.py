@@ -172,5 +172,5 @@ def lossy_launches(rank: int, bits: str) -> dict[str, int]:
         launches = simgpu.counts().launches
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
-    buckets = sum(len(unit.buckets) for unit in sharded.sharded_step._schedule.units)
+    buckets = sum(len(unit.buckets) for unit in sharded.sharded_step.schedule.units)
     return {"buckets": buckets, "amax": launches["aten::amax"], "round": launches["aten::round_"]}

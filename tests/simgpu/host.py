@@ -1,4 +1,4 @@
-"""Owns what the host does beside its device: threads, groups of some ranks, asynchronous saves."""
+"""Owns what the host does beside its device: threads, groups of some ranks, asynchronous saves, norms, memory that users keep."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import zeroshard
 from simgpu import device as simgpu
 from simgpu import simccl
 from simgpu.bodies import BF16, Training, folder_of_all
+from simgpu.lead import WIDTH, Blocks
 from zeroshard import Place, Policy
 from zeroshard.gradients.norm import digest_of, digests_as_bytes
+from zeroshard.observe.memory import kept_count
 
 
 def group_beside_a_bound_world(rank: int, splits: bool) -> str:
@@ -97,3 +99,45 @@ def digests_of_gradients(rank: int) -> dict[str, int]:
     waits = dict(simgpu.counts().synchronisations)
     assert digests == digests_as_bytes([digest_of(flat.cpu()) for flat in flats])
     return waits
+
+
+def norms_with_the_optimizer_in_cpu_memory(rank: int, stage: int) -> dict[str, Any]:
+    """Return the norms and parameters of clipped steps, and what the host waited for while it asked for a norm.
+
+    Shards are larger than what the CPU sums in one run, so that its sums of squares have other bits than the device's.
+    """
+    torch.manual_seed(0)
+    model = Blocks(blocks=2).to(simgpu.device())
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    sharded = zeroshard.shard(model, adamw, Policy.stage(stage).offloaded(optimizer=Place.CPU))
+    norms: list[Any] = []
+    waits = 0
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(16, WIDTH, generator=generator).to(simgpu.device())).square().mean().backward()
+        simgpu.reset_counts()
+        norms.append(sharded.clip_grad_norm_(None))
+        waits += sum(simgpu.counts().synchronisations.values())
+        norms.append(sharded.clip_grad_norm_(1e-3))
+        norms.append(sharded.clip_grad_norm_(None))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    with zeroshard.unsharded(model):
+        flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+    sharded.remove()
+    return {"norms": [float(norm) for norm in norms], "waits": waits, "parameters": flat}
+
+
+def memory_that_is_kept(rank: int, stage: int) -> list[int]:
+    """Return how often memory stayed that was to be given back: in two steps, and in a third whose user keeps a parameter's."""
+    training = Training(simgpu.device(), Policy.stage(stage), BF16)
+    found = []
+    training.step(2)
+    found.append(kept_count(training.sharded._schedule.units))
+    with zeroshard.unsharded(training.model):
+        alias = training.model.get_parameter("blocks.1.up.weight").detach()
+    training.step(1)
+    found.append(kept_count(training.sharded._schedule.units))
+    del alias
+    training.end()
+    return found

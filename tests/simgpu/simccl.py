@@ -117,11 +117,13 @@ class SimCCL(dist.ProcessGroup):
         return self._start_all("coalesced", operations)
 
     def _start_all(self, name: str, operations: list[tuple[Callable[..., None], list[Tensor]]]) -> dist.Work:
+        counts = [(one, len(tensors)) for one, tensors in operations]  # the kernel keeps no tensor
+
         def run(*memory: Tensor) -> None:
             rest = list(memory)
-            for one, tensors in operations:
-                one(*rest[: len(tensors)])
-                del rest[: len(tensors)]
+            for one, count in counts:
+                one(*rest[:count])
+                del rest[:count]
 
         return self._start(name, run, [tensor for _, tensors in operations for tensor in tensors])
 

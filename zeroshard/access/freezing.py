@@ -13,7 +13,7 @@ from zeroshard.layout.bucketing import Group
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.hooks import Hooks
-from zeroshard.schedule.make_units import frozen_names, make_units
+from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import PARAMETERS, ModelStates
@@ -28,12 +28,18 @@ class Freezing:
         self._hooks = hooks
         self._context = context
         self._step = step
+        self._frozen = self._frozen_names()
+        """The parameters that took no gradient at the last look."""
         step.on_added_group(self.update)
 
     def update(self, param_group: dict[str, Any] | None) -> None:
         """Update for parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""
         with self._context.collectives.operation("update_trainable"):
             self._update(param_group)
+
+    def _frozen_names(self) -> set[str]:
+        entries = (entry for unit in self._schedule.units for entry in unit.named)
+        return {entry.fqn for entry in entries if not entry.parameter.requires_grad}
 
     @property
     def _states(self) -> ModelStates:
@@ -67,7 +73,7 @@ class Freezing:
         self._schedule.optimized = listed
         for entry in freed:
             entry.parameter.grad = None  # the gradient of a parameter outside of the optimizer belongs to no step
-        self._schedule.frozen = frozen_names(self._schedule.units)
+        self._frozen = self._frozen_names()
         for unit in list(self._schedule.units):
             now = {entry.fqn: entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named}
             trained = [entry for entry in unit.named if now[entry.fqn]]
@@ -92,7 +98,7 @@ class Freezing:
                     continue
                 if id(entry.parameter) in listed:
                     freed.append(entry)
-                elif entry.fqn in self._schedule.frozen:
+                elif entry.fqn in self._frozen:
                     raise UsageError(
                         f"{entry.fqn} was unfrozen and is in no param group of the optimizer: pass update_trainable a "
                         "param_group with it."
@@ -111,7 +117,7 @@ class Freezing:
             if named:
                 persistent = not unit.sharded_at_rest
                 label, kind = unit.group.label, unit.group.kind
-                group = Group(label, unit.modules[0], tuple(named), trainable, dtype, persistent, kind)
+                group = Group(label, unit.module, tuple(named), trainable, dtype, persistent, kind)
                 groups.append(group)
         first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
         # The place of its optimizer states was decided when the model was sharded.

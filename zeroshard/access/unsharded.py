@@ -202,10 +202,10 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
     written = list[str]()
     for unit, versions in looks:
         if modifier_rank is not None:
-            unit.writes.take_from(modifier_rank)
+            unit.writes.broadcast_from(modifier_rank)
         else:
-            written += [unit.named[index].fqn for index in sorted(unit.writes.take_since(versions))]
-        unit.appearance.settle()
+            written += [unit.named[index].fqn for index in sorted(unit.writes.written_since(versions))]
+        unit.appearance.restart_looks()
     return _on_all_dimensions(looks, written)
 
 
@@ -222,12 +222,12 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
     """Restore the parameters that stay whole to their values on entry. `kept` has copies of those unsharded at rest."""
     for unit, versions in looks:
         if unit in kept:
-            unit.appearance.take_new_data()
+            unit.appearance.adopt_new_data()
             unit.flat.tensor.copy_(kept[unit])
         elif unit.pins > 1 or unit not in at_rest:
-            unit.writes.take_since(versions)  # which undoes it
-        unit.appearance.take_written()
-        unit.appearance.settle()
+            unit.writes.written_since(versions)  # which undoes it
+        unit.appearance.collect_written()
+        unit.appearance.restart_looks()
 
 
 def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
@@ -237,7 +237,7 @@ def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[
     for unit in at_rest:
         # Writes before an exception must not be stored.
         if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:
-            unit.appearance.take_written()
+            unit.appearance.collect_written()
         unit.reshard()
     for unit in offloaded:
         unit.offload()

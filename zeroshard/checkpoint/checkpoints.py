@@ -260,8 +260,8 @@ class Checkpoints:
             self.wait_together()
             if self.live.schedule.awaits_step:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
-            self.live.step.refuse_parked("a load")
-            self.live.step.abandon()
+            self.live.step.schedule.refuse_parked("a load")
+            self.live.step.sub_groups.abandon()
             wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
             loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
             self.live.step.forget_broken_step()

@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.manifest import ANOTHER, is_folder_name
@@ -79,7 +80,7 @@ class LiveModel:
         number = {id(parameter): number for number, parameter in enumerate(self.model.parameters())}
         families: dict[tuple[nn.Module, str, torch.dtype], list[tuple[Unit, NamedParameter]]] = {}
         for unit, entry in everything:
-            families.setdefault((unit.modules[0], unit.group.label, entry.parameter.dtype), []).append((unit, entry))
+            families.setdefault((unit.module, unit.group.label, entry.parameter.dtype), []).append((unit, entry))
         for family in families.values():
             family.sort(key=lambda pair: number[id(pair[1].parameter)])
         return [pair for family in families.values() for pair in family]
@@ -128,9 +129,28 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 # ---------------------------------------------------------------------- files that describe it
 
 
-@dataclass(frozen=True)
-class Description:
+def _is_subfolder(name: str) -> bool:
+    """Return whether it is "", or the plain name of a folder with a slash at its end."""
+    return name == "" or (name.endswith("/") and is_folder_name(name.removesuffix("/")))
+
+
+def _file_of_an_export(name: str) -> str:
+    folder, slash, file = name.rpartition("/")
+    if file not in (CONFIG, GENERATION, ADAPTER_CONFIG) or not _is_subfolder(folder + slash):
+        raise ValueError("it names a file that no export writes, or one outside of its folder")
+    return name
+
+
+def _folder_of_an_export(name: str) -> str:
+    if not _is_subfolder(name):
+        raise ValueError("it names a folder outside of the export's")
+    return name
+
+
+class Description(BaseModel):
     """A model's description of itself: JSON, in the manifest under the key `description`.
+
+    An export writes to its names, so each is verified: a manifest's author is not trusted.
 
     Attributes:
         files: the contents of JSON files beside the weights, by name.
@@ -139,42 +159,26 @@ class Description:
         problem: the reason why the model cannot be exported, or None.
     """
 
-    files: dict[str, Any] = field(default_factory=dict)
-    adapters: dict[str, dict[str, str]] | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    files: dict[Annotated[str, AfterValidator(_file_of_an_export)], Any] = {}
+    adapters: dict[Annotated[str, AfterValidator(_folder_of_an_export)], dict[str, str]] | None = None
     problem: str | None = None
 
     @classmethod
     def of(cls, found: Any) -> Description:
-        """Make a description from a manifest. An export writes to its names, so each is verified: its author is not trusted.
+        """Make a description from a manifest.
 
         Raises:
             CheckpointError: it is not a description, or a name leads outside of the folder.
         """
         try:
-            description = cls(**found)
-            folders = {name.rpartition("/") for name in description.files}
-            of_adapters = [(folder, names) for folder, names in (description.adapters or {}).items()]
-            strings = [text for _, names in of_adapters for pair in names.items() for text in pair]
-            is_right = (
-                all(name in (CONFIG, GENERATION, ADAPTER_CONFIG) for _, _, name in folders)
-                and all(_is_subfolder(folder + slash) for folder, slash, _ in folders)
-                and all(_is_subfolder(folder) for folder, _ in of_adapters)
-                and all(isinstance(text, str) for text in strings)
-                and isinstance(description.problem, str | None)
-            )
-        except (TypeError, AttributeError) as error:
-            raise CheckpointError(f"the manifest's description of the model is damaged: {error}. {ANOTHER}") from None
-        if not is_right:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise CheckpointError(
-                "the manifest's description of the model names files that no export writes, or outside of its folder: "
-                f"the checkpoint is damaged or malicious. {ANOTHER}"
-            )
-        return description
-
-
-def _is_subfolder(name: str) -> bool:
-    """Return whether it is "", or the plain name of a folder with a slash at its end."""
-    return name == "" or (name.endswith("/") and is_folder_name(name.removesuffix("/")))
+                "the manifest's description of the model is damaged or malicious: "
+                f"{reason[0].lower()}{reason[1:]}. {ANOTHER}"
+            ) from None
 
 
 def describe(live: LiveModel) -> Description:
@@ -186,7 +190,7 @@ def describe(live: LiveModel) -> Description:
     try:
         if isinstance(adapters, Mapping) and adapters:
             return _describe_adapters(live, adapters)
-        return Description(_configs(live.model))
+        return Description(files=_configs(live.model))
     except Exception as error:  # a library's own, about the user's config
         return Description(problem=f"the model's config cannot be written: {type(error).__name__}: {error}")
 
@@ -234,7 +238,7 @@ def _describe_adapters(live: LiveModel, adapters: Mapping[str, Any]) -> Descript
             problem=f"{lost[0]} is trained and in no PEFT adapter ({len(lost)} such parameters): files of adapters would lose it. "
             "List its module in modules_to_save, or freeze it."
         )
-    return Description(files, names)
+    return Description(files=files, adapters=names)
 
 
 def _adapter_config(model: nn.Module, config: Any) -> Any:

@@ -150,28 +150,6 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> R
     return Reader(path, files.read_manifest(path))
 
 
-def covering(state: StateRecord, span: Span) -> list[tuple[RangeRecord, Span]]:
-    """Find the ranges that hold a span of one model state, and the part in each. Together they must cover it."""
-    held: list[tuple[RangeRecord, Span]] = []
-    for part in state.ranges:
-        if part.start < span.stop and span.start < part.stop:
-            for start, stop, _ in part.runs.between(span.start, span.stop):
-                held.append((part, Span(span.name, start, stop)))
-    held.sort(key=lambda one: one[1].start)  # runs of several ranges may interleave
-    found = []
-    covered = span.start
-    for part, common in held:
-        if common.start != covered:
-            break
-        found.append((part, common))
-        covered = common.stop
-    if covered != span.stop:
-        raise CheckpointError(
-            f"the checkpoint holds no elements {covered} to {span.stop} of {span.name}. Load another tag."
-        )
-    return found
-
-
 def requests_for(state: StateRecord, span: Span, out: Tensor) -> list[ReadRequest]:
     """Request a span of one model state. `out` is 1-D and has its size."""
     return _requests(state, span.name, Runs(span.start, span.numel, max(span.numel, 1)), out)
@@ -219,9 +197,23 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
             found += [(part, common) for common in runs.common(part.runs)]
     if sum(common.count * common.numel for _, common in found) != runs.count * runs.numel:
         for start, stop, _ in runs.between(runs.start, runs.stop):
-            covering(state, Span(fqn, start, stop))
+            _refuse_hole(state, Span(fqn, start, stop))
         raise CheckpointError(f"the checkpoint holds elements of {fqn} twice. Load another tag.")
     return found
+
+
+def _refuse_hole(state: StateRecord, span: Span) -> None:
+    """Raise where no saved range holds some elements of a span."""
+    covered = span.start
+    # Runs of several ranges lie between each other.
+    for start, stop in sorted(run[:2] for part in state.ranges for run in part.runs.between(span.start, span.stop)):
+        if start > covered:
+            break
+        covered = max(covered, stop)
+    if covered < span.stop:
+        raise CheckpointError(
+            f"the checkpoint holds no elements {covered} to {span.stop} of {span.name}. Load another tag."
+        )
 
 
 class Loader:
@@ -391,7 +383,7 @@ class Loader:
             if name in buffers:
                 buffers[name].copy_(value)
         for unit in self._live.units:
-            unit.take_masters()
+            unit.load_masters()
 
     def _apply_states(self) -> None:
         on_device = self._live.step.groups.counting_on_device()

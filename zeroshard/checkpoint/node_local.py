@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.agreement import together
-from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, is_intact
+from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, damage_of
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
@@ -284,7 +284,7 @@ class Holdings:
             records = {record.name: record for record in files.read_manifest(folder).files}
             for number, name in enumerate(version.sizes):
                 is_ours = own in version.holders[name] and self._hosts.member(own, number) == control.rank
-                if is_ours and name in records and not is_intact(folder, records[name]):
+                if is_ours and name in records and damage_of(folder, records[name]) is not None:
                     damaged.append(name)
         everyone = control.exchange_json(damaged, "the damaged files of each host")
         for rank, names in enumerate(everyone):

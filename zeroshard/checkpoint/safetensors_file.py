@@ -353,18 +353,30 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
     return read
 
 
-def is_intact(folder: Path, record: FileRecord) -> bool:
-    """Return whether a file is complete and unchanged."""
-    chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
-    requests = []
-    for start in range(0, record.nbytes, CHUNK_NBYTES):
-        out = chunk[: min(CHUNK_NBYTES, record.nbytes - start)]
-        requests.append(ReadRequest(0, start, torch.uint8, out))
+def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance: Advance = ignore) -> str | None:
+    """Return what is wrong with a file, or None where all of it is there, and as it was written.
+
+    Args:
+        verify: read it all, and compare checksums; otherwise only its size counts.
+        advance: called with the bytes read.
+    """
     try:
-        read_verified(folder, record, requests)
-    except CheckpointError:
-        return False
-    return True
+        with (folder / record.name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.nbytes:
+                return f"{record.name} has {size} bytes, not {record.nbytes}"
+            if not verify:
+                return None
+            for number, checksum in enumerate(record.checksums):
+                chunk = file.read(CHUNK_NBYTES)
+                advance(len(chunk))
+                if zlib.crc32(chunk) != checksum:
+                    return f"{record.name} is damaged at byte {number * CHUNK_NBYTES} or after"
+    except FileNotFoundError:
+        return f"{record.name} is missing"
+    except OSError as error:
+        return f"{record.name} cannot be read: {error.strerror}"
+    return None
 
 
 def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) -> None:

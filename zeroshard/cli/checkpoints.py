@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,6 @@ from zeroshard.cli.options import dtype_name, input_folder, nbytes_of, output_fo
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.loading import Reader
-    from zeroshard.checkpoint.manifest import FileRecord
 
 MIB = 2**20
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
@@ -93,6 +91,7 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
     import torch
 
     from zeroshard.checkpoint.manifest import dtype_of
+    from zeroshard.checkpoint.safetensors_file import damage_of
 
     manifest = reader.manifest
     states: dict[str, int] = {}
@@ -100,6 +99,7 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
         numel = torch.Size(record.shape).numel()
         for name, state in record.states.items():
             states[name] = states.get(name, 0) + numel * dtype_of(state.dtype).itemsize
+    damages = [damage_of(reader.folder, one, verify=verify, advance=reader.advance) for one in manifest.files]
     shared = manifest.values.get("shared", {})
     step = shared.get("step")  # a loop's
     if isinstance(shared.get("engine"), dict):
@@ -129,24 +129,8 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
             for name, record in manifest.parameters.items()
         },
         "verified": verify,
-        "problems": [problem for one in manifest.files for problem in _problems(reader, one, verify)],
+        "problems": [damage for damage in damages if damage is not None],
     }
-
-
-def _problems(reader: Reader, record: FileRecord, verify: bool) -> list[str]:
-    path = reader.folder / record.name
-    if not path.is_file():
-        return [f"{record.name} is missing"]
-    if path.stat().st_size != record.nbytes:
-        return [f"{record.name} has {path.stat().st_size} bytes, not {record.nbytes}"]
-    if verify:
-        with path.open("rb") as file:
-            for number, checksum in enumerate(record.checksums):
-                chunk = file.read(reader.manifest.chunk_nbytes)
-                reader.advance(len(chunk))
-                if zlib.crc32(chunk) != checksum:
-                    return [f"{record.name} is damaged at byte {number * reader.manifest.chunk_nbytes} or after"]
-    return []
 
 
 def _sharding(policy: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Owns `zeroshard config`: the display of a resolved DeepSpeed config, and the pages of docs/config."""
+"""Owns `zeroshard config`: the display of a resolved DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.options import build_module, output_folder
+from zeroshard.cli.options import build_module
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -109,13 +109,3 @@ def _in_force(config: Config) -> str:
         f"batch {batch.train} = {batch.micro} samples x {batch.accumulation} accumulated x "
         f"{batch.world_size} rank{'s' * (batch.world_size != 1)}."
     )
-
-
-@config_app.command()
-def document(folder: Annotated[Path, typer.Argument(help="The folder for the pages.")] = Path("docs/config")) -> None:
-    """Write one page for each block of the config, from the schema."""
-    from zeroshard.config.document import pages
-
-    output_folder(folder, "FOLDER").mkdir(parents=True, exist_ok=True)
-    for name, page in pages().items():
-        (folder / name).write_text(page, encoding="utf-8")

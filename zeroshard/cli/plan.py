@@ -294,19 +294,19 @@ def estimate(
     from rich.table import Table
 
     from zeroshard.observe.memory import formula
-    from zeroshard.optim.states import STATES_PER_PARAMETER
+    from zeroshard.optim.states import KNOWN
     from zeroshard.policy import Policy, Precision
 
     if (parameters is None) == (model is None):
         raise UsageError("estimate takes either --parameters N or --model FILE. Give one of them.")
-    names = {name.lower(): name for name in STATES_PER_PARAMETER}
+    names = {name.lower(): name for name in KNOWN}
     if optimizer.lower() not in names:
-        raise UsageError(f"there is no --optimizer {optimizer!r}. Choose one of {', '.join(STATES_PER_PARAMETER)}.")
+        raise UsageError(f"there is no --optimizer {optimizer!r}. Choose one of {', '.join(KNOWN)}.")
     if parameters is None:
         parameters = _count(str(model))
     kept: torch.dtype = getattr(torch, dtype)
     resolved = Precision(kept, accumulate_dtype=kept).resolve(kept)
-    states = STATES_PER_PARAMETER[names[optimizer.lower()]]
+    states = KNOWN[names[optimizer.lower()]].states
     table = Table(
         title=f"{parameters / 1e9:.3g} B parameters, {dtype}, {names[optimizer.lower()]}, {ranks} ranks; GB per rank"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Done, Reduction, SummedRows, Work, nothing
 
 
 class Alone(Collectives):
@@ -16,29 +16,17 @@ class Alone(Collectives):
     rank = 0
     world_size = 1
 
-    class _Nothing(Work):
-        def wait(self) -> None:
-            return
-
-    class _Mean(Reduction):
-        def __init__(self, rows: Tensor, divisor: float) -> None:
-            self._rows = rows
-            self._divisor = divisor
-
-        def finish(self, out: Tensor, *, accumulate: bool) -> None:
-            sum_into(list(self._rows), self._divisor, out, accumulate)
-
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
         prepare()
-        return self._Nothing()
+        return Done()
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
-        return self._Mean(rows, self.divisor)
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        return SummedRows((), list(rows), divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        return self._Nothing()
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return
@@ -51,4 +39,4 @@ class Alone(Collectives):
         return values, [data]
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        return self._Nothing()
+        return Done()

@@ -10,7 +10,7 @@ import json
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, final
 
@@ -45,10 +45,20 @@ class Work(Sent, ABC):
     def wait(self) -> None:
         """Block until the data may be used on this stream. Raises `CollectiveError` when it cannot arrive."""
 
+    def push(self) -> None:
+        """End the operation now if it needs a further call of this rank, since no wait may follow soon."""
+
     def abandon(self) -> None:
         """Block until nothing is written any more, since the data is no longer needed."""
         with suppress(CollectiveError):
             self.wait()
+
+
+class Done(Work):
+    """An operation in which this rank has nothing to wait for."""
+
+    def wait(self) -> None:
+        return
 
 
 class Reduction(Sent, ABC):
@@ -56,7 +66,7 @@ class Reduction(Sent, ABC):
 
     @abstractmethod
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        """Wait, then set `out` (shape [shard_numel]) to the mean over ranks of this rank's row, or add the mean."""
+        """Wait, then set `out` (shape [shard_numel]) to the divided sum over ranks of this rank's row, or add it."""
 
 
 class Collectives(ABC):
@@ -65,11 +75,9 @@ class Collectives(ABC):
     rank: int
     world_size: int
 
-    def __init__(self, predivide_factor: float = 1.0) -> None:
+    def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         """Bytes that this rank handed to others, by operation."""
-        self.predivide_factor = predivide_factor
-        """The divisor that the rows of a reduce-scatter have had already; the mean divides by the rest of the world size."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Wraps each wait for other ranks: "reduce", "gather" or "exchange". For clocks."""
 
@@ -87,8 +95,12 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
-        """Start to sum every rank's part of this rank's row. `rows` and `workspace` are busy until `finish`."""
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        """Start to sum every rank's part of this rank's row, and to divide the sum. `rows` and `workspace` are busy until `finish`.
+
+        Args:
+            divisor: `world_size` for the mean, if nothing has divided the rows before.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -114,9 +126,6 @@ class Collectives(ABC):
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
         """Group operations that are ready at about the same time into launches, each of which starts when all of it is ready."""
         return [(operation,) for operation in operations]
-
-    def finish(self, works: Iterable[Work]) -> None:
-        """End all-gathers that need a further call of this rank, since no wait may follow soon."""
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
         """Return how many elements of reductions may be under way while the next gradients are made.
@@ -168,11 +177,6 @@ class Collectives(ABC):
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `dtype` are sent, so that sums are made in fp32 at least."""
         return dtype
-
-    @property
-    def divisor(self) -> float:
-        """The number by which the sum of rows is divided, for the mean."""
-        return self.world_size / self.predivide_factor
 
     # ------------------------------------------------------------------ hosts
 
@@ -309,6 +313,33 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             target.add_(torch.div(total, divisor))
         else:
             torch.div(total, divisor, out=target)
+
+
+class SummedRows(Reduction):
+    """A reduction whose rows arrive as they are: they are summed here, in the order of ranks, and divided.
+
+    Args:
+        works: bring the rows.
+        rows: every rank's row for this one, each [shard_numel], by rank.
+    """
+
+    def __init__(self, works: Sequence[Work], rows: Sequence[Tensor], divisor: float) -> None:
+        self._works = works
+        self._rows = rows
+        self._divisor = divisor
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        for work in self._works:
+            work.wait()
+        sum_into(self._rows, self._divisor, out, accumulate)
+
+    @property
+    def is_released(self) -> bool:
+        return all(work.is_released for work in self._works)
+
+    def wait_released(self) -> None:
+        for work in self._works:
+            work.wait_released()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
-from zeroshard.collectives.meeting import TURNED_OFF
+from zeroshard.collectives.meeting import TURNED_OFF, NotShared
 from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.over_hosts import OverHosts
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.quantized import BITS, QuantizedGradients
-from zeroshard.collectives.shared_memory import NotShared, SharedMemory
-from zeroshard.collectives.two_level import Crossing, OneHost, TwoLevel, Within, cut
-from zeroshard.collectives.watch import Watch, notice_seconds_from
+from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.two_level import OneHost, Reducer, TwoLevel, Within, cut
+from zeroshard.collectives.watch import Watch, notice_seconds
 from zeroshard.launch import mark_use
 from zeroshard.policy import EXACT, Wire
 
@@ -27,8 +27,6 @@ from zeroshard.policy import EXACT, Wire
 def create_collectives(
     group: dist.ProcessGroup | None,
     device: torch.device,
-    predivide_factor: float = 1.0,
-    notice_seconds: float | None = None,
     what: str | None = None,
     *,
     lasting: bool = True,
@@ -40,8 +38,6 @@ def create_collectives(
     Every rank of the group must call it.
 
     Args:
-        notice_seconds: a wait of so many seconds is logged on stderr, with the missing ranks; default: 30, or the environment
-            variable ZEROSHARD_NOTICE_SECONDS.
         what: the operation that needs them, such as "shard()": named where a rank does not come.
         lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
             dear then uses the group's own: there is nothing to make, and nothing to close.
@@ -59,14 +55,21 @@ def create_collectives(
         assert parent is not None
     if parent is None or dist.get_world_size(parent) == 1:
         cut(1, within or 1)
-        return Alone(predivide_factor)
+        return Alone()
     members = Members.of(parent, device)
     refuse_split(members)
-    watch = Watch(members.root, members.ranks, members.own, notice_seconds_from(notice_seconds), device)
+    watch = Watch(members.root, members.ranks, members.own, notice_seconds(), device)
+
+    def crossing(across: Collectives) -> Reducer:
+        return across if wire.gradients is None else QuantizedGradients(across, BITS[wire.gradients])
+
     try:
         with watch.operation(what) if what else nullcontext():
-            levels = within, _crossing(wire)
-            collectives = _of_levels(members, device, predivide_factor, watch, levels, lasting=lasting)
+            collectives: Grouped | None = None
+            if within is not None:
+                with suppress(OneHost):
+                    collectives = TwoLevel(members, device, watch, within, _best, crossing)
+            collectives = collectives or _best(members, device, watch, lasting=lasting)
     except BaseException:
         watch.close()
         raise
@@ -74,35 +77,12 @@ def create_collectives(
     return collectives
 
 
-def _crossing(wire: Wire) -> Crossing:
-    kind = wire.gradients
-    return lambda across: across if kind is None else QuantizedGradients(across, BITS[kind])
-
-
-def _of_levels(
-    members: Members,
-    device: torch.device,
-    predivide_factor: float,
-    watch: Watch,
-    levels: tuple[Within | None, Crossing],
-    *,
-    lasting: bool,
-) -> Grouped:
-    within, crossing = levels
-    if within is not None:
-        with suppress(OneHost):
-            return TwoLevel(members, device, predivide_factor, watch, within, _best, crossing)
-    return _best(members, device, predivide_factor, watch, lasting=lasting)
-
-
-def _best(
-    members: Members, device: torch.device, predivide_factor: float, watch: Watch, *, lasting: bool = True
-) -> Grouped:
+def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool = True) -> Grouped:
     if members.backend != "gloo":
-        return Native(members, device, predivide_factor, watch, lasting=lasting)
+        return Native(members, device, watch, lasting=lasting)
     if device.type == "cpu":
         try:
-            return SharedMemory(members, device, predivide_factor, watch)
+            return SharedMemory(members, device, watch)
         except NotShared as why_not:
             hosts = why_not.hosts
             if not hosts and members.rank == 0 and str(why_not) != TURNED_OFF:
@@ -110,8 +90,8 @@ def _best(
                     "the ranks of this host do not share memory, and talk over gloo, which is slower: %s", why_not
                 )
         if _are_alike(hosts, len(members.ranks)):
-            return OverHosts(members, device, predivide_factor, watch, hosts, _best)
-    return PointToPoint(members, device, predivide_factor, watch)
+            return OverHosts(members, device, watch, hosts, _best)
+    return PointToPoint(members, device, watch)
 
 
 def _are_alike(hosts: list[list[int]], ranks: int) -> bool:

@@ -74,7 +74,7 @@ class Everyone(Collectives):
     ) -> Work:
         raise NotImplementedError(_SMALL)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         raise NotImplementedError(_SMALL)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:

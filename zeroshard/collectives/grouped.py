@@ -35,12 +35,11 @@ class Grouped(Collectives):
     Args:
         members: who.
         device: where tensors lie.
-        predivide_factor: see `Collectives`.
         watch: over the waits; may be shared.
     """
 
-    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
-        super().__init__(predivide_factor)
+    def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
+        super().__init__()
         self.members = members
         self.watch = watch
         self._device = device

@@ -52,23 +52,23 @@ class Met(NamedTuple):
     neighbours: Neighbours
 
 
-class Apart(NamedTuple):
-    """The reason that ranks share no memory.
+class NotShared(Exception):
+    """The error when ranks cannot share memory. Its reason is the same sentence on every rank.
 
     Attributes:
-        why: the same sentence on every rank.
         hosts: the members of each host, where nothing but their number is in the way.
     """
 
-    why: str
-    hosts: list[list[int]]
+    def __init__(self, why: str, hosts: list[list[int]]) -> None:
+        super().__init__(why)
+        self.hosts = hosts
 
 
-def meet(members: Members) -> Met | Apart:
+def meet(members: Members) -> Met:
     """Connect with the other members, all on this host. Every member must call it.
 
-    Returns:
-        The connections, or why there are none.
+    Raises:
+        NotShared: they cannot.
     """
     store = members.counted_store("neighbours")
     why_not = _refusal()
@@ -92,7 +92,7 @@ def meet(members: Members) -> Met | Apart:
     near = [peer for peer in range(len(everyone)) if peer != members.rank]
     if why_not or len(hosts) > 1:
         _give_up(file, listener)
-        return Apart(why_not, []) if why_not else Apart(SEVERAL_HOSTS, hosts)
+        raise NotShared(why_not, []) if why_not else NotShared(SEVERAL_HOSTS, hosts)
     assert file is not None
     assert listener is not None
     with ExitStack() as undo:
@@ -114,7 +114,7 @@ def meet(members: Members) -> Met | Apart:
         problems = [(not cause, one) for one, cause in _agree(store, members, "met", (problem, is_cause)) if one]
         problem = min(problems, default=(False, ""))[1]
         if problem:
-            return Apart(problem, [])
+            raise NotShared(problem, [])
         undo.pop_all()
     file.hand_over()
     return Met(file, windows, Neighbours(sockets, members.timeout.total_seconds()))

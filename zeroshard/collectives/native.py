@@ -35,6 +35,8 @@ class _Launch(NamedTuple):
     output: Tensor
     input: Tensor
     transfer: Transfer
+    averages: bool
+    """The backend divides the sum by the number of ranks."""
 
 
 class _Move(NamedTuple):
@@ -62,10 +64,8 @@ class Native(Grouped):
         lasting: False: all on the user's own group.
     """
 
-    def __init__(
-        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, *, lasting: bool = True
-    ) -> None:
-        super().__init__(members, device, predivide_factor, watch)
+    def __init__(self, members: Members, device: torch.device, watch: Watch, *, lasting: bool = True) -> None:
+        super().__init__(members, device, watch)
         self._group = self._made(members.registered) if lasting else members.group
         self._gather_group = self._made(members.registered) if lasting else members.group
         self._is_lasting = lasting
@@ -77,8 +77,6 @@ class Native(Grouped):
         if lasting:  # the first of a group's collectives is one of all ranks, which a transfer is not
             self.broadcast(torch.zeros(1, device=device))
             self.sent.clear()
-        # The mean comes from the backend where it can divide as it adds: nothing grows by the number of ranks on its way.
-        self._averages = predivide_factor == 1.0 and members.backend not in _SUMS_ALONE
 
     def close(self) -> None:
         super().close()
@@ -121,9 +119,9 @@ class Native(Grouped):
     def control(self) -> Collectives:
         return control_of(self)
 
-    def _begin(self, kind: str, output: Tensor, source: Tensor, label: str) -> Transfer:
+    def _begin(self, kind: str, output: Tensor, source: Tensor, label: str, *, averages: bool = False) -> Transfer:
         transfer = _OnDevice(self, None, kind, label)
-        launch = _Launch(output, source, transfer)
+        launch = _Launch(output, source, transfer, averages)
         if self._open is not None:
             self._open[kind].append(launch)
         else:
@@ -137,7 +135,7 @@ class Native(Grouped):
         if kind == _REDUCE:
             group = self._group
             options = ReduceScatterOptions()
-            options.reduceOp = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+            options.reduceOp = dist.ReduceOp.AVG if launches[0].averages else dist.ReduceOp.SUM
         options.asyncOp = True
         if len(launches) == 1:
             work = _method(group, names.one)(launches[0].output, launches[0].input, options)
@@ -160,10 +158,12 @@ class Native(Grouped):
     def workspace_numel(self, rows: Tensor) -> int:
         return rows.shape[1]
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        divisor = 1.0 if self._averages else self.divisor
-        return _NativeMean(self._begin(_REDUCE, workspace, rows.view(-1), label), workspace, divisor)
+        # The mean comes from the backend where it can divide as it adds: nothing grows by the number of ranks on its way.
+        averages = divisor == self.world_size and self.members.backend not in _SUMS_ALONE
+        arriving = self._begin(_REDUCE, workspace, rows.view(-1), label, averages=averages)
+        return _NativeMean(arriving, workspace, 1.0 if averages else divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
@@ -215,7 +215,7 @@ class Native(Grouped):
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         if self._messages is None:
-            self._messages = PointToPoint(self.members, torch.device("cpu"), 1.0, self.watch)
+            self._messages = PointToPoint(self.members, torch.device("cpu"), self.watch)
             self._messages.sent = self.sent
         with self.measure("exchange"):
             return self._messages.exchange(data, label)

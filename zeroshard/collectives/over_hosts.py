@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.point_to_point import PointToPoint, control_of
@@ -33,15 +33,15 @@ class OverHosts(Grouped):
     """
 
     def __init__(
-        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch,
-        hosts: Sequence[Sequence[int]], make: Callable[[Members, torch.device, float, Watch], Collectives],
+        self, members: Members, device: torch.device, watch: Watch,
+        hosts: Sequence[Sequence[int]], make: Callable[[Members, torch.device, Watch], Collectives],
     ) -> None:  # fmt: skip
-        super().__init__(members, device, predivide_factor, watch)
+        super().__init__(members, device, watch)
         self._size = len(hosts[0])
         self.host, place = divmod(self.rank, self._size)
         own = hosts[self.host]
-        self.inside_host = make(members.only(own), device, 1.0, watch)
-        self._gloo = PointToPoint(members, device, predivide_factor, watch, _without(range(self.world_size), own))
+        self.inside_host = make(members.only(own), device, watch)
+        self._gloo = PointToPoint(members, device, watch, _without(range(self.world_size), own))
         self._gloo.warn_others = self.inside_host.tell_failure
         for one in (self.inside_host, self._gloo):
             one.count_in(self.sent, self._measure_of_both)
@@ -74,7 +74,7 @@ class OverHosts(Grouped):
     def workspace_numel(self, rows: Tensor) -> int:
         return rows.numel()
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         received = workspace.view(rows.shape)
         near = self.block(received, self.host)
         sharing = self.inside_host.scatter_rows(
@@ -82,7 +82,7 @@ class OverHosts(Grouped):
         )
         crossing = self._gloo.scatter_rows(rows, received, bucket, label)
         received[self.rank].copy_(rows[self.rank])
-        return _Mean([sharing, crossing], received, self.divisor)
+        return SummedRows([sharing, crossing], list(received), divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._gloo.broadcast(tensor, source)
@@ -106,10 +106,6 @@ class OverHosts(Grouped):
         return self._gloo.transfer(tensor, source, target, label)
 
     # ------------------------------------------------------------------ the rest
-
-    def finish(self, works: Iterable[Work]) -> None:
-        for work in works:  # a row that came across is shared with the host when it is waited for
-            work.wait()
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         self.inside_host.wait_released(memory)
@@ -159,32 +155,8 @@ class _Gather(Work):
         for work in self._sharing:
             work.wait()
 
-
-class _Mean(Reduction):
-    """The sum of all ranks' rows, in their order, divided.
-
-    Args:
-        works: bring the rows.
-        received: [world_size, shard_numel], by rank.
-    """
-
-    def __init__(self, works: Sequence[Work], received: Tensor, divisor: float) -> None:
-        self._works = works
-        self._received = received
-        self._divisor = divisor
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        for work in self._works:
-            work.wait()
-        sum_into(list(self._received), self._divisor, out, accumulate)
-
-    @property
-    def is_released(self) -> bool:
-        return all(work.is_released for work in self._works)
-
-    def wait_released(self) -> None:
-        for work in self._works:
-            work.wait_released()
+    def push(self) -> None:  # a row that came across is shared with the host when it is waited for
+        self.wait()
 
 
 def _without(ranks: Iterable[int], left_out: Sequence[int]) -> list[int]:

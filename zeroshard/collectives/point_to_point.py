@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Posted, Transfer
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.waits import code_of
@@ -31,10 +31,10 @@ class PointToPoint(Grouped):
     """
 
     def __init__(
-        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch,
+        self, members: Members, device: torch.device, watch: Watch,
         peers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(members, device, predivide_factor, watch)
+        super().__init__(members, device, watch)
         others = range(self.world_size) if peers is None else peers
         # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
         turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -129,11 +129,11 @@ class PointToPoint(Grouped):
     def workspace_numel(self, rows: Tensor) -> int:
         return len(self.peers) * rows.shape[1]
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
         transfer = self._scatter(rows, received, bucket, label)
         contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
-        return _PairwiseMean(transfer, contributions, self.divisor)
+        return SummedRows([transfer], contributions, divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         return self._scatter(rows, {peer: received[peer] for peer in self.peers}, bucket, label)
@@ -159,7 +159,7 @@ class PointToPoint(Grouped):
 def control_of(beside: Grouped) -> PointToPoint:
     """Make connections for small messages beside those of a group, which report a dead rank at once."""
     beside.exchange(b"\0", "connections for small messages")
-    return PointToPoint(beside.members, torch.device("cpu"), 1.0, beside.watch)
+    return PointToPoint(beside.members, torch.device("cpu"), beside.watch)
 
 
 def _host_memory(like: Tensor) -> Tensor:
@@ -181,14 +181,3 @@ def _landing(receive: dict[int, Tensor]) -> tuple[dict[int, Tensor], Callable[[]
 def _bring(landing: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
     for peer, tensor in receive.items():
         tensor.copy_(landing[peer])
-
-
-class _PairwiseMean(Reduction):
-    def __init__(self, transfer: Transfer, contributions: list[Tensor], divisor: float) -> None:
-        self._transfer = transfer
-        self._contributions = contributions
-        self._divisor = divisor
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        self._transfer.wait()
-        sum_into(self._contributions, self._divisor, out, accumulate)

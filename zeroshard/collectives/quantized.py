@@ -32,7 +32,7 @@ class QuantizedGradients:
         nbytes = 2 * len(rows) * Codes(self._bits, rows.dtype).nbytes(rows.shape[1])
         return -(-nbytes // rows.dtype.itemsize)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         """See `Collectives`."""
         codes = Codes(self._bits, rows.dtype)
         own = self._inner.shard
@@ -46,7 +46,7 @@ class QuantizedGradients:
         else:  # few launches, however many ranks there are; nobody sends this rank's own row
             codes.encode(rows, outgoing)
         work = self._inner.scatter_rows(outgoing, incoming, bucket, f"rounded {label}")
-        return _RoundedMean(work, codes, rows[own], incoming, own, self._inner.divisor)
+        return _RoundedMean(work, codes, rows[own], incoming, own, divisor)
 
 
 class _RoundedMean(Reduction):

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Done, Reduction, Work, nothing, sum_into
 from zeroshard.collectives.grouped import Grouped, Posted
 from zeroshard.collectives.lending import Lending
-from zeroshard.collectives.meeting import Apart, Met, meet
+from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.watch import Watch
@@ -51,18 +51,6 @@ class Offer(NamedTuple):
     nbytes: int
 
 
-class NotShared(Exception):
-    """The error when ranks cannot share memory. Its reason is the same text on every rank.
-
-    Attributes:
-        hosts: the members of each host, where nothing but their number is in the way.
-    """
-
-    def __init__(self, apart: Apart) -> None:
-        super().__init__(apart.why)
-        self.hosts = apart.hosts
-
-
 class SharedMemory(Grouped):
     """See the module's docstring.
 
@@ -70,14 +58,11 @@ class SharedMemory(Grouped):
         NotShared: these ranks cannot.
     """
 
-    def __init__(self, members: Members, device: torch.device, predivide_factor: float, watch: Watch) -> None:
-        super().__init__(members, device, predivide_factor, watch)
+    def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
+        super().__init__(members, device, watch)
         self._met: Met | None = None
         self._process = os.getpid()
-        met = self._made(lambda: meet(members))
-        if isinstance(met, Apart):
-            raise NotShared(met)
-        self._met = met
+        self._met = met = self._made(lambda: meet(members))
         # Who lets go of these without `close` leaves what others have not read yet.
         weakref.finalize(self, met.file.close).atexit = False
         self._made_lending: Lending | None = Lending(met.file)
@@ -121,15 +106,11 @@ class SharedMemory(Grouped):
     def numel_in_flight(self, units: Sequence[int]) -> int:
         return super().numel_in_flight(units) // 2  # nothing goes on behind the computation
 
-    def finish(self, works: Iterable[Work]) -> None:
-        for work in works:
-            work.wait()
-
     def control(self) -> Collectives:
         # The connections that are there tell at once of a rank that is dead; new ones are only waited for.
         self.exchange(b"\0", "connections for small messages")
         try:
-            return SharedMemory(self.members, torch.device("cpu"), 1.0, self.watch)
+            return SharedMemory(self.members, torch.device("cpu"), self.watch)
         except NotShared as error:
             raise CollectiveError(
                 f"the ranks have no connections for small messages: {error}. It was permitted when the model was "
@@ -255,11 +236,11 @@ class SharedMemory(Grouped):
         """Forget a gather of which everything was read."""
         self._unread.discard(gather)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         tag = self.tag(bucket, _REDUCE)
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
         self.offer(rows, tag, self.near, label)
-        return SharedMean(self, rows, tag, label)
+        return SharedMean(self, rows, tag, label, divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         tag = self.tag(bucket, _REDUCE)
@@ -274,7 +255,7 @@ class SharedMemory(Grouped):
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
         if source != target:
             self._move(tensor, source, [target], "transfer", label)
-        return _DONE
+        return Done()
 
     def _move(self, tensor: Tensor, source: int, targets: Sequence[int], kind: str, label: str) -> None:
         """Copy one rank's tensor to others, piece by piece, and wait until it has arrived."""
@@ -356,6 +337,9 @@ class SharedGather(Work):
             self._failed = error
             raise
 
+    def push(self) -> None:
+        self.wait()
+
     def abandon(self) -> None:
         with suppress(CollectiveError):
             self._read(wanted=False)
@@ -394,11 +378,12 @@ class SharedGather(Work):
 class SharedMean(Reduction):
     """A reduce-scatter."""
 
-    def __init__(self, collectives: SharedMemory, rows: Tensor, tag: int, label: str) -> None:
+    def __init__(self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, divisor: float) -> None:
         self._collectives = collectives
         self._rows = rows
         self._tag = tag
         self._label = label
+        self._divisor = divisor
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         collectives = self._collectives
@@ -411,7 +396,7 @@ class SharedMean(Reduction):
                 offer = collectives.offered(peer, self._tag, rows.nbytes, self._label)
                 contributions[peer] = collectives.view(peer, offer, rank * numel, numel, rows.dtype)
         ordered = [contributions[one] for one in range(collectives.world_size)]
-        sum_into(ordered, collectives.divisor, out, accumulate)
+        sum_into(ordered, self._divisor, out, accumulate)
         for peer in collectives.near:
             collectives.release(peer, self._tag, self._label)
 
@@ -451,14 +436,6 @@ class SharedRows(Work):
 
     def wait_released(self) -> None:
         self._collectives.wait_read(self._tag)
-
-
-class _Done(Work):
-    def wait(self) -> None:
-        return
-
-
-_DONE = _Done()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

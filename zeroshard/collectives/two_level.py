@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing
+from zeroshard.collectives.base import Collectives, Done, Reduction, Work, nothing
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
 from zeroshard.collectives.members import Members
@@ -31,7 +31,7 @@ from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 
 Within = int | Literal["host"]
-Make = Callable[[Members, torch.device, float, Watch], Grouped]
+Make = Callable[[Members, torch.device, Watch], Grouped]
 
 
 class Reducer(Protocol):
@@ -39,7 +39,7 @@ class Reducer(Protocol):
 
     def workspace_numel(self, rows: Tensor) -> int: ...
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction: ...
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction: ...
 
 
 Crossing = Callable[[Collectives], Reducer]
@@ -63,10 +63,10 @@ class TwoLevel(Grouped):
     """
 
     def __init__(
-        self, members: Members, device: torch.device, predivide_factor: float, watch: Watch, within: Within, make: Make,
+        self, members: Members, device: torch.device, watch: Watch, within: Within, make: Make,
         crossing: Crossing = lambda across: across,
     ) -> None:  # fmt: skip
-        super().__init__(members, device, predivide_factor, watch)
+        super().__init__(members, device, watch)
         self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
         """The members of each host."""
         _refuse_uneven(self._hosts, members)
@@ -76,9 +76,8 @@ class TwoLevel(Grouped):
         own = self._hosts[self._host]
         self._place = own.index(self.rank)
         there = [host[self._place] for host in self._hosts]
-        # The sum inside is not divided: what is divided by is that of the whole, and comes last.
-        self._inside: Collectives = make(members.only(own), device, float(len(own)), watch) if len(own) > 1 else Alone()
-        across = make(members.only(there), device, predivide_factor / len(own), watch)
+        self._inside: Collectives = make(members.only(own), device, watch) if len(own) > 1 else Alone()
+        across = make(members.only(there), device, watch)
         # One count and one clock for both.
         self._inside.count_in(self.sent, self._measure_of_both)
         across.count_in(CrossingCount(self.sent), self._measure_of_both)
@@ -128,10 +127,6 @@ class TwoLevel(Grouped):
     def numel_in_flight(self, units: Sequence[int]) -> int:
         return max(self._inside.numel_in_flight(units), self._across.numel_in_flight(units))
 
-    def finish(self, works: Iterable[Work]) -> None:
-        for work in works:  # what came across goes on inside when it is waited for
-            work.wait()
-
     def control(self) -> Collectives:
         return control_of(self)
 
@@ -180,15 +175,16 @@ class TwoLevel(Grouped):
         wide = partial.numel() + self._reducer.workspace_numel(partial)
         return self._inside.workspace_numel(self._blocks(rows)) + wide * _wide(rows).itemsize // rows.dtype.itemsize
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         if self._inside.world_size == 1:  # there is no sum that would need more digits than the rows have
-            return self._reducer.reduce_scatter(rows, workspace, bucket, label)
+            return self._reducer.reduce_scatter(rows, workspace, bucket, label, divisor)
         blocks = self._blocks(rows)
         cut_at = self._inside.workspace_numel(blocks)
-        pending = self._inside.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host")
+        # The division comes last: the sum inside is not divided.
+        pending = self._inside.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host", 1.0)
         wide = workspace[cut_at:].view(_wide(rows))
         partial = self._row(wide[: blocks.shape[1]])
-        mean = _Mean(self._reducer, pending, partial, wide[blocks.shape[1] :], bucket, label)
+        mean = _Mean(self._reducer, pending, partial, wide[blocks.shape[1] :], bucket, label, divisor)
         before = self._latest()
         self._latest = weakref.ref(mean)
         if before is not None:
@@ -225,7 +221,7 @@ class TwoLevel(Grouped):
         if host != to_host and self._place == place:
             self._across.transfer(passing, host, to_host, label).wait()
         if place == to_place or self._host != to_host:
-            return Alone().transfer(tensor, source, target, label)
+            return Done()
         return self._inside.transfer(passing, place, to_place, label)
 
 
@@ -256,19 +252,23 @@ class _Gather(Work):
             self._spreading = self._collectives.start_inside(*self._arguments)
         self._spreading.wait()
 
+    def push(self) -> None:  # what came across goes on inside when it is waited for
+        self.wait()
+
 
 class _Mean(Reduction):
     """A reduction that crosses hosts when the next one has started, or when it is waited for."""
 
     def __init__(
-        self, across: Reducer, inside: Reduction, partial: Tensor, workspace: Tensor, bucket: int, label: str
-    ) -> None:
+        self, across: Reducer, inside: Reduction, partial: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float,
+    ) -> None:  # fmt: skip
         self._across = across
         self._inside = inside
         self._partial = partial
         self._workspace = workspace
         self._bucket = bucket
         self._label = label
+        self._divisor = divisor
         self._crossing: Reduction | None = None
 
     def cross(self) -> None:
@@ -276,7 +276,7 @@ class _Mean(Reduction):
         if self._crossing is None:
             self._inside.finish(self._partial.view(-1), accumulate=False)
             self._crossing = self._across.reduce_scatter(
-                self._partial, self._workspace, self._bucket, f"{self._label} across hosts"
+                self._partial, self._workspace, self._bucket, f"{self._label} across hosts", self._divisor
             )
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:

@@ -42,18 +42,17 @@ _CLOSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
-def notice_seconds_from(given: float | None) -> float:
-    """Return the seconds until a wait is logged: as given, or from the environment, or 30. Infinity means never.
+def notice_seconds() -> float:
+    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never.
 
     Raises:
         UsageError: they are not a positive number.
     """
-    text = given if given is not None else os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
+    text = os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
     with suppress(ValueError):
         if float(text) > 0:
             return float(text)
-    source = "notice_seconds" if given is not None else NOTICE_VARIABLE
-    raise UsageError(f"{source} is {text!r}: give seconds as a positive number, or inf for never.")
+    raise UsageError(f"{NOTICE_VARIABLE} is {text!r}: give seconds as a positive number, or inf for never.")
 
 
 def place_of(thread: int) -> str:

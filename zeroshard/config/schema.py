@@ -1,6 +1,6 @@
 """Owns the keys of a DeepSpeed JSON config: their types, defaults and effects here, and the iteration over them.
 
-`zeroshard config document` writes docs/config/ from this file.
+`python docs/config_pages.py` writes docs/config/ from this file.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ class Engine(Saving, Readers, nn.Module):
         if self._destroyed:
             raise UsageError(
                 "the engine was destroyed, and cannot train. A stock Trainer's train() destroys the engine of an earlier train() "
-                "or evaluate(): make a new Trainer, of a new model, for each. A loop of your own: a new initialize."
+                "or evaluate(): make a new Trainer, of a new model, for each. In a loop of your own, call initialize again."
             )
 
     def _refuse_untrained(self, what: str) -> None:

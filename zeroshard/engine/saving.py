@@ -16,15 +16,17 @@ from zeroshard.access.unsharded import unsharded
 from zeroshard.checkpoint.live_model import adapter_parameters
 from zeroshard.checkpoint.manifest import LATEST, MANIFEST, is_of_deepspeed
 from zeroshard.config.load import Config
-from zeroshard.engine.checkpoint_values import COUNTERS, Resumable
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.consolidated import written
 from zeroshard.layout.names import name_of
-from zeroshard.optim.loss_scaler import LossScaler
+from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler
 from zeroshard.sharded import Sharded
 from zeroshard.torch_private import is_distributed
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""The counters that a checkpoint holds."""
 
 
 class Saving:
@@ -68,11 +70,10 @@ class Saving:
         """
         self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
-        counters = {name: getattr(self, name) for name in COUNTERS}
         self._sharded.save(
             save_dir,
             tag,
-            self._resumable.values(counters, client_state),
+            self._values_to_save(client_state),
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             asynchronous=asynchronous,
@@ -137,16 +138,36 @@ class Saving:
         values = loaded.values
         self._microbatches.start_step()
         if not load_module_only:
-            for name in COUNTERS:
-                setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
-            self.micro_steps = self.global_steps * self.resolved.batch.accumulation
-            self._resumable.load(values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
+            self._load_values(values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
             self._progress.start_at(self.global_samples)
         return str(loaded.path), values.get("client_state", {})
 
-    @property
-    def _resumable(self) -> Resumable:
-        return Resumable(self.lr_scheduler, self.loss_scaler, self.training_dataloader)
+    def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what a checkpoint holds beside model states. Objects without a `state_dict` are left out."""
+        values: dict[str, Any] = {
+            "engine": {name: getattr(self, name) for name in _COUNTERS},
+            "lr_scheduler": None,
+            "loss_scaler": dict(vars(self.loss_scaler)),
+            "data": None,
+            "client_state": dict(client_state or {}),
+        }
+        if hasattr(self.lr_scheduler, "state_dict"):
+            values["lr_scheduler"] = self.lr_scheduler.state_dict()
+        if hasattr(self.training_dataloader, "state_dict"):
+            values["data"] = self.training_dataloader.state_dict()
+        return values
+
+    def _load_values(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
+        """Restore what `_values_to_save` returned; the scheduler and the loss scaler only on request."""
+        for name in _COUNTERS:
+            setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
+        self.micro_steps = self.global_steps * self.resolved.batch.accumulation
+        if lr_scheduler and values.get("lr_scheduler") and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(values["lr_scheduler"])
+        if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):
+            self.loss_scaler.load(values.get("loss_scaler", {}))
+        if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(values["data"])
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model as transformers does (safetensors, tied parameters once). Each rank writes its own part, and

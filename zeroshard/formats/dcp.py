@@ -27,11 +27,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.several import optimizers_of
+from zeroshard.optim.states import KNOWN
 from zeroshard.step.model_states import PARAMETERS, Held
 from zeroshard.torch_private import wrapper_tensor
-
-_MADE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "SGD", "Lion", "MuonWithAdamW"}
-"""Optimizers whose first states are zeros, at any learning rate."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ class DistributedState(Stateful):
                     if isinstance(value, Tensor):  # spans of one parameter must not share it
                         state[name] = value.clone()
         for unit in self._live.units:
-            unit.take_masters()
+            unit.load_masters()
 
     def _make_states(self) -> None:
         """Make the states as before the first step, by a step with zero gradients and a zero rate, which does not count."""
@@ -218,10 +216,10 @@ class DistributedState(Stateful):
         if step.state or not step.views:
             return
         names = {type(one).__name__ for one in optimizers_of(step.inner)}
-        if names - _MADE:
+        others = names - {name for name, known in KNOWN.items() if known.starts_at_zero}
+        if others:
             raise UsageError(
-                f"the states of {' and '.join(sorted(names - _MADE))} cannot be made without a step. Run one step "
-                "before."
+                f"the states of {' and '.join(sorted(others))} cannot be made without a step. Run one step before."
             )
         rates = [group["lr"] for group in step.inner.param_groups]
         for group in step.inner.param_groups:

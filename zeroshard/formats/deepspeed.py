@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -108,47 +108,50 @@ def import_deepspeed(
 def _convert(models: Sequence[Path], optimizers: Sequence[Path], to: Destination, advance: Advance) -> Path:
     """Write the files and the manifest of a checkpoint; return its folder."""
     model = _read_model(models[0], len(optimizers))
-    _refuse_incomplete(model, models, optimizers)
+    first, parts = _read_all(model, models, optimizers)
+    packer = Packer("rank_00000/")
+    with _understood(models[0]):
+        shared = {key: packer.pack(value, key) for key, value in _shared(model, first).items()}
+    with _understood(first.path):
+        groups = _groups(first, model.shapes, packer)
+    outline = {
+        "policy": asdict(Policy.stage(first.stage)),
+        "optimizer": None,
+        "parameters": model.parameters,
+        "param_groups": groups,
+        "values": {"shared": shared, "ranks": [], "description": {}},
+    }
+    parts[0] = replace(parts[0], tensors=packer.tensors, buffers=model.buffers)
     save = uuid.uuid4().hex[:12]
     to.path.mkdir(parents=True, exist_ok=True)
     reports = []
-    covered: dict[str, int] = {}
-    for rank, path in enumerate(optimizers):
-        saved = _read_optimizer(path, len(optimizers))
-        packer = Packer(f"rank_{rank:05d}/")
-        spans, values = _saved_spans(saved, model, rank, covered)
-        buffers = {}
-        if rank == 0:
-            with _understood(models[0]):
-                shared = {key: packer.pack(value, key) for key, value in _shared(model, saved).items()}
-                buffers = model.buffers
-            with _understood(path):
-                groups = _groups(saved, model.shapes, packer)
-            outline = {
-                "policy": asdict(Policy.stage(saved.stage)),
-                "optimizer": None,
-                "parameters": model.parameters,
-                "param_groups": groups,
-                "values": {"shared": shared, "ranks": [], "description": {}},
-            }
-        spans += _frozen_spans(models, model, rank, saved.stage, len(optimizers))
-        part = Part(spans, values, tensors=packer.tensors, buffers=buffers)
+    for rank, part in enumerate(parts):
         file = to.path / file_name(rank, save)
-        reports.append(write_part(part, file, to.tag, rank, list(buffers), advance))
+        reports.append(write_part(part, file, to.tag, rank, list(part.buffers), advance))
     finish(complete(outline, to.tag, files.next_time(to.folder), reports), to, save)
     return to.path
 
 
-def _refuse_incomplete(model: _ModelFile, models: Sequence[Path], optimizers: Sequence[Path]) -> None:
-    """Raise unless the pieces of all files cover every parameter exactly. Nothing is written yet."""
+def _read_all(
+    model: _ModelFile, models: Sequence[Path], optimizers: Sequence[Path]
+) -> tuple[_OptimizerFile, list[Part]]:
+    """Return rank 0's optimizer file and each rank's part, whose tensors are the files, mapped into memory.
+
+    Raises unless the pieces of all files cover every parameter exactly.
+    """
+    saved_by_rank = []
+    parts = []
     covered: dict[str, int] = {}
     stages: dict[int, Path] = {}
     for rank, path in enumerate(optimizers):
         saved = _read_optimizer(path, len(optimizers))
-        stages.setdefault(saved.stage, path)
-        _saved_spans(saved, model, rank, covered)
-        for one in _frozen_spans(models, model, rank, saved.stage, len(optimizers)):
+        spans, values = _saved_spans(saved, model, rank, covered)
+        frozen = _frozen_spans(models, model, rank, saved.stage, len(optimizers))
+        for one in frozen:
             covered[one.span.name] = one.span.stop
+        saved_by_rank.append(saved)
+        stages.setdefault(saved.stage, path)
+        parts.append(Part(spans + frozen, values))
     if len(stages) > 1:
         of = " and ".join(f"{path.name} is of stage {stage}" for stage, path in stages.items())
         raise CheckpointError(f"{optimizers[0].parent} mixes two runs: {of}. Remove the files of one of them.")
@@ -159,6 +162,7 @@ def _refuse_incomplete(model: _ModelFile, models: Sequence[Path], optimizers: Se
                 f"{optimizers[0].parent} holds {covered.get(name, 0)} of the {numel} elements of {name}: a file is "
                 "damaged, or of another run. Copy the checkpoint again."
             )
+    return saved_by_rank[0], parts
 
 
 # ---------------------------------------------------------------------- files

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -294,25 +294,20 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
             yield span, reader.tensors([(stored, span)])[0]
 
 
-def export_live(
-    checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
-) -> None:  # fmt: skip
-    """Write a model that trains, see `export`: each rank writes its own ranges. Every rank must call it; all raise any
-    error.
-    """
+def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Write a model that trains, see `export`: each rank writes its own ranges. Every rank must call it; all raise any error."""
     live = checkpoints.live
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()
     folder = Path(out)
     buffers = live.buffers
     # Rank 0's description counts. PEFT's needs every rank.
-    described = checkpoints.control.exchange_json(asdict(describe(live)), "the model's description of itself")[0]
+    described = checkpoints.control.exchange_json(describe(live).model_dump(), "the model's description of itself")[0]
     tensors = [
         Exported.of(entry.fqn, entry.placement.shape, unit.master_dtype, dtype) for unit, entry in live.entries()
     ]
     tensors += [Exported.of(name, buffer.shape, buffer.dtype, dtype) for name, buffer in buffers.items()]
-    plans, texts = _contents(Description.of(described), tensors, max_shard_nbytes)
+    plans, texts = _contents(Description.of(described), tensors, MAX_SHARD_NBYTES)
     wanted = {one.fqn for plan in plans for one in plan.tensors}
     mine = [held for held in live.states.held() if live.writes(held) and held.named.fqn in wanted]
 

@@ -138,6 +138,7 @@ class GradientBucket:
         self._dtypes = spec.dtypes
         self._policy = context.policy
         self._collectives = context.collectives
+        self._predivide_factor = context.precision.predivide_factor
         self._pool = context.pool
         self._accelerator = context.storages.accelerator
         self._shape = parameters.rows.shape
@@ -173,12 +174,12 @@ class GradientBucket:
         home = storages.optimizer(policy)
         label = f"gradients of {self.label}"
         shards = []
-        for number, master in parameters.masters.items():
+        for number, master in parameters.at_rest.masters.items():
             if self._rows is None:
                 gradient = storages.gradient_slot(policy, label, self.layout.shard_numel, self._dtypes.accumulate)
             else:
                 gradient = self._accelerator.around(label, self._rows[number])
-            rest = parameters.rests[number]
+            rest = parameters.at_rest.rests[number]
             is_shown = master is rest and not parameters.is_sharded_at_rest
             pieces = self.layout.shard_pieces(number)
             shards.append(Shard(number, pieces, rest, master, gradient, step, home, is_shown))
@@ -310,13 +311,14 @@ class GradientBucket:
             elif now.missing:
                 self._zero(now.whole, now.missing)
             rows = now.whole.view(self._shape)
-        if self._collectives.predivide_factor != 1.0:  # into scratch: the rows may be autograd's own tensor
-            divided = self._borrow(self.layout.numel).view_as(rows)
-            rows = torch.div(rows, self._collectives.predivide_factor, out=divided)
+        factor = self._predivide_factor
+        if factor != 1.0:  # into scratch: the rows may be autograd's own tensor
+            rows = torch.div(rows, factor, out=self._borrow(self.layout.numel).view_as(rows))
         workspace_numel = self._collectives.workspace_numel(rows)
         workspace = self._borrow(workspace_numel) if workspace_numel else rows.new_empty(0)
         label = f"reduce-scatter of gradients of {self.label}"
-        reduction = self._collectives.reduce_scatter(rows, workspace, self.number, label)
+        divisor = self._collectives.world_size / factor
+        reduction = self._collectives.reduce_scatter(rows, workspace, self.number, label, divisor)
         stays = keeps_sum and not is_last_microbatch and self.nbytes_away > 0
         self._flight = _Flight(reduction, self._scratch, stays)
         self._scratch = []

@@ -15,13 +15,13 @@ from zeroshard.torch_private import storage_id
 
 
 def memory_report(
-    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, parked_nbytes: int = 0, emptied: Iterable[int] = (),
+    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, freed_nbytes: int = 0, emptied: Iterable[int] = (),
 ) -> dict[str, int]:  # fmt: skip
     """Return the bytes of live storage of the accelerator on this rank, with each storage counted once.
 
     Args:
         states: the optimizer's tensors there.
-        parked_nbytes: memory that units freed and that waits for the next one, and scratch outside the pool.
+        freed_nbytes: memory that units freed and that waits for the next one, and scratch outside the pool.
         emptied: addresses of storages that have no memory now.
 
     Returns:
@@ -29,7 +29,7 @@ def memory_report(
             weights are all that rests, these.
         gradients: those kept between microbatches and steps, until `zero_grad`.
         optimizer: the optimizer's state, and master weights where they are tensors of their own.
-        buffers: scratch for communication, and what is parked.
+        buffers: scratch for communication, and freed memory that is kept for the next unit.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     seen: set[int] = set()
@@ -42,8 +42,19 @@ def memory_report(
         "parameters": live(tensor for unit in units for tensor in _parameters(unit)),
         "gradients": live(tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()),
         "optimizer": live([*(t for bucket in buckets for t in bucket.tensors("master")), *states]),
-        "buffers": pool.nbytes + parked_nbytes,
+        "buffers": pool.nbytes + freed_nbytes,
     }
+
+
+def kept_count(units: Sequence[Unit]) -> int:
+    """Count how often memory of these units, or of their gradients, stayed when it was to be given back, since user code, autograd
+    or a collective still looked at it.
+    """
+    buffers = [unit.flat for unit in units]
+    gradients = [bucket for unit in units for bucket in unit.gradients]
+    slots = [shard.gradient for bucket in gradients for shard in bucket.shards]
+    buffers += [slot.buffer for slot in slots if slot.buffer is not None]
+    return sum(buffer.kept_count for buffer in buffers)
 
 
 def _parameters(unit: Unit) -> Iterator[Tensor]:

@@ -179,7 +179,7 @@ class Appearance:
             return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
 
     def begin_look(self) -> list[int]:
-        """Start to count writes, until `end_look`. `settle` resets the counts to compare with."""
+        """Start to count writes, until `end_look`. `restart_looks` resets the counts to compare with."""
         self._looks.append(self.versions())
         return self._looks[-1]
 
@@ -187,7 +187,7 @@ class Appearance:
         """End a `begin_look`."""
         self._looks = [other for other in self._looks if other is not look]
 
-    def settle(self) -> None:
+    def restart_looks(self) -> None:
         """Mark all writes so far as seen: no open look reports them as a change."""
         for look in self._looks:
             look[:] = self.versions()
@@ -204,9 +204,9 @@ class Appearance:
                 torch.autograd.graph.increment_version(self._named[index].parameter)
             self._own_writes[index] += 1
 
-    def take_written(self) -> set[int]:
+    def collect_written(self) -> set[int]:
         """Return the parameters that were written in place, or were assigned another `.data`, since the last call."""
-        written = self.take_new_data()
+        written = self.adopt_new_data()
         now = self.versions()
         if now != self._versions:
             written |= {index for index, version in enumerate(now) if version != self._versions[index]}
@@ -219,7 +219,7 @@ class Appearance:
         view = self._views[index]
         return not is_same_memory(shown, view) and bool(view.numel())
 
-    def take_new_data(self) -> set[int]:
+    def adopt_new_data(self) -> set[int]:
         """Copy tensors that the user assigned as `.data` into the parameters' memory. Return the indices of these parameters."""
         found = set()
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):

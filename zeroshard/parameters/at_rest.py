@@ -26,6 +26,7 @@ class AtRest:
         held: the slots of the shards that this rank updates or holds, by number.
         rests: the shards among these that this rank updates.
         masters: the slots of their master weights; the same slot where one serves as both.
+        copies: the master weights among these that rest beside the parameters, in slots of their own.
     """
 
     holders: Collectives
@@ -37,6 +38,7 @@ class AtRest:
     held: dict[int, Slot]
     rests: dict[int, Slot]
     masters: dict[int, Slot]
+    copies: dict[int, Slot]
 
 
 def make_rests(spec: BucketSpec, rows: Tensor, whole: Tensor, whole_at_rest: Slot | None, context: Context) -> AtRest:
@@ -73,8 +75,9 @@ def make_rests(spec: BucketSpec, rows: Tensor, whole: Tensor, whole_at_rest: Slo
             # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
             is_master = rest.dtype == spec.dtypes.master
             masters[shard] = rest if is_master else _new_master(spec, whole[shard], context)
+    copies = {shard: master for shard, master in masters.items() if master is not rests[shard]}
     are_rows = block is None and whole_at_rest is None
-    return AtRest(holders, replicas, blocks, own_block, block, are_rows, held, rests, masters)
+    return AtRest(holders, replicas, blocks, own_block, block, are_rows, held, rests, masters, copies)
 
 
 def _whole_rows(spec: BucketSpec, rows: Tensor, whole_at_rest: Slot | None, context: Context) -> dict[int, Slot]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from zeroshard.planning.long_sequences import LongSequences
 from zeroshard.planning.machine import Clock, Machine
 from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
 from zeroshard.planning.tensor_parallel import divide_on_paper
-from zeroshard.policy import Wire
+from zeroshard.policy import Place, Wire
 from zeroshard.sharding import Backend
 from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
@@ -97,9 +98,10 @@ class Figures:
     """The figures of one rank in a dry run. Bytes and seconds.
 
     Attributes:
-        peak, host_peak: the peak of live bytes in training, on the device and in CPU memory beside it.
-        peak_together: the peak of both together, if they are one memory.
-        peaks: the peaks on the device, by phase.
+        peak, host_peak: of live bytes in training, on the device and in CPU memory beside it.
+        peak_together: of both at once, where they are one memory.
+        reserved: bytes that the device's allocator took from the driver, start-up included; 0 on a CPU.
+        peaks: on the device, by phase.
         start: the most on the device before the first step.
         rest: live bytes between steps, by category.
         states: live bytes when the optimizer steps: model states with all gradients.
@@ -127,6 +129,7 @@ class Figures:
     numel: int
     trained: int
     model_nbytes: int
+    reserved: int = 0
     timeline: list[Moment] = field(default_factory=list)
 
 
@@ -200,6 +203,8 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     assert isinstance(storages, SimulatedStorages)
     if engine.checkpointing is not None and not job.machine.computes_on_cpu:
         engine.checkpointing.host_copies = storages.host_copies
+    if not job.machine.computes_on_cpu and config.policy.optimizer.place is Place.ACCELERATOR:
+        _take_foreach(engine)
     _name_states(engine, ledger)
     start = ledger.peak
     ledger.forget_peaks()
@@ -238,6 +243,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         numel=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         model_nbytes=model_nbytes,
+        reserved=ledger.reserved,
         timeline=list(ledger.timeline),
     )
 
@@ -267,7 +273,7 @@ class _Members:
         self._line.send(nbytes).wait()
 
     def collectives(
-        self, _group: Any, _device: torch.device, predivide_factor: float, what: str, within: Within | None, wire: Wire
+        self, _group: Any, _device: torch.device, what: str, within: Within | None, wire: Wire
     ) -> SimulatedRanks | SimulatedTwoLevel:
         """Replace `create_collectives`."""
         if wire.is_lossy:
@@ -275,7 +281,7 @@ class _Members:
                 "quantised communication (zero_quantized_gradients) cannot be planned: plan without it. "
                 "Memory at rest is the same."
             )
-        self.made = self._hosts.collectives(predivide_factor, within)
+        self.made = self._hosts.collectives(within)
         return self.made
 
 
@@ -464,6 +470,16 @@ def _loss(job: Job, output: Any) -> Tensor:
             "`loss`, or pass loss=FUNCTION, which takes what the model returns."
         )
     return found
+
+
+def _take_foreach(engine: Engine) -> None:
+    """Have optimizers that name no kernels update all tensors at once, with temporaries of all, as torch does on an accelerator.
+
+    By itself torch would see the CPU of a dry run here, where such an optimizer takes one tensor after another.
+    """
+    for group in chain.from_iterable(one.param_groups for one in engine._sharded.sharded_step.users_optimizers()):
+        if group.get("foreach", False) is None and group.get("fused") is None:
+            group["foreach"] = True
 
 
 def _name_states(engine: Engine, ledger: Ledger) -> None:

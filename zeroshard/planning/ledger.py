@@ -1,5 +1,7 @@
 """Owns the count of live bytes of a dry run: every storage, by purpose and place.
 
+On an accelerator a storage takes a block of the allocator's (see segments.py), in CPU memory its own bytes.
+
 The ledger intercepts each operation below autograd. An unknown storage is new, and lives until torch drops it; a
 resized one calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the phase that made
 it.
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.planning.machine import Clock
+from zeroshard.planning.segments import Block, Segments
 from zeroshard.torch_private import FakeTensor, TorchDispatchMode, storage_id, tree_leaves
 
 PARAMETERS = "parameters"
@@ -39,6 +42,7 @@ class _Live:
     nbytes: int
     category: str
     on_host: bool
+    block: Block | None = None
     watch: Any = None
 
 
@@ -80,6 +84,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self, clock: Clock, *, draws: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
+        self._segments: Segments | None = None
+        if not clock.machine.computes_on_cpu:
+            self._segments = Segments()
         self._draws = draws
         self.phase = ""
         self.module = ""
@@ -107,6 +114,11 @@ class Ledger(TorchDispatchMode):
     def total(self) -> int:
         """Live bytes on the device now."""
         return self._total[False]
+
+    @property
+    def reserved(self) -> int:
+        """The bytes that the accelerator's allocator has taken from the driver; 0 on a CPU."""
+        return 0 if self._segments is None else self._segments.reserved
 
     def parts(self) -> dict[str, int]:
         """The bytes of these storages, by category."""
@@ -150,8 +162,9 @@ class Ledger(TorchDispatchMode):
         if live is None:
             self._see(tensor, on_host=False)
             return
-        self._add(live.category, storage.nbytes() - live.nbytes, on_host=live.on_host)
-        live.nbytes = storage.nbytes()
+        before = live.nbytes
+        self._resize(live, storage.nbytes())
+        self._add(live.category, live.nbytes - before, on_host=live.on_host)
 
     # ------------------------------------------------------------------ live storages
 
@@ -164,16 +177,31 @@ class Ledger(TorchDispatchMode):
         category = self.born
         if self._purpose:
             category, on_host = self._purpose[-1]
-        live = self._live[key] = _Live(nbytes, category, on_host)
+        live = self._live[key] = _Live(0, category, on_host)
+        self._resize(live, nbytes)
         live.watch = weakref.ref(storage, self._when_gone(key))
         self._host_count += on_host
-        self._add(category, nbytes, on_host=on_host)
+        self._add(category, live.nbytes, on_host=on_host)
+
+    def _resize(self, live: _Live, nbytes: int) -> None:
+        """Set the bytes that a storage takes for `nbytes` of its own."""
+        live.nbytes = nbytes
+        if self._segments is None or live.on_host:
+            return
+        if live.block is not None:
+            self._segments.give_back(live.block)
+            live.block = None
+        if nbytes:
+            live.block = self._segments.take(nbytes)
+            live.nbytes = live.block.nbytes
 
     def _when_gone(self, key: int) -> Callable[[object], None]:
         def gone(_: object) -> None:
             live = self._live.pop(key)
             self._host_count -= live.on_host
-            self._add(live.category, -live.nbytes, on_host=live.on_host)
+            before = live.nbytes
+            self._resize(live, 0)
+            self._add(live.category, -before, on_host=live.on_host)
 
         return gone
 

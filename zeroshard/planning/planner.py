@@ -55,6 +55,14 @@ class Plan:
         return self.figures.peak.nbytes
 
     @property
+    def reserved_nbytes(self) -> int:
+        """The bytes that an accelerator's allocator takes from the driver for that, start-up included; 0 on a CPU.
+
+        Where these are not free, the allocator gives unused ones back and tries again: less may do, down to `most_nbytes`.
+        """
+        return self.figures.reserved
+
+    @property
     def parts(self) -> dict[str, int]:
         """The bytes at the peak, by category."""
         return dict(self.figures.peak.parts)
@@ -166,7 +174,7 @@ class Plan:
             "unseen": self.unseen,
             "peak": {
                 "bytes": self.peak_nbytes, "phase": figures.peak.phase, "module": figures.peak.module, "parts": self.parts,
-                "by_phase": figures.peaks,
+                "by_phase": figures.peaks, "reserved": self.reserved_nbytes,
             },
             "start": {"bytes": figures.start.nbytes, "phase": figures.start.phase, "counts": not self.job.born_sharded},
             "rest": figures.rest,

@@ -73,6 +73,8 @@ def _memory(plan: Plan) -> Table:
     table.add_row("live bytes, training", size(plan.peak_nbytes), size(sum(figures.rest.values())))
     if not plan.job.born_sharded:
         table.add_row("live bytes, start-up without sharded_init", size(figures.start.nbytes), "")
+    if plan.reserved_nbytes:
+        table.add_row("reserved by the allocator for these", size(plan.reserved_nbytes), "")
     for name, nbytes in plan.unseen.items():
         table.add_row(name, size(nbytes), "")
     table.add_section()

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,8 @@ from zeroshard.planning.planner import Plan
 from zeroshard.policy import Place
 
 T = TypeVar("T")
+
+_FORK = multiprocessing.get_context("fork")
 
 Told = Callable[[int, int], None]
 """A function of the progress: the number of dry runs that are over, and of all."""
@@ -62,7 +64,7 @@ BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"
 
 
 def in_processes(
-    jobs: Iterable[Callable[[], T]], count: int | None = None, *, first_here: bool = False
+    jobs: Iterable[Callable[[], T]], *, first_here: bool = False
 ) -> Iterator[tuple[int, T | ZeroshardError]]:
     """Run jobs in separate processes. Yield (number, result) of each as it ends; an error of zeroshard is a result.
 
@@ -78,7 +80,7 @@ def in_processes(
     if first_here and waiting:
         number, job = waiting.pop(0)
         yield number, _result_of(job)
-    with ThreadPoolExecutor(count or min(len(waiting), os.cpu_count() or 1) or 1) as pool:
+    with ThreadPoolExecutor(max(min(len(waiting), os.cpu_count() or 1), 1)) as pool:
         running: dict[Future[Any], int] = {pool.submit(_in_fork, job): number for number, job in waiting}
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -87,21 +89,18 @@ def in_processes(
 
 
 def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
-    receive, send = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(receive)
-        _child(job, send)
-    os.close(send)
-    with os.fdopen(receive, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if status or not data:
+    receive, send = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=lambda: send.send(_result_of(job)))
+    process.start()
+    send.close()
+    try:
+        result: T | ZeroshardError = receive.recv()
+    except EOFError:
+        process.join()
         raise UsageError(
-            f"a dry run in a separate process died (exit {os.waitstatus_to_exitcode(status)}). Make memory "
-            "free, or plan a smaller model."
-        )
-    result: T | ZeroshardError = pickle.loads(data)
+            f"a dry run in a separate process died (exit {process.exitcode}). Make memory free, or plan a smaller model."
+        ) from None
+    process.join()
     return result
 
 
@@ -110,18 +109,6 @@ def _result_of(job: Callable[[], T]) -> T | ZeroshardError:
         return job()
     except ZeroshardError as error:
         return error
-
-
-def _child(job: Callable[[], Any], send: int) -> None:
-    """Run a job in the fork, and never return."""
-    code = 1
-    try:
-        result = _result_of(job)
-        with os.fdopen(send, "wb") as pipe:
-            pickle.dump(result, pipe)
-        code = 0
-    finally:
-        os._exit(code)
 
 
 # ---------------------------------------------------------------------- single changes

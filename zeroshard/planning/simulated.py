@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.two_level import CrossingCount, OneHost, TwoLevel, Within
 from zeroshard.collectives.watch import Watch
@@ -78,19 +78,6 @@ class _Sum(Reduction):
             own.add_(self._total.to(out.dtype).div_(self._divisor))
 
 
-class _Rows(Reduction):
-    """The rows of all ranks, which this rank sums, as over gloo."""
-
-    def __init__(self, arriving: Work, rows: list[Tensor], divisor: float) -> None:
-        self._arriving = arriving
-        self._rows = rows
-        self._divisor = divisor
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        self._arriving.wait()
-        sum_into(self._rows, self._divisor, out, accumulate)
-
-
 class SimulatedRanks(Collectives):
     """Rank 0 of `ranks`; the others are simulated, and send as much as this one.
 
@@ -104,10 +91,8 @@ class SimulatedRanks(Collectives):
         calls: how often each collective was called.
     """
 
-    def __init__(
-        self, ranks: int, shards: int, predivide_factor: float, ledger: Ledger, link: Line, *, sums: bool
-    ) -> None:
-        super().__init__(predivide_factor)
+    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, *, sums: bool) -> None:
+        super().__init__()
         self.rank = 0
         self.ranks = ranks
         self.world_size = shards
@@ -150,17 +135,16 @@ class SimulatedRanks(Collectives):
         own = rows.numel() // self.ranks
         return own if self._sums else (self.ranks - 1) * own
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         arriving = self._send("reduce_scatter", self._to_others(rows))
         if self.ranks > 1 and (self._sums or self.world_size < self.ranks):
-            divisor = self.ranks / self.predivide_factor
-            if self._sums and self.predivide_factor == 1.0:
+            if self._sums and divisor == self.world_size:  # the backend divides
                 divisor = 1.0
             return _Sum(arriving, workspace[: rows.numel() // self.ranks], divisor)
         others: list[Tensor] = []
         if self.world_size > 1:
             others = list(workspace.view(self.world_size - 1, rows.shape[1]))
-        return _Rows(arriving, [rows[0], *others], self.divisor)
+        return SummedRows([arriving], [rows[0], *others], divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if self.ranks > 1 and tensor.numel():
@@ -184,13 +168,13 @@ class SimulatedTwoLevel(TwoLevel):
         calls: how often each collective was called.
     """
 
-    def __init__(self, ranks: int, within: int, predivide_factor: float, make: Callable[..., SimulatedRanks]) -> None:
+    def __init__(self, ranks: int, within: int, make: Callable[..., SimulatedRanks]) -> None:
         store = HashStore()
         group: Any = store  # used only for its members
         members = Members(tuple(range(ranks)), 0, ranks, timedelta(), "simulated", weakref.ref(group), store, store)
         watch = Watch(store, members.ranks, 0, inf)
         watch.close()  # nothing waits
-        super().__init__(members, torch.device("cpu"), predivide_factor, watch, within, make)  # type: ignore[arg-type]
+        super().__init__(members, torch.device("cpu"), watch, within, make)  # type: ignore[arg-type]
         self.calls: Counter[str] = Counter()
         for one, calls in ((self.inside, self.calls), (self.across, CrossingCount(self.calls))):
             if isinstance(one, SimulatedRanks):
@@ -212,14 +196,14 @@ class Hosts:
     clock: Clock
     shards_optimizer: bool
 
-    def collectives(self, predivide_factor: float, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
+    def collectives(self, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
         """Stand in for `create_collectives`.
 
         Raises:
             UsageError: the hosts have different numbers of ranks.
         """
         if within is None or self.ranks == 1:
-            return self._flat(predivide_factor)
+            return self._flat()
         size = within
         if size == "host":
             size, rest = divmod(self.ranks, self.hosts)
@@ -229,9 +213,9 @@ class Hosts:
                     "hosts are not. Choose a multiple of the hosts."
                 )
         try:
-            return SimulatedTwoLevel(self.ranks, size, predivide_factor, self._level(size))
+            return SimulatedTwoLevel(self.ranks, size, self._level(size))
         except OneHost:
-            return self._flat(predivide_factor)
+            return self._flat()
 
     def neighbours_line(self, size: int) -> Line:
         """Return the line of messages among `size` neighbours that hold one sequence, or one model."""
@@ -239,14 +223,14 @@ class Hosts:
         is_inside = self.hosts == 1 or (self.ranks % self.hosts == 0 and here % size == 0)
         return self._line(INSIDE, self.machine.inside) if is_inside else self._line(ACROSS, self.machine.between)
 
-    def _flat(self, predivide_factor: float) -> SimulatedRanks:
+    def _flat(self) -> SimulatedRanks:
         shards = 1
         if self.shards_optimizer or self.ranks <= _FEW:
             shards = self.ranks
         line = self._line(INSIDE, self.machine.inside)
         if self.hosts > 1:
             line = self._line(ACROSS, self._across())
-        return self._simulated(self.ranks, shards, predivide_factor, line)
+        return self._simulated(self.ranks, shards, line)
 
     def _across(self) -> Link:
         """Return the link for one rank's part of a collective over all ranks of several hosts.
@@ -263,18 +247,18 @@ class Hosts:
         stays = (1 - crosses) or inf
         return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
 
-    def _level(self, size: int) -> Callable[[Members, torch.device, float, Watch], SimulatedRanks]:
+    def _level(self, size: int) -> Callable[[Members, torch.device, Watch], SimulatedRanks]:
         """Return the maker of one level's collectives, if `size` neighbours are one host of the policy."""
         near = self._line(INSIDE, self.machine.inside)
         far = self._line(ACROSS, self.machine.between)
         # A policy's host may be a part of a machine, or several.
         is_together = self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
 
-        def make(members: Members, _device: torch.device, predivide_factor: float, _watch: Watch) -> SimulatedRanks:
+        def make(members: Members, _device: torch.device, _watch: Watch) -> SimulatedRanks:
             count = len(members.ranks)
             is_inside = members.ranks == tuple(range(size))
             line = near if self.hosts == 1 or (is_inside and is_together) else far
-            return self._simulated(count, count, predivide_factor, line)
+            return self._simulated(count, count, line)
 
         return make
 
@@ -282,9 +266,9 @@ class Hosts:
         is_apart = name == ACROSS or not self.machine.computes_on_cpu
         return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
 
-    def _simulated(self, ranks: int, shards: int, predivide_factor: float, line: Line) -> SimulatedRanks:
-        sums = self.machine.transport == "native"
-        return SimulatedRanks(ranks, shards, predivide_factor, self.ledger, line, sums=sums)
+    def _simulated(self, ranks: int, shards: int, line: Line) -> SimulatedRanks:
+        sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend, see `Alone`
+        return SimulatedRanks(ranks, shards, self.ledger, line, sums=sums)
 
 
 # ---------------------------------------------------------------------- storages
@@ -330,6 +314,10 @@ class _Counted(MemoryStorage):
         self._copies = copies
         self._nbytes = 0
 
+    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
+
 
 @final
 class _Device(_Counted, DeviceStorage):
@@ -364,10 +352,6 @@ class _Device(_Counted, DeviceStorage):
         with self._ledger.purpose(PARAMETERS):
             return _CountedBuffer(label, torch.zeros(numel, dtype=dtype), self._ledger)
 
-    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        assert whole is None or isinstance(whole, MemorySlot)
-        return MemorySlot(label, memory, self, self._copies, whole)
-
 
 @final
 class _Host(_Counted):
@@ -383,10 +367,6 @@ class _Host(_Counted):
         with self._ledger.purpose(_purpose_of(label), on_host=True):
             memory = torch.zeros(nbytes, dtype=torch.uint8)
         return self.around(label, memory[: numel * dtype.itemsize].view(dtype))
-
-    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        assert whole is None or isinstance(whole, MemorySlot)
-        return MemorySlot(label, memory, self, self._copies, whole)
 
 
 class _Copies(Copies):

@@ -60,84 +60,60 @@ def _embed(module: nn.Embedding, ranks: int, send: Send, tokens: Tensor) -> Tens
 
 
 def _columns(module: nn.Linear, ranks: int, send: Send, outputs: int, inputs: Tensor) -> Tensor:
-    local = F.linear(_SumOfGradients.apply(inputs, ranks, send), module.weight, module.bias)  # type: ignore[no-untyped-call]
-    return _gather(local, outputs, send) if outputs else local
+    inputs = _message(inputs, _same, partial(_all_reduce, ranks, send))
+    local = F.linear(inputs, module.weight, module.bias)
+    if not outputs:
+        return local
+    return _message(local, partial(_all_gather, outputs, send), partial(_cut, local.shape[-1]))
 
 
 def _rows(module: nn.Linear, ranks: int, send: Send, is_whole: bool, inputs: Tensor) -> Tensor:
     if is_whole:
-        inputs = _cut(inputs, module.weight.shape[1], send)
+        inputs = _message(inputs, partial(_cut, module.weight.shape[1]), partial(_all_gather, inputs.shape[-1], send))
     total = _sum(F.linear(inputs, module.weight), ranks, send)
     return total if module.bias is None else total + module.bias
 
 
 def _sum(partial_sum: Tensor, ranks: int, send: Send) -> Tensor:
-    total: Tensor = _Sum.apply(partial_sum, ranks, send)  # type: ignore[no-untyped-call]
-    return total
+    return _message(partial_sum, partial(_all_reduce, ranks, send), _same)
 
 
-def _gather(part: Tensor, outputs: int, send: Send) -> Tensor:
-    whole: Tensor = _Gather.apply(part, outputs, send)  # type: ignore[no-untyped-call]
-    return whole
+Change = Callable[[Tensor], Tensor]
+"""Makes the activation or the gradient of one side of a message from that of the other."""
 
 
-def _cut(whole: Tensor, inputs: int, send: Send) -> Tensor:
-    part: Tensor = _Cut.apply(whole, inputs, send)  # type: ignore[no-untyped-call]
-    return part
-
-
-def _all_reduce(values: Tensor, ranks: int, send: Send) -> Tensor:
+def _all_reduce(ranks: int, send: Send, values: Tensor) -> Tensor:
     """Make the sum, and send the bytes of a ring."""
     send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
     return values.clone()
 
 
-def _all_gather(part: Tensor, size: int, send: Send) -> Tensor:
+def _all_gather(size: int, send: Send, part: Tensor) -> Tensor:
     """Gather the parts of the last dimension: first one after another, then side by side."""
     send("tensor_parallel_all_gather", part.nbytes * (size // part.shape[-1] - 1))
     return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
 
 
-class _Sum(torch.autograd.Function):
+def _cut(size: int, whole: Tensor) -> Tensor:
+    return whole.narrow(-1, 0, size).contiguous()
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _message(values: Tensor, there: Change, back: Change) -> Tensor:
+    """Make a change in the forward, and another of the gradient in the backward."""
+    changed: Tensor = _Message.apply(values, there, back)  # type: ignore[no-untyped-call]
+    return changed
+
+
+class _Message(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, values: Tensor, ranks: int, send: Send) -> Tensor:
-        return _all_reduce(values, ranks, send)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None
-
-
-class _SumOfGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, ranks: int, send: Send) -> Tensor:
-        ctx.ranks = ranks
-        ctx.send = send
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_reduce(gradients[0], ctx.ranks, ctx.send), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, size: int, send: Send) -> Tensor:
-        ctx.size = part.shape[-1]
-        return _all_gather(part, size, send)
+    def forward(ctx: Any, values: Tensor, there: Change, back: Change) -> Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].narrow(-1, 0, ctx.size).contiguous(), None, None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, size: int, send: Send) -> Tensor:
-        ctx.size = whole.shape[-1]
-        ctx.send = send
-        return whole.narrow(-1, 0, size).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_gather(gradients[0], ctx.size, ctx.send), None, None
+        return ctx.back(gradients[0]), None, None

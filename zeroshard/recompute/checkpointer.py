@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from zeroshard.config.load import Config
 from zeroshard.config.schema import ActivationCheckpointingBlock
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import find_units
+from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.policy import Units
 from zeroshard.recompute.saved_inputs import HostCopies, Keeper, Partition, Recall, Slots, keep
 from zeroshard.torch_private import tree_flatten, tree_unflatten, version_of
@@ -95,7 +95,7 @@ class Checkpointer:
         self._keepers: dict[torch.device, Keeper] = {}
         self.host_copies: Callable[[Slots | None], Keeper] | None = None
         """Makes the keeper of inputs in CPU memory; default: `HostCopies`, if the model computes on an accelerator."""
-        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._forwards = Forwards()
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
@@ -201,25 +201,23 @@ class Checkpointer:
                 anything.
             units: the definition of units, as passed to `shard`.
         """
-        chosen = find_units(model, units) if patterns == "auto" else _matching(model, patterns)
+        if patterns == "auto":
+            chosen = dict(find_units(model, units))
+        else:
+            chosen = modules_matching(model, patterns, "checkpoint_units")
         if not chosen:
             raise UsageError(f"nothing to checkpoint: {type(model).__name__} has no list of blocks. Name the modules.")
-        for name, module in chosen:
-            self._wrapped.append((module, module.__dict__.get("forward")))
-            module.forward = partial(self.run, name, module.forward)  # type: ignore[method-assign]
+        for name, module in chosen.items():
+            self._forwards.replace(module, partial(self.run, name, module.forward))
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that `checkpoint_units` wrapped."""
-        return [module for module, _ in self._wrapped]
+        return self._forwards.modules
 
     def remove(self) -> None:
         """Undo `checkpoint_units`."""
-        for module, forward in reversed(self._wrapped):
-            del module.forward
-            if forward is not None:
-                module.forward = forward  # type: ignore[method-assign]
-        self._wrapped.clear()
+        self._forwards.restore()
 
 
 class _Clock(AbstractContextManager[None]):
@@ -259,19 +257,3 @@ def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int
 def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    found: list[tuple[str, nn.Module]] = []
-    for pattern in patterns:
-        matching = [(name, module) for name, module in model.named_modules() if name and fnmatchcase(name, pattern)]
-        if not matching:
-            raise UsageError(
-                f"checkpoint_units: no module of the model is called {pattern!r}. Use names of model.named_modules()."
-            )
-        found += [pair for pair in matching if pair not in found]
-    # Take the outermost of nested modules: a checkpoint inside another would keep activations that the outer one drops.
-    names = {name for name, _ in found}
-    return [(n, m) for n, m in found if not any(n[:i] in names for i, letter in enumerate(n) if letter == ".")]

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +19,8 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 
 Recall = Callable[[], Tensor]
-
-
-class Keeper(Protocol):
-    """A keeper of saved inputs, see the module's docstring."""
-
-    def __call__(self, tensor: Tensor) -> Recall:
-        """Keep it."""
-        ...
+Keeper = Callable[[Tensor], Recall]
+"""A keeper of saved inputs, see the module's docstring."""
 
 
 def keep(tensor: Tensor) -> Recall:

@@ -19,7 +19,6 @@ code here relies on a forward's end.
 
 from __future__ import annotations
 
-import enum
 import threading
 import weakref
 from collections import Counter
@@ -36,7 +35,6 @@ from zeroshard.errors import UsageError
 from zeroshard.schedule.compiled import begin_use, end_use, is_compiled, refuse_distributed_units
 from zeroshard.schedule.module_hooks import (
     Call,
-    Outermost,
     PartCall,
     ignore,
     module_hook,
@@ -49,7 +47,7 @@ from zeroshard.schedule.module_hooks import (
 from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
-from zeroshard.schedule.state_dict_hooks import hooks_for_state_dicts
+from zeroshard.schedule.state_dicts import hooks_for_state_dicts
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import (
     at_end_of_backward,
@@ -58,17 +56,11 @@ from zeroshard.torch_private import (
     grad_of,
     in_backward,
     make_last,
+    make_outermost,
     past_torch_function,
     refuses_saved_tensors_hooks,
     tree_leaves,
 )
-
-
-class Phase(enum.Enum):
-    """The phase of the model that hooks observe."""
-
-    IDLE_OR_FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 class Hooks:
@@ -78,7 +70,8 @@ class Hooks:
         self._schedule: Schedule | Probe = schedule
         self._aside: Schedule | None = None
         """The schedule, while a backward that has not reached any parameter goes around it."""
-        self._phase = Phase.IDLE_OR_FORWARD
+        self._backward_is_open = False
+        """A backward has begun, and its end was not reported."""
         self._ending: Callable[[], object] = lambda: None
         """The callback that autograd runs when this backward ends, as long as that may come."""
         self._leaves_graph = False
@@ -95,7 +88,7 @@ class Hooks:
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self._handles: list[RemovableHandle] = []
-        self._stream = ForwardStream(schedule.device)
+        self._stream = ForwardStream(schedule.accelerator.device)
         self.attach()
 
     def attach(self) -> None:
@@ -105,18 +98,15 @@ class Hooks:
         schedule = self._schedule
         units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
-            for module in unit.modules:
-                units.setdefault(module, []).append(unit)
+            units.setdefault(unit.module, []).append(unit)
         # The root is there in any case: it begins a forward.
         self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
-        self._run_of = {unit: run for run in self._units.values() for unit in run}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._one_thread = OneThread(schedule.units)
         self._pushed: list[object] = []
         """The callers that have put hooks on saved tensors, and not taken them off."""
         self._base = 0
-        self._has_frozen = {module: any(not u.trainable for u in units) for module, units in self._units.items()}
-        self._outer = Outermost()
+        self._outermost: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         self._owned = {
             module: units for module, units in owners(model, schedule.units).items() if module not in self._units
         }
@@ -124,10 +114,11 @@ class Hooks:
         self._parts = {module: PartCall(owning[0].appearance.whole_class) for module, owning in self._owned.items()}
         for module in self._units:
             before = self._pre_root_forward if module is model else self._pre_forward
-            self._outer.add(module, hook_of(before), hook_of(self._post_forward, module is model))
+            self._put_around(module, hook_of(before), hook_of(self._post_forward, module is model))
         for module in self._owned:
             call = self._parts[module]
-            self._outer.add(module, before_part(self._pre_part, call), after_part(self._post_part, call), always=False)
+            first, last = before_part(self._pre_part, call), after_part(self._post_part, call)
+            self._put_around(module, first, last, always=False)
         self._handles += hooks_for_state_dicts({**units_at_rest(self._units), **self._owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
@@ -138,10 +129,25 @@ class Hooks:
                 handle = entry.parameter.register_post_accumulate_grad_hook(hook)
                 self._on_gradients.append((entry.parameter, handle))
 
+    def _put_around(
+        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, always: bool = True
+    ) -> None:
+        """Put hooks around all others of a module: weight_norm, spectral_norm and their like compute with parameters in theirs.
+
+        Args:
+            before: gets (module, args, kwargs).
+            after: gets (module, args, output).
+            always: the second runs also where the forward raises. (Where torch.compile looks into the module: such a hook has it
+                make a graph for each module.)
+        """
+        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        last = module.register_forward_hook(after, always_call=always)
+        self._outermost.append((module, first, last))
+        self._handles += [first, last]
+
     def remove(self) -> None:
         """Remove all hooks."""
         self.is_removed = True
-        self._outer.remove()
         on_gradients = [handle for _, handle in self._on_gradients]
         for handle in [*self._handles, *on_gradients, *self._on_leaves]:
             handle.remove()
@@ -164,7 +170,8 @@ class Hooks:
 
     def _keep_places(self) -> None:
         """Move our hooks outside of the user's on modules, and behind them on gradients, including hooks registered later."""
-        self._outer.keep()
+        for module, first, last in self._outermost:
+            make_outermost(module, first, last)
         with past_torch_function():  # a parameter whose values are elsewhere has hooks, too
             for parameter, handle in self._on_gradients:
                 make_last(parameter, handle)
@@ -183,9 +190,9 @@ class Hooks:
 
     def _forget_what_broke_off(self) -> None:
         """End a backward that never reached its end, when a forward outside of backwards or another backward begins."""
-        if self._phase is Phase.BACKWARD:
+        if self._backward_is_open:
             schedule = self._schedule
-            self._end_phase()
+            self._close_backward()
             schedule.break_off()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -207,7 +214,8 @@ class Hooks:
         self._schedule.unshard(self._units[module], backward=recompute)
         begin_use(self._units[module])
         self._push(module, self._units[module])
-        if self._has_frozen[module] and torch.is_grad_enabled() and not recompute:
+        has_frozen = any(not unit.trainable for unit in self._units[module])
+        if has_frozen and torch.is_grad_enabled() and not recompute:
             for tensor in _differentiable((args, kwargs)):
                 self._open_calls[module] += 1
                 self._hook(tensor, self._hook_of(self._input_gradient_known, module))
@@ -236,7 +244,7 @@ class Hooks:
             # torch.func's transforms allow no hooks: what they save is read from a unit that stays whole.
             wanted = False
             for unit in units:
-                self._schedule.hold(unit)
+                unit.is_held = True
         if wanted:
             self._saved.push(unseen=self._in_compiled_code)
             self._pushed.append(caller)
@@ -307,8 +315,8 @@ class Hooks:
             return
         if self._ending() is None:  # autograd has dropped it, uncalled: that backward is no longer running
             self._forget_what_broke_off()
-        if self._phase is not Phase.BACKWARD:
-            self._phase = Phase.BACKWARD
+        if not self._backward_is_open:
+            self._backward_is_open = True
             begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
             if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
                 # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
@@ -323,7 +331,7 @@ class Hooks:
 
         The rest of what broke off is forgotten later, and not in the middle of an exception.
         """
-        if self._phase is Phase.BACKWARD:
+        if self._backward_is_open:
             end_use(self._schedule.units)
 
     def _reaches_parameters(self) -> bool:
@@ -346,19 +354,19 @@ class Hooks:
         self._begin_backward()
         self._hold_for_graph((unit,))
         if unit.state is not UnitState.UNSHARDED:
-            self._schedule.unshard(self._run_of[unit], backward=True)
+            self._schedule.unshard(self._units[unit.module], backward=True)
 
     def _hold_for_graph(self, units: Sequence[Unit]) -> None:
         """Hold units in a backward with `create_graph=True`, which saves parameters where none of our hooks can see them."""
         if torch.is_grad_enabled():
             self._leaves_graph = True
             for unit in units:
-                self._schedule.hold(unit)
+                unit.is_held = True
 
     def _pre_backward(self, module: nn.Module, call: Call, gradient: Tensor) -> None:
         if self.is_removed:
             return
-        if self._phase is not Phase.BACKWARD:
+        if not self._backward_is_open:
             self._keep_places()
         self._begin_backward()
         call.begin()
@@ -396,33 +404,32 @@ class Hooks:
             self._schedule.add_gradient(unit, index, gradient)
             unit.waiting.let_join(self._ending)
             if unit.has_all_gradients:
-                self._give_back(unit.modules)
+                self._give_back(unit.module)
 
     def _input_gradient_known(self, module: nn.Module, gradient: Tensor) -> None:
         if self.is_removed:
             return
         self._open_calls[module] -= 1
-        self._give_back([module])
+        self._give_back(module)
 
-    def _give_back(self, modules: Sequence[nn.Module]) -> None:
-        for module in modules:
-            units = self._units[module]
-            if self._open_calls[module] <= 0 and all(unit.has_all_gradients or unit.is_frozen for unit in units):
-                for unit in units:
-                    unit.reshard()
+    def _give_back(self, module: nn.Module) -> None:
+        units = self._units[module]
+        if self._open_calls[module] <= 0 and all(unit.has_all_gradients or unit.is_frozen for unit in units):
+            for unit in units:
+                unit.reshard()
 
     def _end_backward(self) -> None:
         schedule = self._schedule
         leaves_graph = self._leaves_graph
-        self._end_phase()
+        self._close_backward()
         with self._stream.here():
             schedule.end_backward(leaves_graph=leaves_graph)
 
-    def _end_phase(self) -> None:
+    def _close_backward(self) -> None:
         if self._aside is not None:
             self._schedule = self._aside
             self._aside = None
-        self._phase = Phase.IDLE_OR_FORWARD
+        self._backward_is_open = False
         self._leaves_graph = False
         self._open_calls.clear()
         self._calls_to_come = Counter()  # what is left of the last backward's calls counts for nothing

@@ -12,16 +12,11 @@ from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import UnitLayout, lay_out, lay_out_whole
 from zeroshard.parameters.context import BucketSpec, Context
-from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket, ShardedAway
+from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import DTypes, Place, Policy, Residency
 from zeroshard.schedule.unit import Unit
 from zeroshard.schedule.unit_owner import UnitOwner
 from zeroshard.storage.base import Slot
-
-
-def frozen_names(units: Sequence[Unit]) -> set[str]:
-    """Return the fqns of the parameters that take no gradient now."""
-    return {entry.fqn for unit in units for entry in unit.named if not entry.parameter.requires_grad}
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
@@ -58,12 +53,8 @@ def _make_unit(group: Group, dtypes: DTypes, first_bucket: int, context: Context
         buckets.append(ParameterBucket(spec, rows, whole[part.start : part.stop], cpu_slot, context))
         if group.trainable:
             gradients.append(GradientBucket(spec, buckets[-1], context))
-    away: ShardedAway | InCpuMemory | None = None
-    if context.policy.parameters.sharded:
-        away = ShardedAway(flat, buckets, context.live, context.collectives)
-    elif cpu_slot is not None:
-        away = InCpuMemory(flat, cpu_slot)
-    return Unit(group, layout, flat, buckets, gradients, away, context, lambda unit: UnitOwner(unit, context.live))
+    cpu = None if cpu_slot is None else InCpuMemory(flat, cpu_slot)
+    return Unit(group, layout, flat, buckets, gradients, cpu, context, lambda unit: UnitOwner(unit, context.live))
 
 
 def _collect(group: Group, layout: UnitLayout, dtype: torch.dtype, context: Context) -> Tensor:

@@ -1,4 +1,4 @@
-"""Owns the place of our hooks on the user's modules: around all others; and one call of a module."""
+"""Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.compiled import BORDER
 from zeroshard.schedule.unit import Unit, UnitState
-from zeroshard.torch_private import in_transform, make_outermost, own_parameters
+from zeroshard.torch_private import in_transform, own_parameters
 
 
-class _Hook:
-    """A method of `Hooks` that a module keeps. A copied or pickled model gets no hook."""
+class Hook:
+    """A method that a module keeps as a hook. A copied or pickled model gets no hook."""
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
         self._method = method
@@ -33,14 +32,14 @@ class _Hook:
 
 
 @functools.cache
-def module_hook() -> type[_Hook]:
+def module_hook() -> type[Hook]:
     """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border. See compiled.py.
 
     Made at first use: torch.compiler.disable imports the compiler, which takes a second.
     """
 
-    class ModuleHook(_Hook):
-        __call__ = torch.compiler.disable(_Hook.__call__, reason=BORDER)
+    class ModuleHook(Hook):
+        __call__ = torch.compiler.disable(Hook.__call__, reason=BORDER)
 
     return ModuleHook
 
@@ -59,15 +58,15 @@ class PartCall:
 
 
 @functools.cache
-def part_hooks() -> tuple[type[_Hook], type[_Hook]]:
+def part_hooks() -> tuple[type[Hook], type[Hook]]:
     """Make two classes of hooks `(method, call)` around modules inside a unit. torch.compile skips them while they are idle.
 
     It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only what torch guards on:
     the classes of parameters, and a plain attribute.
     """
-    run = torch.compiler.disable(_Hook.__call__, reason=BORDER)
+    run = torch.compiler.disable(Hook.__call__, reason=BORDER)
 
-    class PartHook(_Hook):
+    class PartHook(Hook):
         def __init__(self, method: Callable[..., None], call: PartCall) -> None:
             super().__init__(method)
             self.call = call
@@ -136,40 +135,6 @@ class Call:
 
     def __del__(self) -> None:
         self.begin()
-
-
-class Outermost:
-    """The outermost hooks on forwards: before and after all other hooks of a module, including those added later.
-
-    weight_norm, spectral_norm and their like compute with parameters in hooks of their own.
-    """
-
-    def __init__(self) -> None:
-        self._hooks: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
-
-    def add(
-        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, always: bool = True
-    ) -> None:
-        """Add hooks `before(module, args, kwargs)` and `after(module, args, output)`.
-
-        Args:
-            always: the second runs also where the forward raises. (Where torch.compile looks into the module: such a hook has it
-                make a graph for each module.)
-        """
-        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self._hooks.append((module, first, module.register_forward_hook(after, always_call=always)))
-
-    def keep(self) -> None:
-        """Move the hooks to the outermost places again, if other hooks were added since."""
-        for module, first, last in self._hooks:
-            make_outermost(module, first, last)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for _, first, last in self._hooks:
-            first.remove()
-            last.remove()
-        self._hooks.clear()
 
 
 def units_at_rest(units: Mapping[nn.Module, Sequence[Unit]]) -> dict[nn.Module, list[Unit]]:

@@ -43,10 +43,6 @@ class Probe:
         """Record that the unit is closed. No reduction waits for its missing gradients."""
         self.closed.append(unit)
 
-    def hold(self, unit: Unit) -> None:
-        """Forward to the schedule."""
-        self._schedule.hold(unit)
-
     def end_backward(self, *, leaves_graph: bool = False) -> None:
         """Reshard all units, except those that a graph made by this backward may read."""
         for unit in self.units:

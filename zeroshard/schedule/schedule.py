@@ -10,9 +10,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
@@ -22,7 +20,6 @@ from zeroshard.gradients.reductions import Reductions
 from zeroshard.layout.model_tree import ModelTree
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
-from zeroshard.schedule.make_units import frozen_names
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import forget_grad, grad_of
 
@@ -146,22 +143,20 @@ class Schedule:
         self.units = list(units)
         self.tree = tree
         self.state = StepState.CLEAN
-        self.frozen = frozen_names(units)
-        """Parameters that took no gradient when that was last looked at."""
         self.gradients_taken = 0
         self.optimized: set[int] = set()
         """`id`s of the parameters that the optimizer lists, frozen ones among them."""
         self._policy: Policy = context.policy
         self._reads_disk = context.policy.uses_disk
-        self._accelerator = context.storages.accelerator
-        self._live = context.live
+        self.accelerator = context.storages.accelerator
+        self.live = context.live
         self._overlap = overlap
         self._collectives: Collectives = context.collectives
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True)
         limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
             self._gradient_buckets(), self._collectives, limit, overlap=overlap,
-            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,
+            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self.accelerator, pool=context.pool,
         )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
@@ -173,9 +168,9 @@ class Schedule:
         """Both since the model was sharded."""
         self._last = _Order()
         self._present = _Order()
-        self._park_what_was_live()
+        self._keep_freed_memory()
 
-    def _park_what_was_live(self) -> None:
+    def _keep_freed_memory(self) -> None:
         """Keep freed memory for the next unit, up to the amount that this policy lets live at once."""
         policy = self._policy
         units = [(unit.layout.numel, unit.flat.tensor.dtype.itemsize) for unit in self.units if unit.sharded_at_rest]
@@ -185,7 +180,7 @@ class Schedule:
         if policy.reshard_after_forward:
             ahead = (policy.prefetch_numel or 0) + policy.max_reuse_numel // 2
             limit = min(sum(numels[:USED_AT_ONCE]) + ahead, limit)
-        self._accelerator.park_at_most(int(min(sum(numels), limit)) * itemsize)
+        self.accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
 
     def _gradient_buckets(self) -> list[list[GradientBucket]]:
         return [unit.gradients for unit in self.units]
@@ -196,17 +191,12 @@ class Schedule:
         self.units[position : position + 1] = by
         self._last = _Order()
         self._present = _Order()
-        self._park_what_was_live()
+        self._keep_freed_memory()
         self.reductions.set_units(self._gradient_buckets())
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the units compute on."""
-        return self._accelerator.device
 
     def _move(self, move: Move) -> None:
         if move is Move.GRADIENT and self.state is StepState.GRADIENTS:
-            self._live.before_later_gradients()
+            self.live.before_later_gradients()
         self.state = after(self.state, move)
 
     @property
@@ -273,7 +263,7 @@ class Schedule:
 
     def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
         """Reshard units after their use in a forward, except the last to run, with which the backward begins."""
-        if backward_follows and self._is_reused_soon(units) and self._live.numel <= self._live_limit:
+        if backward_follows and self._is_reused_soon(units) and self.live.numel <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
             return
         for unit in units:
@@ -290,7 +280,7 @@ class Schedule:
         return math.inf if self._policy.max_live_numel is None else self._policy.max_live_numel
 
     def _has_room(self, unit: Unit) -> bool:
-        return unit.state is not UnitState.SHARDED or self._live.numel + unit.layout.numel <= self._live_limit
+        return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
 
     def _make_room(self, units: Run) -> None:
         """Reshard kept units if this run needs the room, in the order in which they ran: the first is needed last."""
@@ -301,10 +291,6 @@ class Schedule:
                 self._kept.remove(unit)
         while self._kept and not all(self._has_room(unit) for unit in units):
             self._kept.pop(0).reshard()
-
-    def hold(self, unit: Unit) -> None:
-        """Keep the unit whole for a graph that outlives this backward, until a backward ends that leaves no graph."""
-        unit.is_held = True
 
     def give_back(self) -> None:
         """Reshard all units after a backward."""
@@ -443,24 +429,7 @@ class Schedule:
             if all(unit.has_dropped_gradients for unit in reversed(self.units)):  # the last is dropped last
                 forget()
 
-        self._live.drop_gradients = drop
-
-    def on_later_gradients(self, prepare: Callable[[], None]) -> None:
-        """Call `prepare` when a further backward begins, before its gradients are added to those of the step."""
-        self._live.before_later_gradients = prepare
-
-    def set_gradient_operation(self, operation: Callable[..., Any]) -> None:
-        """Set the function that runs torch's operations on taken gradients."""
-        self._live.gradient_operation = operation
-
-    @property
-    def parked(self) -> frozenset[str]:
-        """The model states that are parked until `reload_states`."""
-        return self._live.parked
-
-    @parked.setter
-    def parked(self, states: frozenset[str]) -> None:
-        self._live.parked = states
+        self.live.drop_gradients = drop
 
     def refuse_unseen_changes(self) -> None:
         """Raise if the user changed the model and its states did not follow, so that files would lack the change."""
@@ -471,8 +440,10 @@ class Schedule:
 
     def refuse_parked(self, what: str) -> None:
         """Raise if any model states are parked while `what` runs."""
-        if self.parked:
-            raise UsageError(f"{what} while {', '.join(sorted(self.parked))} are parked: call reload_states() first.")
+        if self.live.parked:
+            raise UsageError(
+                f"{what} while {', '.join(sorted(self.live.parked))} are parked: call reload_states() first."
+            )
 
     def unlisted(self) -> dict[int, str]:
         """Return the names of parameters that no optimizer lists, by `id`."""
@@ -482,11 +453,7 @@ class Schedule:
     def refuse_pinned(self, what: str) -> None:
         """Raise if `unsharded` or `named_weights` holds a unit whole."""
         for unit in self.units:
-            if unit.is_pinned:
-                raise UsageError(
-                    f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {unit.label}. "
-                    "Call it outside."
-                )
+            unit.refuse_pinned(what)
 
     def in_order(self) -> list[Unit]:
         """Return the units in the order in which the next forward will use them."""

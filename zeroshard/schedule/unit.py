@@ -35,7 +35,7 @@ from zeroshard.layout.layout import Piece, UnitLayout
 from zeroshard.parameters.appearance import Appearance
 from zeroshard.parameters.classes import Owner
 from zeroshard.parameters.context import Context
-from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket, ShardedAway
+from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.schedule.writes import Writes
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.torch_private import grad_of, storage_users
@@ -101,7 +101,7 @@ class Unit:
         flat: the flat buffer, which has their values.
         buckets: of the parameters, in the order of the layout.
         gradients: the same buckets, of the gradients; none of frozen parameters.
-        away: the place of parameters that are not unsharded; None if they never leave.
+        cpu: the place of parameters that rest whole in CPU memory; None if they do not.
         owner_of: makes what the parameters' classes call when the user touches a parameter.
     """
 
@@ -112,14 +112,14 @@ class Unit:
         flat: FlatBuffer,
         buckets: list[ParameterBucket],
         gradients: list[GradientBucket],
-        away: ShardedAway | InCpuMemory | None,
+        cpu: InCpuMemory | None,
         context: Context,
         owner_of: Callable[[Unit], Owner],
     ) -> None:
         self.group = group
         self.label = group.label + group.kind
         self.named = group.named
-        self.modules: tuple[nn.Module, ...] = (group.module,)
+        self.module = group.module
         self.trainable = group.trainable
         self.policy = context.policy
         self.collectives = context.collectives
@@ -131,7 +131,7 @@ class Unit:
         self.flat = flat
         self.buckets = buckets
         self.gradients = gradients
-        self._away = away
+        self._cpu = cpu
         self._homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
         """By parameter, the buckets in which its gradient lies, and where."""
         for bucket in gradients:
@@ -153,12 +153,12 @@ class Unit:
         views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
         whole_class = context.class_of(self.named[0])
         self.appearance = Appearance(self.named, views, flat.tensor.dtype, owner_of(self), whole_class)
-        self.writes = Writes(
-            self.appearance, flat, buckets, away, context, is_cut=self.is_cut, trainable=self.trainable
-        )
+        self.writes = Writes(self.appearance, flat, buckets, cpu, context, is_cut=self.is_cut, trainable=self.trainable)
         self._own_uses = storage_users(flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
         self.appearance.show_views()
+        if self.sharded_at_rest:
+            self._live.numel += layout.numel
         self.reshard()
         self.offload()
 
@@ -193,10 +193,32 @@ class Unit:
         """Start to unshard the parameters if they are not unsharded. See `unshard`."""
         if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
-        if self.state in (UnitState.SHARDED, UnitState.OFFLOADED):
-            assert self._away is not None
-            self._away.start()
+        if self.state is UnitState.SHARDED:
+            self._gather()
             self._move(UnitMove.GATHER)
+        elif self.state is UnitState.OFFLOADED:
+            assert self._cpu is not None
+            self._cpu.start()
+            self._move(UnitMove.GATHER)
+
+    def _gather(self) -> None:
+        """Start the all-gathers of the buckets."""
+        try:
+            with self.collectives.together():
+                for bucket in self.buckets:
+                    bucket.unshard(self._make_room)
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.abandon_unshard()
+            raise
+        self._live.numel += self.layout.numel
+
+    def _make_room(self) -> None:
+        if self.flat.nbytes:  # an earlier bucket's all-gather has asked
+            return
+        self.flat.allocate()
+        for bucket in self.buckets:
+            bucket.start_reload()
 
     def prefetch(self) -> None:
         """Start to read parameters from disk, since they are needed soon."""
@@ -209,8 +231,8 @@ class Unit:
         if self.state is UnitState.UNSHARDED:
             return
         self.start_unshard()
-        if self._away is not None:
-            self._away.land()
+        if self._cpu is not None:
+            self._cpu.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()
         are_shown = self.state is UnitState.UPDATING
@@ -238,14 +260,14 @@ class Unit:
             self._outdate_saved()
         if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
             return
-        assert self._away is not None
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
         if self.state is UnitState.UNSHARDED:
             self.write_back()
         self._move(UnitMove.RESHARD)
         self.appearance.hide()
-        self._away.leave(changed=False)
+        self.flat.free()
+        self._live.numel -= self.layout.numel
         self._outdate_saved()
 
     def _outdate_saved(self) -> None:
@@ -256,22 +278,22 @@ class Unit:
         """Copy unsharded parameters that rest in CPU memory there, and free the accelerator's memory."""
         if not (self.is_arriving or self.state is UnitState.UNSHARDED) or not self._may_leave:
             return
-        assert isinstance(self._away, InCpuMemory)
+        assert self._cpu is not None
         self.unshard()
-        written = self.appearance.take_written()
+        written = self.appearance.collect_written()
         # What was written through `.data` has left no trace; frozen parameters are written so (a teacher's average, say).
-        self._leave(changed=not self._away.is_current or not self.trainable or bool(written))
+        self._leave(changed=not self._cpu.is_current or not self.trainable or bool(written))
 
     @property
     def _may_leave(self) -> bool:
         """Whether the values may be offloaded. Reads of parameters of a user's own class could not bring them back."""
-        return isinstance(self._away, InCpuMemory) and not self.pins and self.appearance.tells_readers
+        return self._cpu is not None and not self.pins and self.appearance.tells_readers
 
     def _leave(self, *, changed: bool) -> None:
-        assert isinstance(self._away, InCpuMemory)
+        assert self._cpu is not None
         self._move(UnitMove.OFFLOAD)
         self.appearance.hide()
-        self._away.leave(changed=changed)
+        self._cpu.leave(changed=changed)
 
     def pin(self) -> None:
         """Keep the unit unsharded through calls of `reshard`, until `unpin`."""
@@ -286,13 +308,18 @@ class Unit:
         """End one `pin`."""
         self.pins -= 1
 
+    def refuse_pinned(self, what: str) -> None:
+        """Raise if `unsharded` or `named_weights` keeps the unit unsharded while `what` runs."""
+        if self.pins:
+            raise UsageError(
+                f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. "
+                "Call it outside."
+            )
+
     def refuse_step(self) -> None:
         """Raise if the unit is pinned and sharded at rest: it would still show the values from before the step."""
-        if self.pins and self.sharded_at_rest:
-            raise UsageError(
-                "optimizer.step() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
-                f"{self.label} as it is. Call it outside."
-            )
+        if self.sharded_at_rest:
+            self.refuse_pinned("optimizer.step()")
 
     def refuse_parked(self, what: str) -> None:
         """Raise if any model states are parked."""
@@ -301,11 +328,7 @@ class Unit:
 
     def park(self, *, parameters: bool) -> None:
         """Prepare for parked model states. Parked parameters show placeholders."""
-        if self.pins:
-            raise UsageError(
-                "offload_states() inside zeroshard.unsharded(), or a loop over named_weights(), which holds "
-                f"{self.label}. Call it outside."
-            )
+        self.refuse_pinned("offload_states()")
         if not parameters:
             return
         self.is_held = False  # torch refuses a graph from before: its saved parameters are outdated
@@ -340,41 +363,41 @@ class Unit:
         """Return every parameter to the user, whole and in a storage of its own."""
         self.unshard()
         self.appearance.release()
-        if isinstance(self._away, ShardedAway):
-            self._away.dismiss()
+        if self.sharded_at_rest:
+            self._live.numel -= self.layout.numel
 
     # ------------------------------------------------------------------ the user's writes, see writes.py
 
-    def written(self, *, owners_follow: bool = False) -> set[int]:
+    def written(self) -> set[int]:
         """Return the parameters, unsharded at rest, that the user wrote on this rank; see `Writes.find`."""
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
-            self.writes.find(owners_follow=owners_follow)
+            self.writes.find()
         return self.writes.found
 
     def write_back(self) -> None:
         """Copy unsharded values to where they rest if the user may have written to them."""
         if self.state is UnitState.UNSHARDED:
-            self.writes.take_to_rest()
+            self.writes.write_back()
 
-    def take_written(self) -> None:
+    def spread_owners_values(self) -> None:
         """Give all ranks the owner's value of each element, after the user wrote on any rank. Every rank must call it."""
         if self.is_arriving:
             self.unshard()
-        self.writes.take_owners()
+        self.writes.spread_owners_values()
 
-    def take_masters(self, updated: Iterable[int] | None = None) -> None:
+    def load_masters(self, updated: Iterable[int] | None = None) -> None:
         """Update the parameters from master weights that were set: all, or those `updated`. Every rank must call it."""
         self.appearance.outdate_graphs(updated)
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
-        self.writes.take_masters(regather=self.state is UnitState.UNSHARDED)
+        self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
 
     # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
 
     @property
     def comes_and_goes(self) -> bool:
         """Whether the unsharded parameters have memory only while they are used."""
-        return self._away is not None
+        return self.sharded_at_rest or self._cpu is not None
 
     def is_summed_here(self, index: int) -> bool:
         """Whether this rank holds a sum over microbatches of a parameter's gradient that nothing has reduced yet."""
@@ -522,5 +545,6 @@ class Unit:
 
     def finish_update(self) -> None:
         """End all-gathers of updated values that would otherwise wait for a reader."""
-        if not self.sharded_at_rest:
-            self.collectives.finish([bucket.gathering for bucket in self.buckets if bucket.gathering is not None])
+        for bucket in self.buckets:
+            if bucket.gathering is not None and not self.sharded_at_rest:
+                bucket.gathering.push()

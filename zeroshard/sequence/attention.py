@@ -49,6 +49,8 @@ _HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_it
 """Keywords of a model's forward that reach each attention, which does not use them."""
 
 
+_OWN_MASKS = "its model makes masks in a way of its own"
+_CROSS = "has cross attention, to sequences of another length"
 _ROUTER_LOSS = (
     "{} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to "
     "cut sequences over ranks."
@@ -166,9 +168,8 @@ class CutAttention:
                 mask_function=mask_function, attention_mask=attention_mask, **options,
             )  # fmt: skip
         if options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
-            raise UsageError(
-                f"{type(self._decoder).__name__} makes a mask that depends on more than positions (two "
-                "directions, blocks, images): its sequences cannot be cut over ranks. Train it without Sequences."
+            raise _cannot(
+                self._decoder, "makes a mask that depends on more than positions (two directions, blocks, images)"
             )
         rows, length = cut.positions.shape
         if cut.documents is not None:
@@ -214,41 +215,37 @@ class CutAttention:
 
     def _refuse(self, module: nn.Module, cut: Slice, mask: Any, options: dict[str, Any]) -> None:
         """Raise if a layer uses an option whose result would be wrong."""
-        kind = type(module).__name__
         if options.get("dropout"):
             raise UsageError(
-                f"{kind} drops attention weights at random (dropout {options['dropout']}), which depends on the ranks "
-                "that hold the heads: set the configuration's attention dropout to 0."
+                f"{type(module).__name__} drops attention weights at random (dropout {options['dropout']}), which depends "
+                "on the ranks that hold the heads: set the configuration's attention dropout to 0."
             )
         is_causal = options.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         if not is_causal:
-            raise UsageError(
-                f"{kind} attends in two directions or to other sequences: only causal self-attention can be cut "
-                "over ranks. Train it without Sequences."
-            )
+            raise _cannot(module, "attends in two directions or to other sequences")
         tensors = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _HARMLESS]
         if tensors:
-            raise UsageError(
-                f"{kind} hands {tensors[0]} to its attention (ALiBi, sinks, or a bias of its own), which holds "
-                "for all heads or for one slice: its sequences cannot be cut over ranks. Train it without Sequences."
-            )
+            held = "ALiBi, sinks, or a bias of its own, which holds for all heads or for one slice"
+            raise _cannot(module, f"hands {tensors[0]} to its attention ({held})")
         length = cut.positions.shape[1]
         if mask is None:
             window = options.get("sliding_window")
             needs_one = cut.documents is not None or (window is not None and window < length)
             if needs_one:
-                raise UsageError(
-                    f"{kind} got no mask, where documents or a window of {window} need one: its model makes masks "
-                    "in a way of its own, so its sequences cannot be cut over ranks. Train it without Sequences."
-                )
+                raise _cannot(module, f"got no mask, where documents or a window of {window} need one ({_OWN_MASKS})")
         elif isinstance(mask, Tensor) and mask.shape[-2:] != (length, length):
-            raise UsageError(
-                f"{kind} got a mask of the shape {list(mask.shape)} for sequences of {length} positions: its "
-                "model makes masks in a way of its own, so its sequences cannot be cut over ranks. Train it "
-                "without Sequences."
+            raise _cannot(
+                module, f"got a mask of the shape {list(mask.shape)} for sequences of {length} positions ({_OWN_MASKS})"
             )
+
+
+def _cannot(module: nn.Module, why: str) -> UsageError:
+    """Make the error about a module whose model cannot be right on slices of sequences."""
+    return UsageError(
+        f"{type(module).__name__} {why}: its sequences cannot be cut over ranks. Train it without Sequences."
+    )
 
 
 class _Entry:
@@ -326,10 +323,7 @@ def _decoder_of(model: nn.Module) -> Any:
         )
     for one in models.values():
         if one.config.is_encoder_decoder:  # type: ignore[union-attr]
-            raise UsageError(
-                f"{type(one).__name__} has cross attention, to sequences of another length: only causal decoders "
-                "can be cut over ranks. Train it without Sequences."
-            )
+            raise _cannot(one, _CROSS)
     if len(innermost) > 1:
         raise UsageError(
             f"{type(model).__name__} holds several models of transformers ({', '.join(innermost)}), with other "
@@ -352,15 +346,9 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
             "the attention a name of its own: load the model with attn_implementation='sdpa'."
         )
     if getattr(config, "add_cross_attention", False):
-        raise UsageError(
-            f"{kind} has cross attention, to sequences of another length: only causal decoders can be cut over "
-            "ranks. Train it without Sequences."
-        )
+        raise _cannot(decoder, _CROSS)
     if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
-        raise UsageError(
-            f"{kind} has ALiBi, biases for each head that are made of local positions: its sequences cannot be "
-            "cut over ranks. Train it without Sequences."
-        )
+        raise _cannot(decoder, "has ALiBi, biases for each head that are made of local positions")
     types = [one for one in dict.fromkeys(getattr(config, "layer_types", None) or ()) if one not in _LAYERS]
     states = [
         name
@@ -369,9 +357,8 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     ]
     if types or states:
         found = f"layers of the type {types[0]}" if types else f"{states[0]}"
-        raise UsageError(
-            f"{kind} has {found}, which carry a state from position to position (recurrent layers, convolutions): "
-            "its sequences cannot be cut over ranks. Train it without Sequences."
+        raise _cannot(
+            decoder, f"has {found}, which carry a state from position to position (recurrent layers, convolutions)"
         )
     if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
         raise UsageError(

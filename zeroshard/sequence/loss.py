@@ -6,8 +6,9 @@ in the backward. One number for each token is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,9 +20,13 @@ from torch.nn import functional as F
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 from zeroshard.sequence.batches import IGNORED
-from zeroshard.sequence.parts import parts
 
 Transform = Callable[[Tensor], Tensor] | None
+
+Choice = Callable[[Sequence[slice]], Iterable[slice]]
+"""Returns those of the parts that run, in order. All of one length but the last are alike."""
+
+_CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 
 
 def head_log_probabilities(
@@ -248,3 +253,21 @@ def as_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
     enabled = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype=dtype, enabled=enabled)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def parts(count: int, most: int) -> Iterable[slice]:
+    """Return the parts of `count` tokens, with at most `most` tokens in each: one after another, as they are asked for."""
+    return _CHOICE.get()([slice(start, min(start + most, count)) for start in range(0, count, most)])
+
+
+@contextmanager
+def chosen(choice: Choice) -> Iterator[None]:
+    """Run only some of the parts: for a dry run, whose tensors have no values."""
+    token = _CHOICE.set(choice)
+    try:
+        yield
+    finally:
+        _CHOICE.reset(token)

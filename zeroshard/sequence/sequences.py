@@ -21,6 +21,7 @@ from zeroshard.access.unsharded import home_of
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.layout.modules import Forwards
 from zeroshard.sequence.attention import CutAttention
 from zeroshard.sequence.batches import IGNORED, cut_batch, cut_in_turn, cut_loader, own_slice
 from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads
@@ -210,15 +211,13 @@ class Sequences:
             made.append(found)
             return found
 
-        own = head.__dict__.get("forward")
         # Run it in the head's own call: under policies that shard parameters, its weight has values only there.
-        head.forward = run  # type: ignore[method-assign, assignment]
+        forwards = Forwards()
+        forwards.replace(head, run)
         try:
             output = model(**inputs)
         finally:
-            del head.forward
-            if own is not None:
-                head.forward = own  # type: ignore[method-assign]
+            forwards.restore()
         logits = getattr(output, "logits", None)
         if len(made) != 1 or (logits is not made[0] and transform is None):
             raise UsageError(

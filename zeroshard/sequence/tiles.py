@@ -7,7 +7,6 @@ So its forward can run on some positions at a time, and again on each tile in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from zeroshard.errors import UsageError
+from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.sequence.batches import has_values
-from zeroshard.sequence.loss import Sums, as_now, refuse_second_backward
-from zeroshard.sequence.parts import parts
+from zeroshard.sequence.loss import Sums, as_now, parts, refuse_second_backward
 from zeroshard.torch_private import has_tensor_hooks
 
 _MIXES = (
@@ -44,26 +43,23 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
     """
     if tokens < 1:
         raise UsageError(f"tokens={tokens}: a tile has 1 position or more. Pass 1 or more, such as tokens=2048.")
-    return Tiles(_matching(model, [patterns] if isinstance(patterns, str) else patterns), tokens)
+    modules = modules_matching(model, patterns, "tile")
+    for name, module in modules.items():
+        _refuse_mixing(name, module)
+    return Tiles(modules, tokens)
 
 
 class Tiles:
     """The modules of a model that run in tiles."""
 
     def __init__(self, modules: dict[str, nn.Module], tokens: int) -> None:
-        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._forwards = Forwards()
         for name, module in modules.items():
-            own = module.__dict__.get("forward")
-            self._wrapped.append((module, own))
-            module.forward = _Tiled(name, module, module.forward, tokens)  # type: ignore[method-assign]
+            self._forwards.replace(module, _Tiled(name, module, module.forward, tokens))
 
     def remove(self) -> None:
         """Undo `tile`: the modules run whole again."""
-        for module, own in reversed(self._wrapped):
-            del module.forward
-            if own is not None:
-                module.forward = own  # type: ignore[method-assign]
-        self._wrapped.clear()
+        self._forwards.restore()
 
 
 class _Tiled:
@@ -192,23 +188,10 @@ class _Random:
             set_device_states(*self._others, device_type=self._device)
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matching = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}
-        if not matching:
-            raise UsageError(f"tile: no module of the model is called {pattern!r}. Use names of model.named_modules().")
-        found |= matching
-    outermost = {
-        name: module
-        for name, module in found.items()
-        if not any(name[:index] in found for index, letter in enumerate(name) if letter == ".")
-    }
-    for name, module in outermost.items():
-        for inner, one in module.named_modules():
-            if isinstance(one, _MIXES):
-                raise UsageError(
-                    f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one "
-                    "position needs others: name modules that work position by position, such as MLPs."
-                )
-    return outermost
+def _refuse_mixing(name: str, module: nn.Module) -> None:
+    for inner, one in module.named_modules():
+        if isinstance(one, _MIXES):
+            raise UsageError(
+                f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one "
+                "position needs others: name modules that work position by position, such as MLPs."
+            )

@@ -1,4 +1,4 @@
-"""Owns the list of optimizers that treat each element by itself, so that a parameter may be cut anywhere."""
+"""Owns the choice whether an optimizer needs parameters whole, and the refusal of those that no sharding is right for."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import torch
 
 from zeroshard.errors import UsageError
 from zeroshard.optim.several import Several
-
-ELEMENTWISE = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
-"""Classes of torch.optim and of ours whose update of an element depends only on that element's own history."""
-
-WHOLE = ("Adafactor", "Muon", "MuonWithAdamW")
-"""Classes of torch.optim and of ours whose update of an element depends on the parameter it lies in, and on no other."""
-
+from zeroshard.optim.states import KNOWN
 
 REFUSED = {
     "LBFGS": "looks at all parameters at once",
@@ -33,15 +25,15 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
         if base.__name__ in REFUSED:
             raise UsageError(
                 f"{cls.__name__} {REFUSED[base.__name__]}, and zeroshard shards dense parameters over ranks: the "
-                f"result would be wrong. Use one of {', '.join(ELEMENTWISE + WHOLE)}."
+                f"result would be wrong. Use one of {', '.join(KNOWN)}."
             )
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
     """Return whether optimizers of this class need each parameter whole in one shard; None if that is unknown."""
     for base in cls.__mro__:
-        if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in ELEMENTWISE + WHOLE:
-            return base.__name__ in WHOLE
+        if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in KNOWN:
+            return not KNOWN[base.__name__].elementwise
     return None
 
 
@@ -68,5 +60,5 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         f"zeroshard cuts parameters into shards, and {name} may need whole ones. If its update "
         "of an element uses nothing but that element's own gradient and state, pass elementwise=True; if it uses the "
         "parameter that the element lies in (its norm, its rows), pass elementwise=False, and no parameter is cut; in a config "
-        f'"zero_allow_untested_optimizer": true is the same. Or use one of {", ".join(ELEMENTWISE + WHOLE)}.'
+        f'"zero_allow_untested_optimizer": true is the same. Or use one of {", ".join(KNOWN)}.'
     )

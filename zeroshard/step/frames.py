@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
@@ -29,11 +30,43 @@ SUB_GROUP_NUMEL = 1 << 22
 """Elements of a sub-group, where the policy allows more: large enough for a disk, small enough that several fit in memory."""
 
 
+R = TypeVar("R", bound=Resident)
+
+
+def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
+    """Split residents into groups, in their order. With a ratio, some step on the accelerator: those have groups of their own.
+
+    Args:
+        limits: pairs of a weight and the most that the residents of one group may weigh together, unless it is a single one.
+    """
+    by_step: dict[Storage, list[R]] = {}
+    for resident in residents:
+        by_step.setdefault(resident.shard.step, []).append(resident)
+    groups: list[list[R]] = []
+    for stepping in by_step.values():
+        groups.append([])
+        used = [0] * len(limits)
+        for resident in stepping:
+            weights = [weigh(resident) for weigh, _ in limits]
+            sums = [before + weight for before, weight in zip(used, weights, strict=True)]
+            if any(before and now > most for before, now, (_, most) in zip(used, sums, limits, strict=True)):
+                groups.append([])
+                sums = weights
+            groups[-1].append(resident)
+            used = sums
+    return groups
+
+
+def numel_of(resident: Resident) -> int:
+    """Return the number of elements of a resident's shard."""
+    return resident.shard.numel
+
+
 class SubGroup:
     """The shards that one call updates in one frame."""
 
-    def __init__(self) -> None:
-        self.residents: list[Travelling] = []
+    def __init__(self, residents: list[Travelling]) -> None:
+        self.residents = residents
         self.frame: Frame | None = None
 
     @property
@@ -95,12 +128,10 @@ class Frames:
         numel = sum(resident.shard.numel for resident in self._residents)
         typical = math.ceil(sum(needs.values()) / max(numel, 1) * most)
         self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
-        self.groups: list[SubGroup] = []
+        fitting = packed(self._residents, (needs.__getitem__, self._frame_nbytes), (numel_of, most))
+        self.groups = [SubGroup(residents) for residents in fitting]
         """In the order of the step."""
         steps = dict.fromkeys(resident.shard.step for resident in self._residents)
-        for step in steps:
-            of_step = {resident: need for resident, need in needs.items() if resident.shard.step is step}
-            self.groups += self._pack(of_step, most)
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind
         frames = self._limit // max(self._frame_nbytes, 1) - 1
@@ -109,25 +140,6 @@ class Frames:
         frames = max(min(frames, len(self.groups)), 1)
         self._frames_left = {step: max(frames // len(steps), 1) for step in steps}
         self._free: dict[Storage, deque[Frame]] = {step: deque() for step in steps}
-
-    def _pack(self, needs: Mapping[Travelling, int], numel: int) -> list[SubGroup]:
-        """Split residents into groups that fit into a frame, of at most `numel` elements or of one resident.
-
-        Args:
-            needs: by resident, the bytes that it needs in a frame.
-        """
-        groups: list[SubGroup] = []
-        room = 0
-        left = 0
-        for resident, need in needs.items():
-            if not groups or need > room or resident.shard.numel > left:
-                groups.append(SubGroup())
-                room = self._frame_nbytes
-                left = numel
-            groups[-1].residents.append(resident)
-            room -= need
-            left -= resident.shard.numel
-        return groups
 
     def _refuse(self) -> None:
         offload = self._offload

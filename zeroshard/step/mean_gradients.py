@@ -15,13 +15,19 @@ from torch import Tensor
 from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.gradients.norm import scale_, sum_of_parts, sums_of_squares
 from zeroshard.step.shard_view import ShardView
+from zeroshard.storage.base import Storage
 from zeroshard.storage.buffers import BufferPool
 
 
 class MeanGradients:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self) -> None:
+    Args:
+        accelerator: the storage in which unsharded gradients lie, wherever the optimizer steps.
+    """
+
+    def __init__(self, accelerator: Storage) -> None:
+        self._accelerator = accelerator
         self.changes = 0
         """The number of changes, on any rank: the same number on every rank. The caller of `set` counts."""
         self.reset()
@@ -32,13 +38,12 @@ class MeanGradients:
         self._coefficients: list[float | Tensor] = []
 
     @contextmanager
-    def opened(self, shard: Shard, *, write: bool = False) -> Iterator[Tensor]:
-        """Open a shard's mean gradient, as it was reduced, in memory where the optimizer steps."""
-        shard.gradient.wait()
-        # Scratch that is not kept: the norm of a step needs none, see `Shard.squares`.
-        with shard.gradient.borrowed(
-            shard.step, BufferPool(shard.step.device, shard.step.room), write=write
-        ) as gradient:
+    def opened(self, shard: Shard, *, write: bool = False, where: Storage | None = None) -> Iterator[Tensor]:
+        """Open a shard's mean gradient, as it was reduced, in memory of `where`; default: where the optimizer steps."""
+        where = where or shard.step
+        shard.gradient.wait(where.device)
+        # Scratch that is not kept: the norm of a step needs none, see `_sums_of_squares`.
+        with shard.gradient.borrowed(where, BufferPool(where.device, where.room), write=write) as gradient:
             yield gradient
 
     def get(self, shard: Shard, view: ShardView) -> Tensor:
@@ -89,7 +94,7 @@ class MeanGradients:
         """Whether `scale` has left factors for later."""
         return bool(self._coefficients)
 
-    def settle(self, shards: Iterable[Shard]) -> None:
+    def apply_factors(self, shards: Iterable[Shard]) -> None:
         """Apply the factors that `scale` has left for later, before gradients of another backward are added."""
         for shard in shards:
             is_narrow = _is_narrow(shard)
@@ -122,23 +127,33 @@ class MeanGradients:
 
     def _sums_of_squares(self, shards: Sequence[Shard]) -> list[Tensor]:
         found: dict[Shard, Tensor] = {}
-        here = [shard for shard in shards if shard.squares is None and not _is_away(shard)]
+        # Each is summed where it is memory: whole gradients lie on the accelerator even where the CPU steps.
+        unknown = [shard for shard in shards if shard.squares is None and not self._is_scaled_later(shard)]
+        here = {shard: memory for shard in unknown if (memory := self._memory_of(shard)) is not None}
         with ExitStack() as stack:
-            gradients = [stack.enter_context(self.opened(shard)) for shard in here]
+            gradients = [stack.enter_context(self.opened(shard, where=memory)) for shard, memory in here.items()]
             found |= zip(here, sums_of_squares(gradients), strict=True)
         for shard in shards:
-            scaled = not _is_narrow(shard) and _is_away(shard) and bool(self._coefficients)
-            if shard.squares is not None and not scaled:
+            if shard.squares is not None and not self._is_scaled_later(shard):
                 found[shard] = shard.squares
             elif shard not in found:
                 with self.opened(shard) as gradient:
-                    if scaled:
+                    if not _is_narrow(shard):
                         for coefficient in self._coefficients:
                             scale_([gradient], coefficient)
                     found[shard] = sums_of_squares([gradient])[0]
             if _is_narrow(shard):
                 found[shard] = found[shard] * self._narrow_coefficient**2
         return [found[shard] for shard in shards]
+
+    def _is_scaled_later(self, shard: Shard) -> bool:
+        """Return whether `scale` has left factors that change the bits of the squares."""
+        return bool(self._coefficients) and not _is_narrow(shard) and _is_away(shard)
+
+    def _memory_of(self, shard: Shard) -> Storage | None:
+        """Return the storage in which the gradient is memory."""
+        places = (self._accelerator, shard.step)
+        return next((place for place in places if shard.gradient.memory_in(place) is not None), None)
 
 
 def _is_away(shard: Shard) -> bool:

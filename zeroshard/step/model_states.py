@@ -57,7 +57,7 @@ class Trained:
 
     def opened(self, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
         """Bring the shard to memory. With `write`, changes inside are stored. Without `read`, all of it must be overwritten."""
-        return self._step.opened(self.resident, write=write, read=read)
+        return self._step.sub_groups.opened(self.resident, write=write, read=read)
 
 
 class Frozen:
@@ -147,11 +147,10 @@ class Held:
 class ModelStates:
     """See the module's docstring. Made again at each use: of values that rest elsewhere it keeps at most one shard."""
 
-    def __init__(self, units: Sequence[Unit], step: ShardedStep | None, collectives: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
         self._step = step
         self._collectives = collectives
-        if step is not None:
-            step.refuse_parked("a look at model states")
+        step.schedule.refuse_parked("a look at model states")
         self._unit_of: dict[str, tuple[Unit, int]] = {}
         for unit in units:
             unit.settle_at_rest()
@@ -215,7 +214,7 @@ class ModelStates:
                 )
         if state == PARAMETERS:
             unit, index = self._find(fqn)
-            unit.take_masters([index])
+            unit.load_masters([index])
 
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
         """Gather a whole state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
@@ -266,7 +265,7 @@ class ModelStates:
             if not self._overwrite(held, state, flat[held.span.within(0)]):
                 raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(self.names(fqn))}.")
         if state == PARAMETERS:
-            unit.take_masters([index])
+            unit.load_masters([index])
 
     def restore(self, fqn: str, values: Mapping[str, Tensor | None]) -> None:
         """Set a parameter's master weights and optimizer states, if any, from whole tensors. Every rank must call it."""
@@ -277,9 +276,7 @@ class ModelStates:
         own = placement.part(master.detach()).reshape(-1)
         for held in self._parts(fqn):
             self._overwrite(held, PARAMETERS, own[held.span.within(0)])
-        self._find(fqn)[0].take_masters(())  # the user sees no change of the values
-        if self._step is None:
-            return
+        self._find(fqn)[0].load_masters(())  # the user sees no change of the values
         on_device = self._step.groups.counting_on_device()
         for held in self._parts(fqn):
             if held.view is None:
@@ -313,7 +310,7 @@ class ModelStates:
         """Return a state's tensor as `Held.tensor` does, including gradients."""
         if state != GRADIENTS:
             return held.tensor(state)
-        if self._step is None or held.view is None or not isinstance(held.shard, Trained):
+        if held.view is None or not isinstance(held.shard, Trained):
             return None
         if self._step.has_dropped(held.named.parameter):
             return None
@@ -322,7 +319,7 @@ class ModelStates:
     def _overwrite(self, held: Held, state: str, value: Tensor) -> bool:
         """Write a state's new values. Return whether the state exists."""
         if state == GRADIENTS:
-            if self._step is None or held.view is None or not isinstance(held.shard, Trained):
+            if held.view is None or not isinstance(held.shard, Trained):
                 return False
             self._step.gradients.set(held.shard.resident.shard, held.view, value)
             return True
@@ -337,11 +334,11 @@ class ModelStates:
 
     def _note_change(self, state: str) -> None:
         """Count a change of gradients, also on ranks without a part of them, so that all compute the norm again."""
-        if state == GRADIENTS and self._step is not None:
+        if state == GRADIENTS:
             self._step.gradients.changes += 1
 
     def _has_gradient(self, fqn: str) -> bool:
-        return self._step is not None and self._step.used().get(fqn, False)
+        return self._step.used().get(fqn, False)
 
     def _describe(self, fqn: str, state: str) -> dict[str, Any] | None:
         """Describe a state to the ranks that hold no part of it. Every rank must call it."""
@@ -385,15 +382,14 @@ def _refuse_different(fqn: str, state: str, value: Tensor, others: Collectives) 
         )
 
 
-def _holdings(units: Sequence[Unit], step: ShardedStep | None, collectives: Collectives) -> Iterator[Held]:
-    if step is not None:
-        for resident in step.residents():
-            shard = Trained(step, resident)
-            owner = collectives.owner(resident.shard.number)
-            for view in resident.views:
-                span = Span(view.named.fqn, view.parameter_start, view.parameter_start + view.numel)
-                state = step.state.get(view.value, {})
-                yield Held(view.named, span, owner, shard, view.start, view.value.dtype, state, view)
+def _holdings(units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> Iterator[Held]:
+    for resident in step.residents:
+        shard = Trained(step, resident)
+        owner = collectives.owner(resident.shard.number)
+        for view in resident.views:
+            span = Span(view.named.fqn, view.parameter_start, view.parameter_start + view.numel)
+            state = step.state.get(view.value, {})
+            yield Held(view.named, span, owner, shard, view.start, view.value.dtype, state, view)
     last: list[Frozen] = []
     for unit in units:
         if unit.trainable:

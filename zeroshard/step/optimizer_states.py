@@ -36,14 +36,14 @@ class OptimizerStates:
     def _state_dict(self) -> dict[str, Any]:
         """Return this rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
         step = self._step
-        step.refuse_parked("optimizer.state_dict()")
+        step.schedule.refuse_parked("optimizer.state_dict()")
         with self._groups.on_shards():
             whole = {**self._inner.state_dict(), SHARDS: _names_of_shards(self._groups.shards, step.views)}
         number_of = {id(value): number for number, value in enumerate(chain.from_iterable(self._groups.shards))}
-        for resident in step.residents():
+        for resident in step.residents:
             if resident.is_in_place:
                 continue
-            with step.opened(resident):
+            with step.sub_groups.opened(resident):
                 for view in resident.views:
                     state = step.state.get(view.value, {})
                     if state:
@@ -67,19 +67,19 @@ class OptimizerStates:
         return self._state_dict()
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._step.refuse_parked("optimizer.load_state_dict()")
+        self._step.schedule.refuse_parked("optimizer.load_state_dict()")
         self._groups.refuse_changes()
         _refuse_other_shards(state_dict, self._groups.shards, self._step.views)
-        self._step.settle()
+        self._step.sub_groups.settle()
         self._groups.enter_shards()
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._groups.leave_shards()
         self._step.forget_broken_step()
         self._take_states()
-        for resident in self._step.residents():
+        for resident in self._step.residents:
             resident.expect_new_states()
-            with self._step.opened(resident, write=True):  # what rests elsewhere goes there
+            with self._step.sub_groups.opened(resident, write=True):  # what rests elsewhere goes there
                 pass
 
     def _take_states(self) -> None:

@@ -67,7 +67,7 @@ class Parking:
             raise UsageError(
                 f"the model states are {', '.join(STATES)}, and {unknown[0]!r} is none of them. Name some of these."
             )
-        if self._schedule.parked:
+        if self._schedule.live.parked:
             raise UsageError("model states are parked already: call reload_states() first.")
         if self._schedule.awaits_step:
             raise UsageError("offload_states between backward and step: call step() first.")
@@ -78,7 +78,7 @@ class Parking:
             if "parameters" in wanted:
                 self._refuse_own_classes()
             self._schedule.settle()
-            self._step.settle()
+            self._step.sub_groups.settle()
             self._pool.clear()
             for unit in self._schedule.units:
                 unit.park(parameters="parameters" in wanted)
@@ -87,7 +87,7 @@ class Parking:
             self.reload()
             raise
         self._step.park(states="optimizer" in wanted)
-        self._schedule.parked = frozenset(wanted)
+        self._schedule.live.parked = frozenset(wanted)
         for one in pending:
             if not one.is_kept:
                 one.memory.free()
@@ -141,7 +141,7 @@ class Parking:
         for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
             if "parameters" in states:
                 yield from bucket.tensors("parameters")
-            if "optimizer" in states and bucket.has_copies:
+            if "optimizer" in states and bucket.at_rest.copies:
                 yield from bucket.tensors("master")
         if "optimizer" not in states:
             return
@@ -158,9 +158,9 @@ class Parking:
             self._parked.pop()
         for unit in self._schedule.units:
             unit.unpark()
-        if self._schedule.parked:
+        if self._schedule.live.parked:
             self._step.unpark()
-        self._schedule.parked = frozenset()
+        self._schedule.live.parked = frozenset()
         if self._storage is not None and self._storage is not self._storages.accelerator:
             self._storage.close()
         self._storage = None

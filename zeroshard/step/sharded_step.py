@@ -10,7 +10,7 @@ import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
 from operator import or_
@@ -30,6 +30,7 @@ from zeroshard.optim.states import states_per_parameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
+from zeroshard.step.gradient_operations import GradientOperations
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.options import DIGEST_NBYTES, GroupOptions
@@ -37,7 +38,6 @@ from zeroshard.step.replicas import Replicas
 from zeroshard.step.resident import Resident, placeholder
 from zeroshard.step.shard_view import ShardView
 from zeroshard.step.sub_groups import SubGroups
-from zeroshard.step.taken_gradients import TakenGradients
 from zeroshard.step.travelling import resident_of
 from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
@@ -76,22 +76,23 @@ class ShardedStep:
         """A step broke off, and another was taken since: parameters are still of two steps."""
         self._overflow = False
         self._norm: float | Tensor | None = None
-        self._schedule = schedule
+        self.schedule = schedule
         self._collectives = context.collectives
         self._everyone = context.everyone
         self._others = context.others
         self._policy = context.policy
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
-        self._mean_gradients = MeanGradients()
+        self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
-        self._taken: TakenGradients | None = None
+        self._taken: GradientOperations | None = None
         """The operations on gradients in this step, if there was one."""
-        schedule.set_gradient_operation(self._operate)
-        schedule.on_later_gradients(self._before_later_gradients)
+        context.live.gradient_operation = self._operate
+        context.live.before_later_gradients = self._before_later_gradients
         self._whole_parameters = context.whole_parameters
         self.views: list[ShardView] = []
-        self._residents: list[Resident] = []
+        self.residents: list[Resident] = []
+        """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._optimizers = [
             UsersOptimizer(one, self._step_of, self._zero_grad_of, lambda: schedule.gradients_taken)
@@ -148,7 +149,7 @@ class ShardedStep:
     @property
     def is_stepping(self) -> bool:
         """Whether a step is running, including its driver's part, or one broke off since model states were loaded."""
-        return self._is_driven or self._schedule.is_stepping or self._broke_off
+        return self._is_driven or self.schedule.is_stepping or self._broke_off
 
     def refuse_inside(self) -> None:
         """Raise where model states are of two steps, so that no file may have them."""
@@ -160,16 +161,16 @@ class ShardedStep:
 
     def forget_broken_step(self) -> None:
         """Model states were loaded: they are of one step again."""
-        self._schedule.is_stepping = False
+        self.schedule.is_stepping = False
         self._broke_off = False
 
     def lay_out(self) -> None:
         """Find the shards of the schedule's units that this rank updates. Existing views keep their tensors."""
-        before = {id(resident.shard): resident for resident in self._residents}
-        trainable = [unit for unit in self._schedule.units if unit.trainable]
+        before = {id(resident.shard): resident for resident in self.residents}
+        trainable = [unit for unit in self.schedule.units if unit.trainable]
         self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
         flag_of = {flag: number for number, flag in enumerate(self._flags)}
-        self._residents = []
+        self.residents = []
         self._unit_of: dict[Resident, Unit] = {}
         for unit in trainable:
             for shard in unit.optimizer_shards():
@@ -181,15 +182,15 @@ class ShardedStep:
                 ]
                 resident = there or resident_of(shard, views, self.inner)
                 resident.views = views
-                self._residents.append(resident)
+                self.residents.append(resident)
                 self._unit_of[resident] = unit
         self._taken = None
-        self.views = [view for resident in self._residents for view in resident.views]
+        self.views = [view for resident in self.residents for view in resident.views]
         self.parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
             parameter: [] for parameters in self.groups.ids for parameter in parameters
         }
         """This rank's parts of each parameter that the optimizer lists, by the parameter's `id`."""
-        for resident in self._residents:
+        for resident in self.residents:
             for view in resident.views:
                 self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
         self.groups.shards = [
@@ -200,11 +201,11 @@ class ShardedStep:
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
         states = states_per_parameter(self.inner)
-        self._sub_groups = SubGroups(self._residents, self._policy, states)
-        for resident in self._residents:
+        self.sub_groups = SubGroups(self.residents, self._policy, states)
+        for resident in self.residents:
             new = [view for view in resident.views if view.value not in self.inner.state and self._first_state(view)]
             if new:
-                with self._sub_groups.opened(resident, write=True):
+                with self.sub_groups.opened(resident, write=True):
                     self.inner.state.update({view.value: self._first_state(view) for view in new})
 
     def _first_state(self, view: ShardView) -> dict[str, Any]:
@@ -252,14 +253,14 @@ class ShardedStep:
         self._agree_on_used()
         self._dropped.refuse_later_backward()  # after gradients that the user set were taken, before any update
         self.steps_begun += 1
-        self._broke_off |= self._schedule.is_stepping
-        self._schedule.begin_step()
+        self._broke_off |= self.schedule.is_stepping
+        self.schedule.begin_step()
         steps = self._flags_that_step(users)
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
-        left = Counter(self._unit_of[resident] for resident in self._residents)
+        left = Counter(self._unit_of[resident] for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration: that of this rank's forward may be another than on other ranks.
-        waiting = deque(unit for unit in self._schedule.units if unit.trainable)
+        waiting = deque(unit for unit in self.schedule.units if unit.trainable)
 
         def sync(residents: list[Resident]) -> None:
             # Each in its turn, however this rank cuts its sub-groups.
@@ -267,11 +268,11 @@ class ShardedStep:
             while waiting and not left[waiting[0]]:
                 unit = waiting.popleft()
                 unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
-                self._schedule.sync_parameters(unit)
+                self.schedule.sync_parameters(unit)
 
-        if not self._residents:
+        if not self.residents:
             self.step_inner(users)  # nothing to update; a `NoOptimizer` says so
-        for residents in self._sub_groups.run(sync):
+        for residents in self.sub_groups.run(sync):
             # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
             for group, options in zip(self.inner.param_groups, before, strict=True):
                 for key in group.keys() - options.keys() - {"params"}:
@@ -283,7 +284,7 @@ class ShardedStep:
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
-        self._schedule.end_step()
+        self.schedule.end_step()
         return None
 
     def step_inner(self, users: UsersOptimizer | None = None) -> None:
@@ -304,7 +305,7 @@ class ShardedStep:
             if one.optimizer is optimizer:
                 one.keep_places()
                 return
-        unlisted = self._schedule.unlisted()
+        unlisted = self.schedule.unlisted()
         if not unlisted:
             return
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
@@ -351,9 +352,9 @@ class ShardedStep:
         self._dropped.reset()
         self._mean_gradients.reset()
         self._taken = None
-        self._schedule.forget_gradients()
-        if not self._schedule.parked:
-            self._sub_groups.prefetch()
+        self.schedule.forget_gradients()
+        if not self.schedule.live.parked:
+            self.sub_groups.prefetch()
 
     def _zero_grad_of_all(self, set_to_none: bool = True) -> None:
         self.zero_grad()
@@ -390,11 +391,11 @@ class ShardedStep:
         norm = self._norm = self._exchange(norm=True) / loss_scale
         if max_norm is not None or loss_scale != 1.0:
             coefficient = coefficient_of(norm, max_norm, loss_scale)
-            self.gradients.scale((resident.shard for resident in self._residents), coefficient)
+            self.gradients.scale((resident.shard for resident in self.residents), coefficient)
         return norm
 
     def _operate(self, flag: tuple[Unit, int], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on a parameter's `grad`, see `TakenGradients.operate`."""
+        """Run one of torch's operations on a parameter's `grad`, see `GradientOperations.operate`."""
         self._dropped.refuse(f"{name} of a gradient")
         if self.loss_scale != 1.0:
             unit, index = flag
@@ -410,10 +411,10 @@ class ShardedStep:
             )
         return self._operations().operate(flag, name, args, kwargs)
 
-    def _operations(self) -> TakenGradients:
+    def _operations(self) -> GradientOperations:
         if self._taken is None:
-            self._taken = TakenGradients(
-                self._schedule, self._context, self._mean_gradients, self._flags, self._residents
+            self._taken = GradientOperations(
+                self.schedule, self._context, self._mean_gradients, self._flags, self.residents
             )
         return self._taken
 
@@ -421,15 +422,15 @@ class ShardedStep:
         """Apply factors of the mean before gradients of another microbatch, which they must not multiply, are added."""
         has_factors = self._taken is not None and self._taken.has_factors
         if has_factors or self._mean_gradients.is_to_be_scaled:
-            self._schedule.reductions.land()
-            self.gradients.settle(resident.shard for resident in self._residents)
+            self.schedule.reductions.land()
+            self.gradients.apply_factors(resident.shard for resident in self.residents)
 
     def not_finite(self) -> tuple[str, ...]:
         """Return the fqns of parameters whose gradient has an infinite or NaN element. Every rank must call it."""
-        self._schedule.finish_gradients()
+        self.schedule.finish_gradients()
         own = bytearray(len(self._flags))
         looks: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for resident in self._residents:
+        for resident in self.residents:
             with self.gradients.opened(resident.shard) as gradient:
                 for view in resident.views:
                     part = gradient[view.start : view.start + view.numel]
@@ -460,8 +461,8 @@ class ShardedStep:
 
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
-        is_known = self._used_at == self._schedule.gradients_taken and not self._changed
-        if self._schedule.asks_for_gradients() or not is_known:
+        is_known = self._used_at == self.schedule.gradients_taken and not self._changed
+        if self.schedule.asks_for_gradients() or not is_known:
             self._exchange(norm=False)
         if self._taken is not None:
             self._taken.apply_factors()
@@ -471,21 +472,9 @@ class ShardedStep:
         """The parameters whose gradients the user has changed on this rank, by number, since ranks last agreed on these."""
         return set() if self._taken is None else self._taken.changed
 
-    def residents(self) -> Iterator[Resident]:
-        """Yield the shards that this rank updates, with their parts by parameter."""
-        yield from self._residents
-
-    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
-        """Bring master weights and states of one shard to memory inside the block. See `SubGroups.opened`."""
-        return self._sub_groups.opened(resident, write=write, read=read)
-
-    def settle(self) -> None:
-        """Wait until every state is at rest, and raise any error of its transfer."""
-        self._sub_groups.settle()
-
     def park(self, *, states: bool) -> None:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
-        for resident in self._residents:
+        for resident in self.residents:
             resident.park()
         kept = [value for state in self.state.values() for value in state.values()] if states else []
         self._parked = [(value, value.data) for value in kept if isinstance(value, Tensor) and value.ndim]
@@ -494,7 +483,7 @@ class ShardedStep:
 
     def unpark(self) -> None:
         """Attach the parked states again."""
-        for resident in self._residents:
+        for resident in self.residents:
             resident.unpark()
         for value, memory in self._parked:
             value.data = memory
@@ -502,32 +491,19 @@ class ShardedStep:
 
     def kept_in(self, storage: Storage) -> list[Tensor]:
         """List the tensors that the optimizer keeps in the memory of `storage`."""
-        here = [r for r in self._residents if r.shard.step is storage and r.shard.home is storage]
+        here = [r for r in self.residents if r.shard.step is storage and r.shard.home is storage]
         kept = [value for r in here for view in r.views for value in self.state.get(view.value, {}).values()]
         return [value for value in kept if isinstance(value, Tensor)]
-
-    def refuse_parked(self, what: str) -> None:
-        """Raise if any model states are parked while `what` runs."""
-        self._schedule.refuse_parked(what)
-
-    def abandon(self) -> None:
-        """Drop transfers that an error left behind, before states are loaded again."""
-        self._sub_groups.abandon()
-
-    @property
-    def frames_nbytes(self) -> int:
-        """The bytes of the frames through which offloaded states pass in a step."""
-        return self._sub_groups.nbytes
 
     def _exchange(self, norm: bool) -> float | Tensor:
         """Exchange the parameters that ranks used or wrote and, with `norm`, the norm, in one small message. Return the norm."""
         if norm:
             self._dropped.refuse("a gradient norm")
-        self._schedule.finish_gradients()
+        self.schedule.finish_gradients()
         sums = (
-            self.gradients.squares_by_shard([one.shard for one in self._residents if self._counts(one)]) if norm else {}
+            self.gradients.squares_by_shard([one.shard for one in self.residents if self._counts(one)]) if norm else {}
         )
-        written = {unit: unit.written(owners_follow=True) for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
             (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
@@ -537,7 +513,7 @@ class ShardedStep:
         own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
         digest = self._options.digest()
         if self.replicas is not None:
-            digest += self.replicas.digest(self._residents)
+            digest += self.replicas.digest(self.residents)
         by_rank, messages = self._everyone.exchange_values(
             own, digest + own_flags, "the gradient norm and the flags of used parameters"
         )
@@ -550,8 +526,8 @@ class ShardedStep:
             self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
-            unit.take_written()
-        self._used_at = self._schedule.gradients_taken
+            unit.spread_owners_values()
+        self._used_at = self.schedule.gradients_taken
         if not norm:
             return 0.0
         # An unsharded optimizer holds every shard, bit for bit the same as its owner's.

@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from zeroshard.policy import Policy
-from zeroshard.step.frames import SUB_GROUP_NUMEL, Frames
+from zeroshard.step.frames import SUB_GROUP_NUMEL, Frames, numel_of, packed
 from zeroshard.step.resident import Resident
 from zeroshard.step.travelling import Travelling
 
 LENT_NUMEL = 1 << 26
 """Elements whose gradients are lent at once where they have fewer digits than what they update, and are cast for it: 256 MiB."""
+
+
+def _cast_numel(resident: Resident) -> int:
+    return resident.shard.numel if resident.gradient_parts is None else 0
 
 
 class SubGroups:
@@ -40,8 +44,9 @@ class SubGroups:
             else:
                 here.append(resident)
         most = min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)
-        self._in_place = [group for one in _by_step(here) for group in _lent_together(one)]
-        self._in_place += [group for one in _by_step(copied) for group in _of_at_most(one, most)]
+        self._in_place = packed(here, (_cast_numel, LENT_NUMEL))
+        # A part is copied while the next is updated.
+        self._in_place += packed(copied, (numel_of, most))
         self._frames = Frames(travelling, policy, states)
 
     @property
@@ -108,38 +113,3 @@ class SubGroups:
         for resident in self._residents:
             resident.abandon()
         self._frames.forget()
-
-
-def _by_step(residents: Sequence[Resident]) -> list[list[Resident]]:
-    """Group residents by the place of the optimizer's step. With a ratio, some step on the accelerator."""
-    found: dict[object, list[Resident]] = {}
-    for resident in residents:
-        found.setdefault(resident.shard.step, []).append(resident)
-    return list(found.values())
-
-
-def _lent_together(residents: Sequence[Resident]) -> list[list[Resident]]:
-    """Split residents so that each part casts at most `LENT_NUMEL` elements of gradients, or those of one resident."""
-    groups: list[list[Resident]] = [[]]
-    cast = 0
-    for resident in residents:
-        numel = resident.shard.numel if resident.gradient_parts is None else 0
-        if cast and cast + numel > LENT_NUMEL:
-            groups.append([])
-            cast = 0
-        groups[-1].append(resident)
-        cast += numel
-    return [group for group in groups if group]
-
-
-def _of_at_most(residents: Sequence[Resident], numel: int) -> list[list[Resident]]:
-    """Split residents into parts of at most `numel` elements, or of one resident: a part is copied while the next is updated."""
-    groups: list[list[Resident]] = []
-    left = 0
-    for resident in residents:
-        if not groups or resident.shard.numel > left:
-            groups.append([])
-            left = numel
-        groups[-1].append(resident)
-        left -= resident.shard.numel
-    return groups

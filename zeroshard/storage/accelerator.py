@@ -59,14 +59,14 @@ class AcceleratorStorage(DeviceStorage):
                 return PagedBuffer(label, numel, dtype, self._pages)
         return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
-    def park_at_most(self, nbytes: int) -> None:
+    def keep_freed_at_most(self, nbytes: int) -> None:
         if self._pages is not None:
             self._pages.limit_nbytes = nbytes
             self._pages.trim()
 
     @property
-    def parked_nbytes(self) -> int:
-        return 0 if self._pages is None else self._pages.parked_nbytes
+    def freed_nbytes(self) -> int:
+        return 0 if self._pages is None else self._pages.freed_nbytes
 
     def has_room(self, nbytes: int) -> bool:
         if self.device.type == "cpu":

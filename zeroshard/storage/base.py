@@ -192,12 +192,12 @@ class DeviceStorage(MemoryStorage):
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
         """Make zeros [numel] whose memory can be given back: at little cost, where the buffer `comes_and_goes` often."""
 
-    def park_at_most(self, nbytes: int) -> None:
+    def keep_freed_at_most(self, nbytes: int) -> None:
         """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
         return
 
     @property
-    def parked_nbytes(self) -> int:
+    def freed_nbytes(self) -> int:
         """The number of bytes that are kept in this way."""
         return 0
 

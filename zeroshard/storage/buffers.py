@@ -31,11 +31,16 @@ from zeroshard.torch_private import storage_users
 
 
 class FlatBuffer(ABC):
-    """A 1-D tensor [numel] with memory until `free`. `label` is for warnings and errors."""
+    """A 1-D tensor [numel] with memory until `free`. `label` is for warnings and errors.
+
+    Attributes:
+        kept_count: how often `free` gave nothing back, since somebody else looked at the memory.
+    """
 
     def __init__(self, label: str, tensor: Tensor) -> None:
         self.label = label
         self.tensor = tensor
+        self.kept_count = 0
         self._own_uses: int | None = None
 
     def view(self, start: int, shape: torch.Size) -> Tensor:
@@ -55,8 +60,12 @@ class FlatBuffer(ABC):
         """Give the memory back, if nobody else looks at it. See [Note: freed storage]."""
         if self._own_uses is None:  # nobody else has seen it yet
             self._own_uses = self._uses
-        if self.nbytes and self._uses <= self._own_uses:
+        if not self.nbytes:
+            return
+        if self._uses <= self._own_uses:
             self._give_back()
+        else:
+            self.kept_count += 1
 
     @final
     def allocate(self) -> None:

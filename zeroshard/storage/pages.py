@@ -1,6 +1,6 @@
 """Owns memory of a CPU whose pages come and go while its addresses stay: ranges, and the pool of pages that one model keeps.
 
-[Note: parked pages]
+[Note: freed pages]
 Memory that goes to the kernel and comes back costs a page fault, and zeros, for each page: 35 ms for 64 MiB. So the pages of a
 resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages aside and pages of units together are
 never more than units held at once before, nor than `limit_nbytes`; further pages go to the kernel.
@@ -25,17 +25,17 @@ BLOCK_NBYTES = 64 << 20
 
 
 class Pages:
-    """The pool of one model. See [Note: parked pages].
+    """The pool of one model. See [Note: freed pages].
 
     Attributes:
-        limit_nbytes: what is parked and what units hold are at most so much together, as far as that is for `Pages` to say.
+        limit_nbytes: freed pages and what units hold are at most so much together, as far as that is for `Pages` to say.
     """
 
     def __init__(self, kernel: KernelMemory) -> None:
         self.kernel = kernel
         self.limit_nbytes = 0
         self._held = self._most_held = 0
-        self._parked: dict[int, list[int]] = {}
+        self._freed: dict[int, list[int]] = {}
         """Addresses of pages that wait, by size."""
         self._empty: dict[int, list[int]] = {}
         """Addresses where pages have waited, by size."""
@@ -44,9 +44,9 @@ class Pages:
         weakref.finalize(self, _unmap_all, kernel, self._all).atexit = False
 
     @property
-    def parked_nbytes(self) -> int:
-        """The number of bytes of pages that are parked."""
-        return sum(size * len(addresses) for size, addresses in self._parked.items())
+    def freed_nbytes(self) -> int:
+        """The number of bytes of freed pages that are kept."""
+        return sum(size * len(addresses) for size, addresses in self._freed.items())
 
     def hold(self, nbytes: int) -> None:
         """Count the bytes that a unit holds from now on; a negative number: no longer."""
@@ -54,26 +54,26 @@ class Pages:
         self._most_held = max(self._most_held, self._held)
 
     def trim(self) -> None:
-        """Give parked pages above the limit to the kernel. Odd sizes, which fit fewer units, go first."""
+        """Give freed pages above the limit to the kernel. Odd sizes, which fit fewer units, go first."""
         over = -self._room
         if over <= 0:
             return
-        for size in sorted(self._parked):
-            while over > 0 and self._parked[size]:
-                address = self._parked[size].pop()
+        for size in sorted(self._freed):
+            while over > 0 and self._freed[size]:
+                address = self._freed[size].pop()
                 self.kernel.hide(address, size)
                 self._empty.setdefault(size, []).append(address)
                 over -= size
 
     @property
     def _room(self) -> int:
-        return min(self.limit_nbytes, self._most_held) - self._held - self.parked_nbytes
+        return min(self.limit_nbytes, self._most_held) - self._held - self.freed_nbytes
 
     def put(self, address: int, nbytes: int) -> None:
         """Put memory of undefined content at these reserved addresses."""
-        parked = self._parked.get(nbytes)
-        if parked:
-            source = parked.pop()
+        freed = self._freed.get(nbytes)
+        if freed:
+            source = freed.pop()
             try:
                 self.kernel.move(source, address, nbytes)
             except OSError:  # too many mappings, say
@@ -96,7 +96,7 @@ class Pages:
         except OSError:
             self._empty[nbytes].append(target)
             return
-        self._parked.setdefault(nbytes, []).append(target)
+        self._freed.setdefault(nbytes, []).append(target)
 
     def _place(self, nbytes: int) -> int:
         empty = self._empty.setdefault(nbytes, [])

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.access.unsharded import unsharded
@@ -157,63 +156,3 @@ def train(
     run = Run(torch.stack(losses).float(), whole, buffers, norms, memory, formula, sent, times)
     sharded.remove()
     return run
-
-
-def train_ddp(rank: int, workload: Workload) -> Run:
-    """The same under torch's DistributedDataParallel."""
-    model, optimizer = workload.build()
-    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    losses = []
-    for step in range(workload.steps):
-        for microbatch in range(workload.microbatches):
-            ddp.require_backward_grad_sync = microbatch == workload.microbatches - 1
-            loss = workload.compute_loss(ddp, workload.make_batch(rank, step * workload.microbatches + microbatch))
-            (loss / workload.microbatches).backward()
-            losses.append(loss.detach())
-        if workload.max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), workload.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(torch.stack(losses).float(), whole_parameters(model))
-
-
-def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
-    """The oracle: a plain PyTorch loop in one process over every rank's batches.
-
-    The gradient of a step is the sum over ranks, in rank order, of each rank's sum over microbatches, divided by the number of
-    ranks. Under a policy with unsharded gradients, an optimizer that is not fused gives the same bits.
-    """
-    model, optimizer = workload.build()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    losses = []
-    for step in range(workload.steps):
-        totals: list[Tensor | None] = [None] * len(parameters)
-        for other in range(world_size):
-            for microbatch in range(workload.microbatches):
-                batch = workload.make_batch(other, step * workload.microbatches + microbatch)
-                loss = workload.compute_loss(model, batch)
-                (loss / workload.microbatches).backward()
-                if other == rank:
-                    losses.append(loss.detach())
-            for index, parameter in enumerate(parameters):
-                if parameter.grad is not None:
-                    total = totals[index]
-                    totals[index] = parameter.grad if total is None else total + parameter.grad
-                    parameter.grad = None
-        for parameter, total in zip(parameters, totals, strict=True):
-            parameter.grad = None if total is None else total / world_size
-        if workload.max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, workload.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(torch.stack(losses).float(), whole_parameters(model), buffers_of(model))
-
-
-def ranks_agree(run: Run) -> bool:
-    """Whether every rank ended with the same parameters as rank 0, to the last bit."""
-    for value in run.parameters.values():
-        first = value.clone()
-        dist.broadcast(first, src=0)
-        if not torch.equal(first, value):
-            return False
-    return True

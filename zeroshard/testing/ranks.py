@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import io
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -18,7 +17,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -94,19 +92,6 @@ def run_ranks(
         if reports:
             raise RankError(f"{len(reports)} of {world_size} ranks failed\n" + "\n".join(reports))
         return [torch.load(folder / f"result.{rank}", weights_only=True) for rank in range(world_size)]
-
-
-def free_port() -> int:
-    """Return a port of the loopback that nobody listens on now.
-
-    It is below the ports that the system gives to connections: one of those might be taken before the caller listens.
-    """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = secrets.choice(range(first // 2, first))
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _child(

@@ -188,7 +188,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Update this rank's shards of some buckets, and start to gather them, for DDP's hooks.
 
         Returns:
-            A function that waits until the parameters are whole and current.
+            A function that A function that waits until the parameters are whole and current.
         """
         self._local_step(buckets, gradient_of)
         return self.start_gather(buckets)

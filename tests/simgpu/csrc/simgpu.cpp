@@ -126,6 +126,9 @@ PYBIND11_MODULE(_simgpu, module) {
     simgpu::streams().at(stream)->launch(std::move(run));
   });
   module.def("set_patience", [](int64_t milliseconds) { simgpu::patience_ms() = milliseconds; });
+  module.def("pack_blocks", [] { simgpu::Allocator::instance().pack(); });
+  module.def("pinned", [] { return simgpu::PinnedAllocator::instance().counts(); });
+  module.def("reset_pinned", [] { simgpu::PinnedAllocator::instance().reset_peak_stats(); });
   module.def("on_cpu", [](const at::Tensor& tensor) { return simgpu::on_cpu(tensor); });
   module.def("counts", [] {
     std::lock_guard<std::mutex> lock(counters().mutex);

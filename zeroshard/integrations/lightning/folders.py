@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.schedule.kept_in_memory import state_dict_in_memory
+from zeroshard.schedule.state_dicts import state_dict_in_memory
 from zeroshard.sharded import Sharded
 
 _TAG = "checkpoint"

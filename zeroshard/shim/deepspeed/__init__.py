@@ -126,7 +126,6 @@ def _data_parallel_group(mpu: Any) -> Any:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="Read by scripts alone.")
     group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON configuration file.")

@@ -19,12 +19,10 @@ class ZeRORuntimeException(Exception):
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Return True for any torch optimizer."""
     return hasattr(optimizer, "param_groups")
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Return whether torch's version is between two others."""
     from packaging.version import Version
 
     own = Version(Version(torch.__version__).base_version)
@@ -42,12 +40,10 @@ def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(parameter: Tensor) -> bool:
-    """Return whether a parameter belongs to an expert that other ranks do not have."""
     return False
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """Return the groups as they are."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
 
 

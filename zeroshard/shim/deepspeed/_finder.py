@@ -40,12 +40,10 @@ def fill(module: ModuleType) -> None:
 
 
 def _is_of(value: object, module: str) -> bool:
-    """Whether a function or a class belongs to a module."""
     return hasattr(value, "__qualname__") and getattr(value, "__module__", None) == module
 
 
 def _places(names: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (module, the name here, the name there)."""
     home = ""
     for word in names.split():
         name, _, theirs = word.partition("=")

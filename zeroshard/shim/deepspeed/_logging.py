@@ -53,7 +53,6 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
 
 
 def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message as `log_dist` does, the first time only."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 

@@ -30,7 +30,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def empty_cache() -> None:
-    """Release the accelerator's cached memory."""
     get_accelerator().empty_cache()
 
 
@@ -41,7 +40,6 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
 
 
 def number_of_parameters(model: nn.Module) -> int:
-    """Count the elements of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -102,7 +100,7 @@ def estimate_zero2_model_states_mem_needs(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return (bytes of a machine's CPU memory, of a rank's accelerator)."""
+    """Return Return (bytes of a machine's CPU memory, of a rank's accelerator).."""
     need = _need(2, total_params, 0, (num_gpus_per_node, num_nodes), cpu_offload)
     return int(need.host * additional_buffer_factor), int(need.accelerator)
 
@@ -110,7 +108,6 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print a table of the needs of model states at stage 2."""
     machine = (num_gpus_per_node, num_nodes)
     _print_head(f"{int(total_params / 1e6)}M total params", machine)
     for offload in (True, False):
@@ -121,7 +118,6 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of a model."""
     estimate_zero2_model_states_mem_needs_all_cold(
         number_of_parameters(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -131,7 +127,7 @@ def estimate_zero3_model_states_mem_needs(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     cpu_offload_params: bool = True, zero_init: bool = True, additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return (bytes of a machine's CPU memory, of a rank's accelerator, and of these of the largest layer)."""
+    """Return Return (bytes of a machine's CPU memory, of a rank's accelerator, and of these of the largest layer).."""
     machine = (num_gpus_per_node, num_nodes)
     need = _need(
         3, total_params, largest_layer_params, machine, cpu_offload, cpu_offload and cpu_offload_params, zero_init
@@ -143,7 +139,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:  # fmt: skip
-    """Print a table of the needs of model states at stage 3."""
     machine = (num_gpus_per_node, num_nodes)
     largest = f"{int(largest_layer_params / 1e6)}M largest layer params"
     _print_head(f"{int(total_params / 1e6)}M total params, {largest}", machine)
@@ -157,7 +152,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of a model."""
     total, largest = model_to_params(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor

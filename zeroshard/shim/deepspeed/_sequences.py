@@ -31,15 +31,12 @@ class SequenceGroups:
         self.sequences = Sequences(self._mesh)
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return the ranks that hold a sequence with this one."""
         return self._mesh.get_group()
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Return the number of ranks that hold a sequence together."""
         return self.sequences.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return the number of this rank's slice."""
         return self.sequences.rank
 
     def get_data_parallel_group(self) -> Any:

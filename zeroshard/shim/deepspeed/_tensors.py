@@ -33,7 +33,6 @@ def _clone(item: Any, device: torch.device, copies: dict[Any, torch.Tensor]) -> 
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Return the path at which DeepSpeed keeps a model-parallel rank's weights."""
     return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
 
 

@@ -173,10 +173,8 @@ class DeepSpeedAccelerator:
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Return the accelerator of this process."""
     return DeepSpeedAccelerator()
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True, on all that torch runs on."""
     return True

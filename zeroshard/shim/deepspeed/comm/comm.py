@@ -12,7 +12,6 @@ from zeroshard.launch import init_distributed as _init_distributed
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined its ranks."""
     tell_backend()
     return dist.is_initialized()
 
@@ -34,22 +33,18 @@ def configure(*args: Any, **kwargs: Any) -> None:
 
 
 def get_world_group() -> Any:
-    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the rank among all of a rank of a group."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the ranks among all of a group's."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Return True: torch has it."""
     return True
 
 

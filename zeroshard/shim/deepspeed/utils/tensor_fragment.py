@@ -1,4 +1,7 @@
-"""Model states by parameter: `zeroshard.parameter_states` under DeepSpeed's names. They work under every stage."""
+"""Model states by parameter: `zeroshard.parameter_states` under DeepSpeed's names. They work under every stage.
+
+`full` is the whole of a state, on every rank; `local` this rank's elements, 1-D. Both are copies.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,10 @@ def _full(param: Tensor, state: str) -> Tensor | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole master weights, on every rank."""
     return _full(param, _PARAMETERS)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a whole state of the optimizer, on every rank."""
     return _full(param, optim_state_key)
 
 
@@ -52,17 +53,14 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set master weights: every rank takes its part of a whole tensor."""
     zeroshard.parameter_states(param).set(value, _PARAMETERS)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a state of the optimizer: every rank takes its part of a whole tensor."""
     zeroshard.parameter_states(param).set(value, optim_state_key)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set a gradient: every rank takes its part of a whole tensor."""
     zeroshard.parameter_states(param).set(value, _GRADIENTS)
 
 
@@ -89,24 +87,20 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite this rank's elements of a parameter's master weights."""
     zeroshard.parameter_states(param).set_flat(value, _PARAMETERS)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite this rank's elements of a parameter's gradient."""
     zeroshard.parameter_states(param).set_flat(value, _GRADIENTS)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Overwrite this rank's elements of a state of the optimizer."""
     zeroshard.parameter_states(param).set_flat(value, optim_state_key)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
 ) -> None:
-    """Replace each parameter's gradient by what the function makes of it."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

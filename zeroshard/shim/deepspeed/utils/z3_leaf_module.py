@@ -16,22 +16,18 @@ _marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
     return _marks.get(model, False)
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether a parameter lies in a marked module."""
     return any(parameter is model for module, is_leaf in _marks.items() if is_leaf for parameter in module.parameters())
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or unmark it."""
     _marks[model] = flag
 
 
@@ -69,7 +65,6 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules` of these classes."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 

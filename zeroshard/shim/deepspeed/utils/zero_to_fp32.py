@@ -23,7 +23,6 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
-    """Load it into a model, on the CPU."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -51,14 +50,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Folder, output_dir: Folder, max_shard_size: str | int | None = "5GB", safe_serialization: bool = False,
     tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """The same, in fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint_dir", help="the folder of checkpoints")
     parser.add_argument("output_dir", help="the folder to write to")

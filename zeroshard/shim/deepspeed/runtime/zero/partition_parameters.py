@@ -88,7 +88,6 @@ def _states(parameter: Any) -> zeroshard.ParameterStates:
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Return whether a parameter belongs to a model at stage 3."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
@@ -195,7 +194,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`."""
     borrowed = _external.get(module, WeakIdKeyDictionary()).pop(parameter, None)
     if borrowed is None:
         raise RuntimeError(f"this parameter was not registered with {type(module).__name__}.")

@@ -32,7 +32,7 @@ Flag = tuple[Unit, int]
 """A trainable parameter: its unit, and its index there."""
 
 
-class TakenGradients:
+class GradientOperations:
     """The operations of one step, made for the first of them. See the module's docstring.
 
     Args:
@@ -306,15 +306,15 @@ def _number(value: Any) -> float | None:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "linalg_vector_norm": TakenGradients._norm,
-    "norm": TakenGradients._p_norm,
-    "mul_": TakenGradients._multiply,
-    "__imul__": TakenGradients._multiply,
-    "div_": TakenGradients._divide,
-    "__itruediv__": TakenGradients._divide,
-    "clamp_": TakenGradients._clamp,
-    "clamp_min_": TakenGradients._clamp_min,
-    "clamp_max_": TakenGradients._clamp_max,
+    "linalg_vector_norm": GradientOperations._norm,
+    "norm": GradientOperations._p_norm,
+    "mul_": GradientOperations._multiply,
+    "__imul__": GradientOperations._multiply,
+    "div_": GradientOperations._divide,
+    "__itruediv__": GradientOperations._divide,
+    "clamp_": GradientOperations._clamp,
+    "clamp_min_": GradientOperations._clamp_min,
+    "clamp_max_": GradientOperations._clamp_max,
 }
 """The operations, by torch's names for them."""
 _SIGNATURES = {name: inspect.signature(operation) for name, operation in _OPERATIONS.items()}

@@ -1,0 +1,152 @@
+"""Writes the pages of docs/config/, a page for each block of the schema: `python docs/config_pages.py`. A test holds them to it."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Collection, Iterator
+from inspect import cleandoc
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from zeroshard.config.auto import RULES, rule_of
+from zeroshard.config.fields import Kind
+from zeroshard.config.schema import Schema, block_of, effect_of
+
+FOLDER = Path(__file__).parent / "config"
+_INDEX = "README.md"
+_OTHERS = "other_keys.md"
+_FIRST = (
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device", "bf16.enabled", "fp16.enabled",
+    "optimizer.type", "scheduler.type",
+)  # fmt: skip
+"""The keys that most configs set: they are first in the list of keys, and in the table of their block."""
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page of docs/config/, by file name."""
+    blocks = dict(_blocks(Schema))
+    made = {}
+    listed = ""
+    for path, block in blocks.items():
+        text = cleandoc(block.__doc__ or "")
+        purpose = text.partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
+        listed += f"- [`{path}`]({path}.md): {purpose}\n"
+        made[f"{path}.md"] = f"# `{path}`\n\n{text}\n\n{_tables(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
+    made[_INDEX] = (
+        "# Config keys\n\n"
+        "`python docs/config_pages.py` writes these pages from the schema. `zeroshard config check FILE` shows how zeroshard "
+        "resolves your file. A key *works*, or *has no meaning here* (it is accepted, and nothing depends on it), or is *not "
+        'offered* (an error if it is switched on). A key states how "auto" is resolved, unless that is the default. Give all '
+        "other values as `initialize(..., auto={...})`.\n\n"
+        f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
+        f"## Blocks\n\n{listed}\n"
+        f"[Keys of the top level that have no meaning here, or are not offered]({_OTHERS})\n"
+    )
+    made[_OTHERS] = (
+        "# Other config keys\n\n"
+        "Keys of the top level that *have no meaning here* (they are accepted, and nothing depends on them), or are *not "
+        "offered* (an error if they are switched on).\n\n"
+        f"{_table('', Schema, [Kind.NO_MEANING, Kind.REFUSED])}\n[All blocks]({_INDEX})\n"
+    )
+    return made
+
+
+def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    for key in block.model_fields:
+        inner = block_of(block, key)
+        if inner is not None:
+            yield f"{prefix}{key}", inner
+            yield from _blocks(inner, f"{prefix}{key}.")
+
+
+def _first() -> str:
+    """Make the table of the keys that most configs set, each with a link to its line."""
+    rows = ["| key | effect |", "| --- | --- |"]
+    blocks: dict[str, type[BaseModel]] = {"": Schema, **dict(_blocks(Schema))}
+    for path in _FIRST:
+        parent, _, key = path.rpartition(".")
+        page = ""
+        if parent:
+            page = f"{parent}.md"
+        rows.append(_row(f"[`{path}`]({page}#{key})", effect_of(blocks[parent], key).text))
+    return "\n".join(rows) + "\n"
+
+
+def _tables(prefix: str, block: type[BaseModel]) -> str:
+    """Make the table of the keys that work, and folded tables of the others."""
+    kinds = [effect_of(block, key).kind for key in block.model_fields]
+    parts = []
+    if Kind.WORKS in kinds:
+        parts.append(_table(prefix, block, [Kind.WORKS]))
+    for kind, title in (
+        (Kind.NO_MEANING, "Keys that have no meaning here"),
+        (Kind.REFUSED, "Keys that are not offered"),
+    ):
+        if kind in kinds:
+            summary = f"<summary>{title}: {kinds.count(kind)}</summary>"
+            parts.append(f"<details markdown>\n{summary}\n\n{_table(prefix, block, [kind])}\n</details>\n")
+    return "\n".join(parts)
+
+
+def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
+    """Make a table of a block's keys of some kinds: a line for each, with the key as its id."""
+    rows = ["| key | type; default | effect |", "| --- | --- | --- |"]
+    for key in sorted(block.model_fields, key=lambda key: f"{prefix}{key}" not in _FIRST):
+        field, effect = block.model_fields[key], effect_of(block, key)
+        if effect.kind not in kinds:
+            continue
+        text = effect.text
+        if len(kinds) > 1:
+            text = f"*{effect.kind}*: {text}"
+        if block_of(block, key) is not None:
+            rows.append(_row(f"{_id(key)}[`{key}`]({prefix}{key}.md)", "block", text))
+            continue
+        default = "required"
+        if not field.is_required():
+            default = f"`{_json(field.default)}`"
+        rule = rule_of(f"{prefix}{key}")
+        if effect.kind is Kind.WORKS and rule is not rule_of("") and '"auto"' not in text:
+            text = f'{text} "auto": {rule.text}.'
+        rows.append(_row(f"{_id(key)}`{key}`", f"{_type(field.annotation)}; {default}", text))
+    if Kind.WORKS in kinds:
+        for path in RULES:
+            if path.startswith(f"{prefix}params."):
+                name = path.removeprefix(prefix)
+                rows.append(_row(f"{_id(name)}`{name}`", "", f'an argument. "auto": {RULES[path].text}.'))
+    return "\n".join(rows) + "\n"
+
+
+def _id(key: str) -> str:
+    return f'<a id="{key}"></a>'
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _type(annotation: Any) -> str:
+    """Return a type in plain words."""
+    origin = get_origin(annotation)
+    if origin is tuple:
+        return "list"
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type(option) for option in get_args(annotation)))
+    if origin is Literal:
+        return ", ".join(f"`{_json(option)}`" for option in get_args(annotation))
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null", Any: "any"}
+    return names.get(annotation) or {dict: "object", list: "list"}.get(origin or annotation, str(annotation))
+
+
+if __name__ == "__main__":
+    for name, page in pages().items():
+        (FOLDER / name).write_text(page, encoding="utf-8")

@@ -1,0 +1,66 @@
+"""Finds modules of a model by patterns of names, and replaces the forwards of some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from zeroshard.errors import UsageError
+
+
+def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str) -> dict[str, nn.Module]:
+    """Return the modules whose full names match, by name, in the order of the patterns.
+
+    Of modules inside one another, the outermost is returned: what is done to it is done inside.
+
+    Args:
+        patterns: one or several, with `*` for anything.
+        what: the name of the call, for the error.
+
+    Raises:
+        UsageError: no module matches one of the patterns.
+    """
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matching = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}
+        if not matching:
+            raise UsageError(
+                f"{what}: no module of the model is called {pattern!r}. Use names of model.named_modules()."
+            )
+        found |= matching
+    return {name: module for name, module in found.items() if not any(outer in found for outer in _outer_names(name))}
+
+
+def _outer_names(name: str) -> list[str]:
+    """List the names of the modules that hold the one with this name, without the model's own."""
+    return [name[:index] for index, letter in enumerate(name) if letter == "."]
+
+
+class Forwards:
+    """The forwards of modules that are replaced, on the modules themselves, until `restore`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, Any]] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose forward is replaced."""
+        return [module for module, _ in self._before]
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Have a module run this function as its forward."""
+        self._before.append((module, module.__dict__.get("forward")))
+        module.forward = forward  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Give each module the forward that it had: its own attribute, or its class's."""
+        for module, before in reversed(self._before):
+            del module.forward
+            if before is not None:
+                module.forward = before  # type: ignore[method-assign]
+        self._before.clear()

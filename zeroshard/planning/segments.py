@@ -1,0 +1,97 @@
+"""Owns the memory that an accelerator's allocator takes for the tensors of a dry run: blocks, and the segments that they lie in.
+
+The rules are those of torch's caching allocator as it is by default, on one stream (torch 2.11 to 2.13: constants in
+c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never given back to the driver: torch does
+that when memory runs out, and then allocates once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+BLOCK_NBYTES = 512
+"""Blocks are multiples of this."""
+SMALL_NBYTES = 1 << 20
+"""Blocks of at most so many bytes have segments of their own. Of others no rest is split off that is not larger."""
+SMALL_SEGMENT_NBYTES = 2 << 20
+LARGE_SEGMENT_NBYTES = 20 << 20
+LARGE_NBYTES = 10 << 20
+"""A smaller block, if not small, gets a segment of LARGE_SEGMENT_NBYTES; another gets a segment of its own."""
+ROUND_NBYTES = 2 << 20
+"""Segments of one block are multiples of this."""
+
+
+class Block(NamedTuple):
+    """Memory of one tensor, or free memory, from `start` on."""
+
+    start: int
+    nbytes: int
+    is_small: bool
+
+
+class Segments:
+    """A caching allocator without memory.
+
+    Attributes:
+        reserved: the bytes of all segments.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._top = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        """Free blocks as (bytes, start), ascending: the first that is large enough is taken."""
+        self._by_start: dict[int, Block] = {}
+        self._by_end: dict[int, Block] = {}
+
+    def take(self, nbytes: int) -> Block:
+        """Return a block for `nbytes` bytes, which is at least as large."""
+        size = _in_multiples(nbytes, BLOCK_NBYTES)
+        is_small = size <= SMALL_NBYTES
+        free = self._free[is_small]
+        index = bisect_left(free, (size, 0))
+        if index < len(free):
+            whole = self._by_start[free[index][1]]
+            self._remove(whole)
+        else:
+            whole = self._segment(size, is_small)
+        rest = whole.nbytes - size
+        if rest > SMALL_NBYTES or (is_small and rest):
+            self._add(Block(whole.start + size, rest, is_small))
+            return whole._replace(nbytes=size)
+        return whole
+
+    def give_back(self, block: Block) -> None:
+        """Make a block free, as one with the free blocks beside it."""
+        for other in (self._by_end.get(block.start), self._by_start.get(block.start + block.nbytes)):
+            if other is not None:
+                self._remove(other)
+                block = Block(min(block.start, other.start), block.nbytes + other.nbytes, block.is_small)
+        self._add(block)
+
+    def _segment(self, size: int, is_small: bool) -> Block:
+        nbytes = _in_multiples(size, ROUND_NBYTES)
+        if is_small:
+            nbytes = SMALL_SEGMENT_NBYTES
+        elif size < LARGE_NBYTES:
+            nbytes = LARGE_SEGMENT_NBYTES
+        start = self._top
+        self._top += nbytes + BLOCK_NBYTES  # a gap, so that no block of one segment is beside a block of another
+        self.reserved += nbytes
+        return Block(start, nbytes, is_small)
+
+    def _add(self, block: Block) -> None:
+        insort(self._free[block.is_small], (block.nbytes, block.start))
+        self._by_start[block.start] = block
+        self._by_end[block.start + block.nbytes] = block
+
+    def _remove(self, block: Block) -> None:
+        free = self._free[block.is_small]
+        del free[bisect_left(free, (block.nbytes, block.start))]
+        del self._by_start[block.start]
+        del self._by_end[block.start + block.nbytes]
+
+
+def _in_multiples(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

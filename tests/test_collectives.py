@@ -309,7 +309,7 @@ def test_an_operation_never_pairs_with_a_forward(
             f"rank 0 waited for {name} (all-gather of the root module [bucket 0]), at test_collectives.py:" in message
         )
         assert "rank 1 waited for all-gather of the root module [bucket 0], at test_collectives.py:" in message
-        assert f"must come to {name} at the same point of the program: take it out of `if rank == 0:`" in message
+        assert f"must call {name} at the same point of the program: take it out of `if rank == 0:`" in message
         assert "leaf" not in message
 
 
@@ -445,15 +445,15 @@ def test_words() -> None:
     message = describe_failure(0, range(6), mine, others, [1, 2], timedelta(seconds=3), why)
     assert 'rank 0 waited for save "x", at train.py:20' in message
     assert "rank 2 waited for a forward, at train.py:12" in message
-    assert 'must come to save "x"' in message
+    assert 'must call save "x"' in message
     assert "if rank == 0:" in message
     assert "leaf" not in message
     assert "rank 1 closed the connection" in message
     assert "Read the output of rank 1 first" in message
     assert "ranks 3-5 were not waiting" in message
-    assert message.endswith("The backend said: why")
+    assert message.endswith("The backend reported: why")
     message = describe_failure(0, range(2), mine, {}, [], timedelta(seconds=3), why, awaited=1, reaches_store=False)
-    assert "\nLook whether the host of rank 1 runs, and whether this one reaches it. Every rank must" in message
+    assert "\nCheck that the host of rank 1 runs, and that this one reaches it. Every rank must" in message
     mine = Told("all-gather of one", True)
     for other, is_leaf in ((Told("all-gather of one", True), False), (Told("all-gather of two", True), True)):
         message = describe_failure(0, range(2), mine, {1: other}, [], timedelta(seconds=3), why)
@@ -556,7 +556,7 @@ def test_a_store_that_does_not_answer_keeps_nobody(impatient: None, tmp_path: Pa
         holder = int((tmp_path / "pid").read_text())
         os.kill(holder, signal.SIGSTOP)
         try:
-            with pytest.raises(CollectiveError, match="of rank 0 nothing is heard, nor of the store"):
+            with pytest.raises(CollectiveError, match="no answer from rank 0 or from the store"):
                 collectives.exchange(b"x", "an answer")
             collectives.close()
         finally:

@@ -39,7 +39,7 @@ from zeroshard.storage.cpu import CpuStorage
 from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.version import __version__
 
-_FAILED = "the save failed; the checkpoints that were there are as they were.\n  "
+_FAILED = "the save failed; earlier checkpoints have not changed.\n  "
 
 
 @dataclass(frozen=True)

@@ -67,23 +67,25 @@ def describe_failure(
 
     Args:
         mine: what this rank waited for.
-        others: what other ranks said that they waited for.
+        others: the reports of other ranks about their waits.
         gone: ranks whose connections are closed.
-        awaited: whose message did not come.
-        reaches_store: what others said would have been heard.
+        awaited: the rank whose message did not come.
+        reaches_store: whether this rank reaches the store, with the reports of others.
     """
     closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
     waiting = {own: mine} | {rank: told for rank, told in others.items() if rank not in closed}
     lines = [f"rank {rank} waited for {told.line}" for rank, told in sorted(waiting.items())]
     if closed:
-        lines.append(f"{spell(closed)} closed the connection, and said nothing: dead, or finished")
+        lines.append(f"{spell(closed)} closed the connection without a message: it died, or finished")
     ended = f"Read the output of {spell(closed)} first: an error or a signal may have ended it. " if closed else ""
     silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
     if silent and not reaches_store:
         if awaited in silent:
             lines.append(f"rank {awaited} did not answer")
-        lines.append(f"of {spell(silent)} nothing is heard, nor of the store: its host, or this one, may be cut off")
-        ended = f"Look whether the host of {spell(silent)} runs, and whether this one reaches it. {ended}"
+        lines.append(
+            f"no answer from {spell(silent)} or from the store: that host, or this one, may have lost its network"
+        )
+        ended = f"Check that the host of {spell(silent)} runs, and that this one reaches it. {ended}"
     elif silent:
         were = "were" if len(silent) > 1 else "was"
         lines.append(
@@ -92,7 +94,7 @@ def describe_failure(
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)
-        + f"\n{ended}{_advice(waiting)} The backend said: {(str(error) or repr(error)).splitlines()[0]}"
+        + f"\n{ended}{_advice(waiting)} The backend reported: {(str(error) or repr(error)).splitlines()[0]}"
     )
 
 
@@ -101,11 +103,11 @@ def _advice(waiting: Mapping[int, Told]) -> str:
     named = {told.operation for told in waiting.values()} - {None}
     if named:
         return (
-            f"Every rank must come to {' and '.join(sorted(filter(None, named)))} at the same point of the program: "
+            f"Every rank must call {' and '.join(sorted(filter(None, named)))} at the same point of the program: "
             "take it out of `if rank == 0:`, or leave it out on every rank."
         )
     advice = (
-        "Every rank must make the same calls: take what runs the model out of `if rank == 0:`, and give every rank the "
+        "Every rank must make the same calls: move the code that runs the model out of `if rank == 0:`, and give every rank the "
         "same number of batches."
     )
     texts = {told.text for told in waiting.values()}

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeroshard
-from zeroshard import CollectiveError, ConfigError, Policy, PolicyError, Precision, Residency, UsageError
+from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.config.load import load_config
@@ -357,3 +357,12 @@ def test_every_message_ends_with_what_to_do() -> None:
                     lacking.append(f"{path.name}: {message}")
     assert found > 500
     assert not lacking, "\n".join(lacking)
+
+
+def test_a_place_is_one_of_three() -> None:
+    """By its name too: code compares places by identity, and took any other text for the disk."""
+    by_name = Policy.stage(3).offloaded(optimizer="cpu", parameters="cpu")  # type: ignore[arg-type]
+    assert by_name == Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU)
+    assert by_name.optimizer.place is Place.CPU
+    with pytest.raises(PolicyError, match=r"is 'gpu'. Pass a Place, or one of \"accelerator\", \"cpu\", \"disk\"."):
+        Policy.stage(3).offloaded(optimizer="gpu")  # type: ignore[arg-type]

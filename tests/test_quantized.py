@@ -404,5 +404,5 @@ def test_the_command_line_says_so(tmp_path: Path) -> None:
         in " ".join(result.output.split())
     )
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    with pytest.raises(UsageError, match="no plan is made of quantised communication"):
+    with pytest.raises(UsageError, match="quantised communication"):
         zeroshard.plan(Stack, config, world_size=2, batch=lambda size: tokens(0, 0, batch=size))

@@ -239,7 +239,7 @@ def test_dropout_is_the_forwards() -> None:
     ("module", "match"),
     [
         (nn.Sequential(nn.Conv1d(12, 12, 1)), "whose work at one position needs others"),
-        (nn.Softmax(dim=1), "gives other results where it sees other positions"),
+        (nn.Softmax(dim=1), "gives other results beside other positions"),
         (nn.Flatten(), "must return one tensor"),
     ],
 )
@@ -343,7 +343,7 @@ def test_a_module_that_mixes_positions_is_found_once_its_outputs_are_not_zero() 
     model(x).sum().backward()
     with torch.no_grad():
         model[0].out.weight.add_(model[0].out.weight.grad)
-    with pytest.raises(UsageError, match="sees other positions"):
+    with pytest.raises(UsageError, match="beside other positions"):
         model(x)
 
 

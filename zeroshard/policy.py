@@ -41,6 +41,14 @@ class Residency:
     place: Place = Place.ACCELERATOR
     per_host: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.place, Place):
+            return
+        if self.place not in list(Place):
+            names = ", ".join(f'"{place}"' for place in Place)
+            raise PolicyError(f"the place of a model state is {self.place!r}. Pass a Place, or one of {names}.")
+        object.__setattr__(self, "place", Place(self.place))  # code compares places by identity
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -279,7 +287,8 @@ class Policy:
         """Return this policy with states in other places, as in ZeRO-Offload and ZeRO-Infinity.
 
         Args:
-            optimizer: the place of optimizer states and master weights, and of gradients if they are sharded.
+            optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`, or
+            its name.
             parameters: the place of parameters: their shards (stage 3), or the whole between steps (below).
             offload: the settings for their transfers; default: see `Offload`.
             path: the folder for states on disk; instead of `offload.path`.

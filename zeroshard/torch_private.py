@@ -81,7 +81,9 @@ _make_wrapper = _find("torch.Tensor._make_wrapper_subclass")
 
 
 def wrapper_tensor(cls: type[Tensor], size: torch.Size, **options: Any) -> Any:
-    """Make a tensor of a class that has a shape and no memory. torch's manual names the function, and there is no other."""
+    """Make a tensor of a class that has a shape and no memory. torch's manual names this function, and there is no
+    public one.
+    """
     return _make_wrapper(cls, size, **options)
 
 
@@ -286,10 +288,10 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
-    """Run an optimizer's step as its class has it, without hooks, also where it calls the step of the class that it extends.
+    """Run the step of an optimizer's class without hooks, even if it calls the step of its base class.
 
     torch wraps each class's method with the hooks of the object and those of all optimizers, and has no public way around it.
-    What it wrapped is under the wrapper, as `functools.wraps` leaves it.
+    The wrapped function is an attribute of the wrapper, set by `functools.wraps`.
     """
     step = type(optimizer).step
     if getattr(step, "hooked", False):
@@ -304,7 +306,9 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def compiled_call_of(module: nn.Module) -> Any:
-    """Return what `module.compile()` made to run instead of the module's `forward`, or None. torch has no public reader."""
+    """Return the compiled function of `module.compile()` that runs instead of `forward`, or None. torch has no public
+    reader.
+    """
     return module._compiled_call_impl
 
 
@@ -315,13 +319,13 @@ COMPILED_CALL = "compile_wrapper"
 def runs_compiled(code: CodeType) -> bool:
     """Return whether code is that of torch.compile's wrapper around a compiled function, whose `self` has the options.
 
-    torch has no public way to ask whether what runs now was compiled.
+    torch has no public way to find out whether the running code was compiled.
     """
     return code.co_name == COMPILED_CALL and is_of_compiler(code)
 
 
 def is_of_compiler(code: CodeType) -> bool:
-    """Return whether code is of the file of torch's wrappers around functions that it compiles, or leaves alone."""
+    """Return whether code is in the file of torch's wrappers around functions that it compiles, or does not."""
     return code.co_filename.endswith(COMPILER_FILE)
 
 
@@ -331,7 +335,7 @@ _graph_task = _find("torch._C._current_graph_task_id")
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward. torch's checkpointing and FSDP2 ask in this way, and there is no public one."""
+    """Return whether this thread runs a backward. torch's checkpointing and FSDP2 use this, and there is no public way."""
     return bool(_graph_task() != -1)
 
 
@@ -339,7 +343,7 @@ _will_execute = _find("torch._C._will_engine_execute_node")
 
 
 def backward_reaches(node: Node) -> bool:
-    """Return whether the backward that runs will run a node. torch's checkpointing asks in this way, and there is no public one.
+    """Return whether the present backward will run a node. torch's checkpointing uses this, and there is no public way.
 
     Raises:
         RuntimeError: no backward runs, or it is one of `torch.autograd.grad` that ends in this node.
@@ -352,7 +356,7 @@ _find("torch.autograd.Variable._execution_engine.queue_callback")
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Have the backward that runs call something when it ends. DDP and FSDP2 use this, and there is no public way."""
+    """Call a function when the present backward ends. DDP and FSDP2 use this, and there is no public way."""
     _engine.queue_callback(callback)
 
 
@@ -360,7 +364,7 @@ _top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
-    """Return the innermost hooks on saved tensors, as `(pack, unpack)`: those of a unit go on with them.
+    """Return the innermost hooks on saved tensors, as `(pack, unpack)`: a unit's own hooks call them.
 
     torch makes entering and leaving public (`torch.autograd.graph.saved_tensors_hooks`), and no reader.
     """
@@ -377,9 +381,9 @@ def refuses_saved_tensors_hooks() -> bool:
 
 
 FUNCTION_APPLY: CodeType = _find("torch.autograd.Function.apply.__func__").__code__
-"""The code that runs, as seen from a hook, while an autograd function of Python saves its tensors.
+"""The code object on the stack, seen from a hook, while an autograd function of Python saves its tensors.
 
-torch gives hooks no other sign of it.
+torch passes no other sign of it to hooks.
 """
 
 
@@ -392,7 +396,7 @@ _transform = _find("torch._C._functorch.peek_interpreter_stack")
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func runs, inside of which no unit can come together. There is no public way to ask."""
+    """Return whether a transform of torch.func runs, inside which no unit can be gathered. There is no public way to ask."""
     return _transform() is not None
 
 
@@ -400,9 +404,9 @@ _tracing = _find("torch._guards.TracingContext.try_get")
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile is looking at tensors.
+    """Return whether torch.compile is tracing.
 
-    Its public questions hold for the code that it reads, not for what it calls meanwhile.
+    Its public functions are right in the code that it traces, but not in code that it calls meanwhile.
     """
     return _tracing() is not None
 
@@ -432,17 +436,17 @@ def __getattr__(name: str) -> Any:
 
 
 def outside_of_modes() -> AbstractContextManager[None, None]:
-    """Leave all modes that see operations, for a while. A mode is public only to enter."""
+    """Leave all modes that intercept operations, for a while. torch makes only entering a mode public."""
     left: AbstractContextManager[None, None] = __getattr__("_disable_modes")()
     return left
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Have torch.compile run a function as it is, without a look at its code. What it calls may be compiled still.
+    """Make torch.compile run a function without compiling it. Functions that it calls may still be compiled.
 
     `torch.compiler.disable` does that by a wrapper, which takes longer than a short hook.
     """
     __getattr__("_skip_code")(function.__code__)
 
 
-import_module("zeroshard.torch_private_tests").run()  # it imports what is defined above
+import_module("zeroshard.torch_private_tests").run()  # it imports names that are defined above

@@ -205,13 +205,13 @@ def _orders_step_hooks() -> bool:
 
 @_tests(f"{own.COMPILED_CALL} of {own.COMPILER_FILE}")
 def _has_compiler_frames() -> bool:
-    """Look into the source, since an import of the compiler takes a second; without sources there is nothing to look at."""
+    """Check the source, since importing the compiler takes a second; without sources there is no check."""
     source = Path(torch.__file__).parent / own.COMPILER_FILE
     return not source.is_file() or f"def {own.COMPILED_CALL}(" in source.read_text()
 
 
 def _first_unfit() -> tuple[str, str] | None:
-    """Return the first name that is not fit for use, and what it does."""
+    """Return the first name that is not fit for use, and the reason."""
     for name, works in _TESTS.items():
         try:
             is_fit = works()
@@ -223,7 +223,7 @@ def _first_unfit() -> tuple[str, str] | None:
 
 
 def run() -> None:
-    """Run the tests on a thread of their own: modes, transforms and hooks of the importer are not in force there.
+    """Run the tests on a separate thread, where the importer's modes, transforms and hooks are not in force.
 
     Raises:
         UsageError: a name is not fit for use.

@@ -1,4 +1,4 @@
-"""Owns `zeroshard.progress`: the line that a training shows while it runs, and the log that it keeps.
+"""Owns `zeroshard.progress`: the line and the log of a training while it runs.
 
 with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine has the rest
     for batch in data: ...
@@ -36,9 +36,9 @@ from zeroshard.observe.readings import Readings
 from zeroshard.sharded import Sharded
 
 READ_SECONDS = 0.5
-"""Between two looks at what steps came to."""
+"""The time between two reads of steps' figures."""
 MEMORY_SECONDS = 5.0
-"""Between two counts of live bytes, which look at every tensor."""
+"""The time between two counts of live bytes, which visit every tensor."""
 _MIB = 2**20
 
 
@@ -49,26 +49,27 @@ def progress(
 ) -> TrainingProgress:  # fmt: skip
     """Show a training on rank 0's terminal while the loop inside runs, and keep a log of it. Every rank must call it.
 
-    One line on stderr, and none where that is no terminal, or ZEROSHARD_PROGRESS is 0: step, time left, loss, learning rate, norm,
-    samples and tokens a second, MFU, bytes of model states and the peak. No step waits for an accelerator: figures are read when
-    they have arrived.
+    It is one line on stderr, if that is a terminal and ZEROSHARD_PROGRESS is not 0. It has step, time left, loss,
+    learning rate, norm, samples and tokens a second, MFU, bytes of model states and the peak. No step waits for an
+    accelerator: figures are read when they have arrived.
 
     Args:
         trained: an engine, which reports its steps itself; or the result of `shard`: then call `step` after each step.
-        steps: of the whole training, those before `begin` included: for the time that is left.
-        begin: steps that an earlier run made, if this one continues it. An engine has the number.
-        samples: of one step, over all ranks. An engine has the number.
-        tokens: of one sample.
-        flops: of one sample, forward and backward. Default: 6 for each trained parameter and token, 4 for each frozen one.
+        steps: the steps of the whole training, with those before `begin`, for the time that is left.
+        begin: the steps of an earlier run that this one continues. An engine has the number.
+        samples: the samples of one step, over all ranks. An engine has the number.
+        tokens: the tokens of one sample.
+        flops: the operations of one sample, forward and backward. Default: 6 for each trained parameter and token, 4
+            for each frozen one.
         peak_flops: the peak of one accelerator in operations a second, for MFU. Default: the figure of `zeroshard plan`.
-        log: a folder, where rank 0 keeps each step in `steps.jsonl`, for `zeroshard report`.
+        log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
-        UsageError: an argument is none of these.
+        UsageError: an argument has a wrong type or value.
     """
     if not isinstance(trained, Engine | Sharded):
         raise UsageError(
-            f"progress() of a {type(trained).__name__}: give it the engine, or what zeroshard.shard() returned."
+            f"progress() of a {type(trained).__name__}: pass the engine, or the result of zeroshard.shard()."
         )
     for name, number in (("steps", steps), ("begin", begin), ("samples", samples), ("tokens", tokens)):
         if number is not None and not (isinstance(number, Real) and float(number) >= 0):
@@ -151,7 +152,7 @@ class TrainingProgress:
         if error is None:
             self.stop()
             return
-        with self._exits, suppress(RuntimeError):  # of a device that failed: the first error is what matters
+        with self._exits, suppress(RuntimeError):  # the device failed: the first error is the important one
             if self._is_heard:
                 self._read()
 
@@ -166,17 +167,18 @@ class TrainingProgress:
         self, loss: float | Tensor | None = None, norm: float | Tensor | None = None, *, samples: int | None = None,
         loss_scale: float = 1.0, applied: bool = True,
     ) -> None:  # fmt: skip
-        """End a step of a loop over `shard`. Nobody waits for an accelerator.
+        """End a step of a loop over `shard`. It does not wait for an accelerator.
 
         Args:
-            loss: of the step, on this rank; a tensor must not be written to afterwards.
-            norm: what `clip_grad_norm_` returned.
-            samples: of this step over all ranks, where steps differ.
-            loss_scale: what the loss was multiplied by.
+            loss: the step's loss on this rank; do not write to a tensor afterwards.
+            norm: the result of `clip_grad_norm_`.
+            samples: the samples of this step over all ranks, if steps differ.
+            loss_scale: the factor of the loss.
             applied: whether the parameters were updated.
 
         Raises:
-            UsageError: an engine trains, which counts its steps itself; the loop is in no `with`; the loss is no single number.
+            UsageError: an engine trains, which reports its steps itself; or the call is outside of the `with` block; or
+                the loss is not a single number.
         """
         if self._engine is not None:
             raise UsageError("progress.step() with an engine: engine.step() reports each step. Leave it out.")
@@ -241,7 +243,9 @@ class TrainingProgress:
                 self._monitor.write(self._figures(step, speed, is_last=step is last), {})
 
     def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
-        """The figures of the step that the row shows. Counts since the last look stand with the last step that arrived."""
+        """Return the figures of the step that the row shows. Counts since the last read are those of the last step that
+        arrived.
+        """
         counted: dict[str, Any] = {}
         if is_last:
             counted["sent"] = self._sent.take(self._sharded.comm_report(clear=False))
@@ -274,8 +278,8 @@ class TrainingRow(Row):
     """The line of a training.
 
     Attributes:
-        loss, norm, lr: of the last step that is known.
-        samples: since the start of the training.
+        loss, norm, lr: those of the last step whose figures arrived.
+        samples: the samples since the start of the training.
     """
 
     def __init__(self, sharded: Sharded, sizes: Sizes, begin: int, samples: int, display: Display) -> None:
@@ -332,7 +336,7 @@ class TrainingRow(Row):
             parts.append(f"{_short(speed * tokens)} tokens/s")
             flops = flops or tokens * self._flops_per_token
         if flops is not None and self._peak_flops is not None:
-            ranks = self._sharded._context.everyone.world_size  # those that divide tensors compute too
+            ranks = self._sharded._context.everyone.world_size  # ranks that divide tensors compute too
             parts.append(f"MFU {speed * flops / (self._peak_flops * ranks):.1%}")
         return parts
 

@@ -1,7 +1,9 @@
-"""Owns the end of a process under torchrun by an error of ours: the sentence first, once, and in torchrun's report.
+"""Owns the end of a process under torchrun by an error of zeroshard: the sentence comes first, once, and in torchrun's
+report.
 
-torchrun gives each process a file for its last words, and prints what lies in it. The files of one machine's processes have a
-folder in common, where the first process to fail records this: the others, which mostly fail alike, then stay quiet.
+torchrun gives each process a file for its error, and prints that file. The files of one machine's processes share a
+folder, in which the first process to fail leaves a mark. The others, which mostly fail with the same error, then print
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _PYTHON = Path(os.__file__).parent
 
 
 class Hook:
-    """A `sys.excepthook` for exceptions of one kind; all others go to the hook that was there before."""
+    """A `sys.excepthook` for exceptions of one kind; the former hook gets all others."""
 
     def __init__(self, kind: type[BaseException], before: Callable[..., Any]) -> None:
         self.kind = kind
@@ -41,7 +43,7 @@ class Hook:
             return
         if told is not None and told.startswith(
             f"{kind.__name__}:"
-        ):  # of the same kind, and what matters of it is in the first
+        ):  # of the same kind, and already in the first one's report
             _record(_short(sentence), later=True)
             print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
             return
@@ -76,7 +78,7 @@ def _short(sentence: str) -> str:
 
 
 def _claim(sentence: str) -> tuple[str, str | None]:
-    """Be the first of this machine's processes to report; otherwise return (which was, its report)."""
+    """Claim to be this machine's first process to report; otherwise return that process and its report."""
     mine = json.dumps([_rank(), sentence])
     try:
         folder = Path(os.environ[_FILE]).parent.parent
@@ -90,12 +92,12 @@ def _claim(sentence: str) -> tuple[str, str | None]:
         finally:
             own.unlink()
     except (OSError, KeyError, ValueError):
-        pass  # without a place in common everybody tells
+        pass  # without a common folder every process reports
     return _rank(), None
 
 
 def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return the line of the user's own code, the cause in one line, and the place of the rest."""
+    """Return the line of the user's own code, the cause in one line, and the way to the whole traceback."""
     lines = []
     frames = traceback.extract_tb(trace)
     mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
@@ -111,7 +113,7 @@ def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a frame of a traceback is in code of the user's: not ours, a library's, or Python's."""
+    """Return whether a frame of a traceback is in the user's code: not in zeroshard, a library or Python."""
     path = Path(filename)
     if path.is_relative_to(_PYTHON):
         return False
@@ -119,7 +121,7 @@ def is_users(filename: str) -> bool:
 
 
 def _record(text: str, *, later: bool = False) -> None:
-    """Leave the text for torchrun's report. `later`: another process's is the root cause."""
+    """Write the text for torchrun's report. `later`: another process's error is the root cause."""
     file = Path(os.environ[_FILE])
     stamp = str(int(time.time()) + later)
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": stamp}}
@@ -127,4 +129,4 @@ def _record(text: str, *, later: bool = False) -> None:
         with file.open("x") as opened:
             json.dump({"message": message}, opened)
     except OSError:
-        return  # the script recorded the error itself, or the agent is gone
+        return  # the script recorded the error itself, or the agent has ended

@@ -100,7 +100,7 @@ class Freezing:
                     freed.append(entry)
                 elif entry.fqn in self._frozen:
                     raise UsageError(
-                        f"{entry.fqn} was freed and is in no param group of the optimizer: give update_trainable a "
+                        f"{entry.fqn} was unfrozen and is in no param group of the optimizer: pass update_trainable a "
                         "param_group with it."
                     )
         return freed

@@ -30,7 +30,7 @@ _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 
 # `Sharded.load` and `Engine.load_checkpoint` call these arguments by different names.
 _ONLY_PARAMETERS = "Pass optimizer_states=False (an engine: load_optimizer_states=False) to load only the parameters."
-_STRICT = "Pass strict=False (an engine: load_module_strict=False) to load what both have."
+_STRICT = "Pass strict=False (an engine: load_module_strict=False) to load the tensors that both have."
 _SAVED_GROUPS = (
     "Use the groups that were saved, or pass optimizer_states=False (an engine: load_optimizer_states=False)."
 )

@@ -106,7 +106,7 @@ class SafetensorsReader:
         covered = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if entry.offset != covered:
-                raise self._broken(f"the data of {name!r} does not begin where that before it ends")
+                raise self._broken(f"the data of {name!r} does not follow the data before it")
             covered += entry.nbytes
         if covered != size:
             raise self._broken(f"it has {size} bytes, and its header describes {covered}")

@@ -79,7 +79,7 @@ def run(context: typer.Context) -> None:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """Return torchrun's options, with a number of processes."""
+    """Return Return torchrun's options, with a number of processes."""
     import torch
     from torch.distributed.run import get_args_parser
 

@@ -99,7 +99,7 @@ def refuse_beside_others(model: nn.Module, mesh: DeviceMesh, precision: Precisio
             )
         if whole_parameters and not placement_of(name, parameter).is_whole:
             raise UsageError(
-                f"parameter {name} is divided over {mesh.size()} ranks already, and this optimizer looks at whole "
+                f"parameter {name} is divided over {mesh.size()} ranks already, and this optimizer needs whole "
                 "parameters: use one that treats each element by itself, such as AdamW."
             )
 

@@ -114,7 +114,7 @@ def refuse_uneven(size: int, world: int) -> None:
     """Raise if this number of tensor-parallel ranks does not divide the ranks of the job."""
     if world % size:
         raise UsageError(
-            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model lies on so many of them. "
+            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model needs {size} of them. "
             "Choose a divisor."
         )
 

@@ -236,7 +236,7 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from None
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, and no dict. Copy the "
+            f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, not a dict. Copy the "
             "checkpoint again."
         )
     _refuse_tensors_without_memory(path, content)

@@ -85,7 +85,7 @@ def load_pretrained(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{path} is of another model: it lacks {some_of(missing)}, and {type(model).__name__} lacks "
-            f"{some_of(unexpected)}. Pass strict=False to load what both have."
+            f"{some_of(unexpected)}. Pass strict=False to load the tensors that both have."
         )
     return missing, unexpected
 

@@ -1,7 +1,7 @@
 """Owns one dry run: the real engine takes two steps as one rank of many, on tensors without values.
 
-No weights, no accelerator, no other process: torch's FakeTensorMode stands for the tensors, `SimulatedRanks` for the other ranks,
-`SimulatedStorages` for memory and disk, and `Ledger` counts. The engine does not see the difference.
+It needs no weights, accelerator or other process: torch's FakeTensorMode replaces the tensors, `SimulatedRanks` the
+other ranks and `SimulatedStorages` memory and disk, and `Ledger` counts. The engine's code does not change.
 """
 
 from __future__ import annotations
@@ -48,25 +48,27 @@ from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
 
 STEPS = 2
-"""The first agrees on an order, makes the optimizer's states and fills the pool of buffers; the second is as all that follow."""
+"""The first step fixes an order, makes the optimizer's states and fills the pool of buffers. The second is like all
+later ones.
+"""
 MOST_MICROBATCHES = 3
-"""Microbatches of a step that are run: the first, the last, and one for all between them, which are alike."""
+"""The microbatches of a step that are run: the first, the last, and one for all between them, which are alike."""
 _SILENT = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "csv_monitor", "json_monitor",
     "wandb", "comet", "comms_logger",
 )  # fmt: skip
-"""Keys of a config that make a run log: a dry run is silent."""
+"""Keys of a config that make a run log. A dry run ignores them."""
 _ROOT = "the root module"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training to be planned. The attributes that are not here are `plan`'s arguments.
+    """A training to plan. All other attributes are `plan`'s arguments.
 
     Attributes:
-        hosts: over which the ranks are spread evenly.
-        born_sharded: the model is built inside of `sharded_init`.
-        tensor_parallel: ranks that divide one model; the others are data-parallel.
+        hosts: the number of hosts, over which the ranks are spread evenly.
+        born_sharded: whether the model is built inside `sharded_init`.
+        tensor_parallel: the ranks that divide one model; the others are data-parallel.
     """
 
     factory: Callable[[], nn.Module]
@@ -104,10 +106,10 @@ class Figures:
         rest: live bytes between steps, by category.
         states: live bytes when the optimizer steps: model states with all gradients.
         disk: the most bytes on disk.
-        sent, calls: of one step, by collective.
-        seconds: of one step.
-        spent: the same by "computing", "CPU step", and waits for lines.
-        numel, trained: parameters of the model, and those of them that the optimizer updates.
+        sent, calls: bytes and calls of one step, by collective.
+        seconds: the time of one step.
+        spent: this time by "computing", "CPU step", and waits for lines.
+        numel, trained: the model's parameters, and those that the optimizer updates.
         timeline: live bytes after each operation of the last step.
     """
 
@@ -132,7 +134,7 @@ class Figures:
 
 
 def parted(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a config as a mapping, and apart from it the keys that make a run log."""
+    """Return a config as a mapping, and separately the keys that make a run log."""
     raw = read(config)
     silent = {key: raw.pop(key) for key in _SILENT if key in raw}
     return raw, silent
@@ -142,8 +144,8 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
     """Run two steps of a config.
 
     Args:
-        micro_batch: samples of one call, where the config names none.
-        draws: keep the timeline.
+        micro_batch: samples of one call, if the config names none.
+        draws: whether to keep the timeline.
 
     Raises:
         ConfigError, UsageError: as the real run would.
@@ -156,7 +158,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
         warnings.simplefilter("ignore")
         stack.enter_context(_Mode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
-        stack.callback(gc.collect)  # cycles of the engine's, so that one dry run leaves nothing to the next
+        stack.callback(gc.collect)  # the engine's reference cycles, so that one dry run leaves no memory to the next
         raw = parted(config)[0]
         if job.tensor_parallel > 1:
             raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
@@ -164,7 +166,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
-    """The mode of a dry run. A copied tensor belongs to it too, as in nn.TransformerEncoder, which copies its first layer."""
+    """The mode of a dry run, also for copied tensors, as in nn.TransformerEncoder, which copies its first layer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
         return self
@@ -247,7 +249,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
 
 
 class _Members:
-    """Makes the simulated members when `shard` asks for them."""
+    """A maker of the simulated members, for `shard`."""
 
     made: SimulatedRanks | SimulatedTwoLevel
 
@@ -261,11 +263,11 @@ class _Members:
         )
 
     def exchange(self, nbytes: int) -> None:
-        """Send so much of heads for positions, and wait for as much."""
+        """Simulate an exchange of heads for positions: send these bytes, and wait for as many."""
         self.send_parts("all_to_all", nbytes)
 
     def send_parts(self, kind: str, nbytes: int) -> None:
-        """Send so much to the neighbours that hold a sequence or a model together, and wait for as much."""
+        """Send bytes to the neighbours that hold a sequence or a model together, and wait for as many."""
         self.made.sent[kind] += nbytes
         self.made.calls[kind] += 1
         self._line.send(nbytes).wait()
@@ -273,10 +275,10 @@ class _Members:
     def collectives(
         self, _group: Any, _device: torch.device, what: str, within: Within | None, wire: Wire
     ) -> SimulatedRanks | SimulatedTwoLevel:
-        """Stand in for `create_collectives`."""
+        """Replace `create_collectives`."""
         if wire.is_lossy:
             raise UsageError(
-                "no plan is made of quantised communication (zero_quantized_gradients): plan without it. "
+                "quantised communication (zero_quantized_gradients) cannot be planned: plan without it. "
                 "Memory at rest is the same."
             )
         self.made = self._hosts.collectives(within)
@@ -316,16 +318,16 @@ def _born(job: Job) -> nn.Module:
     try:
         return job.factory()
     except RuntimeError as error:
-        # torch cannot move a module of tensors without values while it is built, as peft's adapters are.
+        # torch cannot move a module of tensors without values while it is built, as PEFT moves its adapters.
         if "Couldn't swap" not in str(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold what was built so far
+        traceback.clear_frames(error.__traceback__)  # they hold parts of the model
     gc.collect()
     return _born_on_meta(job)
 
 
 def _born_on_meta(job: Job) -> nn.Module:
-    """Build on the meta device, where a model may be moved; then give it tensors without values of CPU memory."""
+    """Build on the meta device, where a model may be moved; then replace its tensors by CPU tensors without values."""
     with outside_of_modes(), torch.device("meta"):
         model = job.factory()
     made: dict[Tensor, Tensor] = {}
@@ -358,7 +360,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Spent:
-    """The cost of a step so far: seconds, the same by cause, bytes sent and calls by collective."""
+    """The cost of a step so far: seconds, in all and by cause; bytes sent and calls by collective."""
 
     seconds: float
     where: Counter[str]
@@ -366,7 +368,7 @@ class _Spent:
     calls: Counter[str]
 
     def plus(self, times: int, begin: _Spent, end: _Spent) -> _Spent:
-        """Add what was spent between two moments, `times` times."""
+        """Add the cost between two moments, `times` times."""
 
         def add(whole: Counter[str], begin: Counter[str], end: Counter[str]) -> Counter[Any]:
             return Counter({key: whole[key] + times * (end[key] - begin[key]) for key in whole})
@@ -380,10 +382,10 @@ class _Spent:
 
 
 class _Meter:
-    """Reads the clock and the counters of one step.
+    """A reader of the clock and the counters of one step.
 
     Args:
-        ranks: counts bytes and calls.
+        ranks: the simulated ranks, which count bytes and calls.
     """
 
     def __init__(self, clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel) -> None:
@@ -395,7 +397,7 @@ class _Meter:
         self._begin = clock.now
 
     def read(self) -> _Spent:
-        """Return what the step took so far."""
+        """Return the cost of the step so far."""
         where = Counter(self._clock.computed)
         where.update(self._clock.waited)  # type: ignore[arg-type]
         seconds = self._clock.now - self._begin
@@ -403,7 +405,7 @@ class _Meter:
 
 
 def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The same config with no more than MOST_MICROBATCHES microbatches."""
+    """Return the same config with at most MOST_MICROBATCHES microbatches."""
     made = dict(raw)
     if config.batch.accumulation > MOST_MICROBATCHES:
         made["train_micro_batch_size_per_gpu"] = config.batch.micro
@@ -413,7 +415,7 @@ def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spent]:
-    """Run one step. Returns what it took after each microbatch."""
+    """Run one step, and return its cost after each microbatch."""
     spent = []
     try:
         for _ in range(engine.gradient_accumulation_steps()):
@@ -441,7 +443,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spen
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A tensor of the user's own may have been made before."""
+    """Return a tensor without values for one of the user's, which may have been made before the mode."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -498,10 +500,10 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Have transformers build the same masks inside as in a real run.
+    """Make transformers build the same masks inside as in a real run.
 
-    It takes tensors without values for those of torch.compile, which may not be asked for values, and makes a mask of [batch, 1,
-    length, length] to be safe. A dry run answers such questions.
+    It treats tensors without values like those of torch.compile, whose values it may not read, and then makes a mask of
+    [batch, 1, length, length] to be safe. A dry run answers such reads.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
@@ -517,7 +519,7 @@ def _untraced() -> Iterator[None]:
 
 @contextmanager
 def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-    """Name to the ledger the module that runs inside. In a backward: the one whose output's gradient came last."""
+    """Record in the ledger the module that runs inside; in a backward, the one whose output's gradient came last."""
 
     def enter(name: str, *_: Any) -> None:
         ledger.module = name
@@ -540,8 +542,8 @@ def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 def _random_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Count for a forward of each of these modules the memory of a random state, until its backward is over.
 
-    On a CPU torch's checkpointing keeps one for each call, which no dispatch sees. Where the input needs no gradient, the state
-    stays until the module's next forward.
+    On a CPU torch's checkpointing keeps one for each call, without an operation that the ledger could count. If the
+    input needs no gradient, the state stays until the module's next forward.
     """
     kept: dict[nn.Module, Tensor] = {}
 

@@ -1,9 +1,10 @@
-"""Owns the count of live bytes of a dry run: every storage, by what it is for and where it lies.
+"""Owns the count of live bytes of a dry run: every storage, by purpose and place.
 
 On an accelerator a storage takes a block of the allocator's (see segments.py), in CPU memory its own bytes.
 
-The ledger sees each operation below autograd. A storage that it has not seen is new, and lives until torch drops it; one that is
-resized calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the phase that made it.
+The ledger intercepts each operation below autograd. An unknown storage is new, and lives until torch drops it; a
+resized one calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the phase that made
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 INPUTS = "model buffers and inputs"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARIES, INPUTS)
-"""The categories of memory. Temporaries: what a backward or a step made and has not given back."""
+"""The categories of memory. Temporaries are tensors that a backward or a step made and has not freed."""
 
 aten: Any = torch.ops.aten
 
@@ -47,12 +48,12 @@ class _Live:
 
 @dataclass
 class Peak:
-    """The most that was live at once.
+    """The peak of live bytes.
 
     Attributes:
-        nbytes: in all.
-        parts: by category.
-        phase, module: where that was.
+        nbytes: the bytes in all.
+        parts: the bytes by category.
+        phase, module: the phase and the module of the peak.
     """
 
     nbytes: int = 0
@@ -71,13 +72,13 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts live bytes, and moves the clock with each operation. Put inside of a FakeTensorMode, it also answers who asks a
-    tensor without values for one: yes, and 1.
+    """A mode that counts live bytes, and advances the clock with each operation. Inside a FakeTensorMode, it also
+    answers reads of values from tensors without values: True, and 1.
 
     Attributes:
-        phase, module: what the model is doing now, for whoever looks at a peak.
-        peak, host_peak: on the device, and in CPU memory beside it.
-        timeline: what was live after each operation, where that was asked for.
+        phase, module: the present phase and module of the model, which a peak records.
+        peak, host_peak: the peaks on the device, and in CPU memory beside it.
+        timeline: the live bytes after each operation, if `draws` is set.
     """
 
     def __init__(self, clock: Clock, *, draws: bool = False) -> None:
@@ -97,7 +98,7 @@ class Ledger(TorchDispatchMode):
         self.peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
-        """The bytes of both memories, where they are one."""
+        """The bytes of both memories, if they are one."""
         self.timeline: list[Moment] = []
         self._purpose: list[tuple[str, bool]] = []
 
@@ -124,7 +125,7 @@ class Ledger(TorchDispatchMode):
         return {category: nbytes for category, nbytes in self._now[False].items() if nbytes}
 
     def forget_peaks(self) -> None:
-        """Peaks count from now."""
+        """Count peaks from now."""
         self.peaks = {host: Peak(self._total[host], dict(self._now[host]), self.phase) for host in (False, True)}
         self.peak_by_phase.clear()
         self.peak_together = sum(self._total.values())
@@ -155,7 +156,7 @@ class Ledger(TorchDispatchMode):
                 live.category = category
 
     def resized(self, tensor: Tensor) -> None:
-        """The storage under a tensor took memory, or gave it back."""
+        """Record that the storage under a tensor took memory, or freed it."""
         storage = tensor.untyped_storage()
         live = self._live.get(storage_id(tensor))
         if live is None:
@@ -216,12 +217,12 @@ class Ledger(TorchDispatchMode):
             self.peak_by_phase[self.phase] = total
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in CPU memory beside the device."""
+        """Return whether a tensor is in CPU memory beside the device."""
         live = self._live.get(storage_id(tensor))
         return live is not None and live.on_host
 
     def _is_on_host(self, tensors: Iterable[Any]) -> bool:
-        """Whether an operation on these runs in CPU memory: what it makes lies beside what it reads."""
+        """Return whether an operation on these tensors runs in CPU memory: its results are in the memory of its inputs."""
         if not self._host_count:
             return False
         for tensor in tensors:
@@ -265,7 +266,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Whether the engine itself made it only for its shape."""
+    """Return whether the engine itself made it only for its shape."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 
@@ -281,7 +282,7 @@ _VIEWS: dict[Any, bool] = {}
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation makes no memory, and moves none."""
+    """Return whether an operation only makes a view, and so allocates and moves no memory."""
     known = _VIEWS.get(func)
     if known is None:
         returns = func._schema.returns

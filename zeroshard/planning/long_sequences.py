@@ -1,4 +1,4 @@
-"""Owns how a dry run cuts sequences over ranks, and runs losses and MLPs in tiles: as `zeroshard.sequence` does in a real one."""
+"""Owns the cut sequences and the tiled losses and MLPs of a dry run, which uses `zeroshard.sequence` as a real run does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.sequence import Sequences, tile
 from zeroshard.sequence.loss import chosen
 
 _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
-"""Names of the modules that run in tiles, where a model has them."""
+"""Names of the modules that run in tiles, if a model has them."""
 
 MOST_TILES = 4
 """Tiles of a tensor that are run: the first and the second, between which sums of gradients are made; one for all that follow,
@@ -30,7 +30,7 @@ class LongSequences:
     """The tools that a planned training uses for its sequences.
 
     Attributes:
-        ranks: that hold one sequence together.
+        ranks: the number of ranks that hold one sequence together.
         tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0: they run whole.
     """
 
@@ -38,7 +38,7 @@ class LongSequences:
     tile_tokens: int = 0
 
     def refuse(self, world_size: int) -> None:
-        """Raise where sequences cannot lie on so many ranks."""
+        """Raise if this number of ranks cannot hold sequences."""
         if world_size % self.ranks:
             raise UsageError(
                 f"{world_size} ranks cannot hold sequences on {self.ranks} ranks each. Choose a number of ranks "
@@ -63,7 +63,7 @@ class LongSequences:
         return _Cut(model, sequences, self.tile_tokens)
 
     def shortened(self, clock: Clock) -> AbstractContextManager[None]:
-        """Run no more than MOST_TILES tiles of a tensor, and count the time of all. Memory is the same: tiles run one by one."""
+        """Run at most MOST_TILES tiles of a tensor, and count the time of all. Memory is the same: tiles run one by one."""
 
         def run(parts: Sequence[slice]) -> Iterator[slice]:
             alike = len(parts) - MOST_TILES + 1
@@ -94,7 +94,7 @@ class _Cut(nn.Module):
 
 
 class _Simulated(SequenceRanks):
-    """The first of some ranks; the others exist on paper."""
+    """The first of some ranks; the others are simulated."""
 
     def __init__(self, size: int, send: Callable[[int], None]) -> None:
         super().__init__()

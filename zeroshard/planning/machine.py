@@ -1,8 +1,9 @@
-"""Owns a machine as a dry run sees it: its speeds and hidden costs, and the time that operations, links and disks take on it.
+"""Owns the model of a machine for dry runs: its speeds and hidden costs, and the time of operations, links and disks on
+it.
 
-The numbers are data, in machines.json. Speeds are those that training reaches, not those of a data sheet. One processor computes;
-every line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after another beside it. A wait moves
-the clock, so transfers overlap where the schedule lets them.
+The numbers are data, in machines.json. Speeds are those that training reaches, not those of a data sheet. One processor
+computes. Beside it, every line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after
+another. A wait advances the clock, so transfers overlap if the schedule allows it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Processor(_Part):
     """A device that computes, with its memory.
 
     Attributes:
-        flops: by dtype of the operands, a second.
+        flops: floating-point operations a second, by dtype of the operands.
         memory_bandwidth: bytes a second, read and written together.
-        launch_seconds: of one operation, besides its work.
-        peak_flops: by dtype, the maker's figure for dense matrices, where it is known.
+        launch_seconds: the fixed time of one operation, besides its work.
+        peak_flops: the maker's figure for dense matrices, by dtype, if it is known.
     """
 
     flops: dict[str, float]
@@ -43,25 +44,25 @@ class Processor(_Part):
     peak_flops: dict[str, float] = {}
 
     def flops_of(self, dtype: str) -> float:
-        """The floating-point operations a second of a dtype; of fp32 where none is known."""
+        """Return the floating-point operations a second of a dtype, or of fp32 if it is unknown."""
         return self.flops.get(dtype) or self.flops["float32"]
 
 
 class Link(_Part):
-    """A link between two places: bytes a second in one direction, and seconds of a transfer of none."""
+    """A link between two places: bytes a second in one direction, and seconds of an empty transfer."""
 
     bandwidth: float = Field(gt=0)
     latency: float = Field(ge=0)
 
 
 class Unseen(_Part):
-    """Memory of an accelerator that is none of this process's tensors.
+    """The memory of an accelerator besides this process's tensors.
 
     Attributes:
         context: bytes of the driver's context, kernels included.
         collectives: bytes that the library of collectives takes for itself.
-        workspaces: bytes of cuBLAS and its kin.
-        fragmentation: what the allocator holds and cannot use, as a share of the peak of live bytes.
+        workspaces: bytes of cuBLAS and similar libraries.
+        fragmentation: memory that the allocator holds and cannot use, as a share of the peak of live bytes.
     """
 
     context: int = Field(ge=0)
@@ -75,14 +76,14 @@ class Machine(_Part):
 
     Attributes:
         memory: bytes of one accelerator.
-        accelerators: in one host.
+        accelerators: the number in one host.
         host_memory: bytes of one host.
-        inside, between: links that one rank has to others of its host, and to other hosts.
-        copies: between one accelerator and CPU memory.
+        inside, between: one rank's links to others of its host, and to other hosts.
+        copies: the link between one accelerator and CPU memory.
         disk_write, disk_read: bytes a second of a host's disk, which its ranks share.
-        transport: how ranks talk: "native" (NCCL and its kin) or "gloo".
-        computes_on_cpu: there is no accelerator: ranks compute in CPU memory.
-        devices: how torch names such accelerators.
+        transport: the transport between ranks: "native" (NCCL and similar) or "gloo".
+        computes_on_cpu: whether ranks compute in CPU memory, without an accelerator.
+        devices: torch's names of such accelerators.
     """
 
     name: str
@@ -104,18 +105,18 @@ class Machine(_Part):
 
 @cache
 def machines() -> dict[str, Machine]:
-    """The known ones, by name."""
+    """Return the known machines, by name."""
     return {name: Machine(name=name, **values) for name, values in json.loads(TABLE.read_text()).items()}
 
 
 def peak_flops_of(device: str, dtype: str) -> float | None:
-    """The most operations of an accelerator in a second; None where the table lacks it."""
+    """Return the most operations of an accelerator in a second; None if the table lacks it."""
     known = (machine.device.peak_flops.get(dtype) for machine in machines().values() if device in machine.devices)
     return next(known, None)
 
 
 def machine_of(name: str) -> Machine:
-    """A known machine, or one that a file describes, as `zeroshard doctor --profile` writes it.
+    """Return a known machine, or one that a file of `zeroshard doctor --profile` describes.
 
     Raises:
         UsageError: there is none.
@@ -140,10 +141,10 @@ def machine_of(name: str) -> Machine:
 
 
 class Clock:
-    """Seconds since the dry run began.
+    """The clock of a dry run: seconds since it began.
 
     Attributes:
-        now: of the processor.
+        now: the processor's time.
         computed: seconds of operations, by place: "computing" and "CPU step".
         waited: seconds of waiting, by line.
     """
@@ -155,7 +156,7 @@ class Clock:
         self.waited: defaultdict[str, float] = defaultdict(float)
 
     def operate(self, flops: float, nbytes: int, dtype: str, *, on_host: bool) -> None:
-        """Run an operation, for as long as its arithmetic or its bytes take, whichever is more."""
+        """Advance by the time of an operation: that of its arithmetic or of its bytes, whichever is longer."""
         where = self.machine.device
         name = "computing"
         if on_host:
@@ -167,7 +168,7 @@ class Clock:
 
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
-        """Count the operations inside so many times: those that a dry run leaves out take as long."""
+        """Count the operations inside `count` times: those that a dry run leaves out take as long."""
         before = dict(self.computed)
         yield
         for name, seconds in self.computed.items():
@@ -182,7 +183,7 @@ class Clock:
             self.now = moment
 
     def reset(self) -> None:
-        """Begin another step: count from zero."""
+        """Start again at zero for another step."""
         self.computed.clear()
         self.waited.clear()
 
@@ -191,7 +192,8 @@ class Line:
     """A line that carries bytes. `bandwidth` in bytes a second.
 
     Args:
-        is_apart: it carries beside the computation; else the processor does, as where ranks copy through memory that they share.
+        is_apart: whether transfers overlap with computation. False: the processor copies, as between ranks that share
+            memory.
     """
 
     def __init__(self, clock: Clock, name: str, bandwidth: float, latency: float, *, is_apart: bool = True) -> None:
@@ -212,7 +214,7 @@ class Line:
 
 
 class Arrival(Transfer):
-    """A transfer that a line carries: it is there `at` a moment."""
+    """A transfer on a line, which arrives `at` a moment."""
 
     def __init__(self, clock: Clock, at: float, line: str) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Owns `plan`: whether a config fits, where its memory goes, and how fast it is, before anything is queued."""
+"""Owns `plan`: whether a config fits, where its memory goes, and how fast it is, before a job is queued."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Plan:
     """The memory and time of one rank of a training, in bytes and seconds; all ranks take the same.
 
     Attributes:
-        job: what is trained, and on what.
-        figures: what the dry run saw.
+        job: the training and its machine.
+        figures: the results of the dry run.
         limit: bytes of an accelerator's memory.
         host_limit: bytes of a host's CPU memory.
         told: keys of the config that make a run print or log.
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that lives on an accelerator at once, in training."""
+        """The peak of live bytes on an accelerator, in training."""
         return self.figures.peak.nbytes
 
     @property
@@ -69,7 +69,7 @@ class Plan:
 
     @cached_property
     def unseen(self) -> dict[str, int]:
-        """The machine's constants on top of live bytes, which no dry run sees."""
+        """The machine's constants on top of live bytes, which a dry run does not allocate."""
         unseen = self.machine.unseen
         return {
             "driver's context": unseen.context,
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def most_nbytes(self) -> int:
-        """Live bytes at the most; start-up included, unless the model is born sharded."""
+        """The peak of live bytes; with start-up, unless the model is born sharded."""
         if self.job.born_sharded:
             return self.peak_nbytes
         return max(self.peak_nbytes, self.figures.start.nbytes)
@@ -92,7 +92,9 @@ class Plan:
 
     @property
     def host_nbytes(self) -> int:
-        """The bytes of CPU memory that a host needs: what rests there, or the models that each rank builds before they move."""
+        """The bytes of CPU memory that a host needs: its offloaded states, or the models that its ranks build before
+        they move.
+        """
         built = self.figures.model_nbytes
         if self.machine.computes_on_cpu:
             built = 0
@@ -112,17 +114,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the memory suffices, on accelerators and hosts."""
         return self.overshoot <= 0 and self.host_nbytes <= self.host_limit
 
     @property
     def sent_nbytes(self) -> int:
-        """Handed to other ranks in a step."""
+        """The bytes that a rank sends in a step."""
         return sum(self.figures.sent.values())
 
     @property
     def collectives(self) -> int:
-        """Called in a step."""
+        """The number of collectives in a step."""
         return sum(self.figures.calls.values())
 
     @property
@@ -152,7 +154,7 @@ class Plan:
         return {**self.figures.config.document, **sizes, **self.told}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole plan, as JSON has it."""
+        """Return the whole plan, for JSON."""
         figures = self.figures
         batch = figures.config.batch
         return {
@@ -202,25 +204,29 @@ def plan(
     """Run two steps of a config dry: the engine itself, on tensors without values, as one rank of many. No accelerator is needed.
 
     Args:
-        model_factory: builds the model, and reads no weights. It is called where tensors take no memory.
-        config: as `initialize` takes it.
-        world_size: ranks, each of one accelerator. All are data-parallel, but for those of the last three arguments.
-        batch: `batch(n)` gives the arguments of one call of the model for n samples: a tuple, a mapping of keywords, or a tensor.
-            Or such arguments themselves, of which shapes and dtypes count.
-        machine: the name of a known one (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or your own.
-        memory, host_memory: bytes of an accelerator and of a host, where they differ from the machine's.
-        hosts: over which the ranks are spread; default: as few as the machine's accelerators allow.
-        loss: the loss in what the model returns; default: itself, its `loss`, or its first element.
-        optimizer: makes one from parameters, where the config names none; default: AdamW.
-        micro_batch: samples of one call, where the config names none.
-        sharded_init: the model will be built inside of `sharded_init`: what start-up takes without it does not count.
+        model_factory: a function that builds the model, and reads no weights. Tensors that it makes take no memory.
+        config: a config, as for `initialize`.
+        world_size: the number of ranks, each with one accelerator. All are data-parallel, except those of the last
+            three arguments.
+        batch: `batch(n)` returns the arguments of one call of the model for n samples: a tuple, a mapping of keywords,
+            or a tensor. Or such arguments themselves; only their shapes and dtypes matter.
+        machine: the name of a known machine (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or a
+            `Machine`.
+        memory, host_memory: bytes of an accelerator and of a host, if they differ from the machine's.
+        hosts: the number of hosts, over which the ranks are spread; default: as few as the machine's accelerators
+            allow.
+        loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
+            first element.
+        optimizer: a function that makes an optimizer from parameters, if the config names none; default: AdamW.
+        micro_batch: samples of one call, if the config names none.
+        sharded_init: whether the model will be built inside `sharded_init`: then start-up without it does not count.
         sequence_parallel: ranks that hold one sequence together (`zeroshard.sequence.Sequences`); the batch is whole.
         tile_tokens: the tokens of a tile of the loss, of each MLP and norm; 0: they run whole. This and the argument before it are
             for causal models of transformers, whose batch has `input_ids` and `labels`.
-        tensor_parallel: ranks that divide one model, as the config's `tensor_parallel.autotp_size`. Divided modules then have their
-            local size, and send sums of activations. Units of whole parameters, and the message of each step by which the ranks
-            agree on the norm, are not counted apart.
-        timeline: keep what was live after each operation, for `draw`.
+        tensor_parallel: ranks that divide one model, like the config's `tensor_parallel.autotp_size`. Divided modules
+            then have their local size, and send sums of activations. Units of whole parameters, and each step's message
+            about the norm, are not counted separately.
+        timeline: whether to keep the live bytes after each operation, for `draw`.
 
     Raises:
         ConfigError, UsageError: the config, or the model, would be refused; or the model could not be built without values.
@@ -242,17 +248,17 @@ def plan(
         sequences=sequences,
     )
     job = divided(job, tensor_parallel, config)
-    if memory is not None:  # the engine asks how much is free
+    if memory is not None:  # the engine reads the free memory
         job = replace(job, machine=job.machine.model_copy(update={"memory": memory}))
     figures = dry_run(job, config, micro_batch, draws=timeline)
     return Plan(job, figures, **limits(job.machine, memory, host_memory), told=parted(config)[1])
 
 
 def divided(job: Job, ranks: int, config: str | os.PathLike[str] | Mapping[str, Any]) -> Job:
-    """Return the same job with models that lie on so many ranks each: the caller's number, or the config's.
+    """Return the same job with models that `tensor_parallel` ranks divide: the caller's number, or the config's.
 
     Raises:
-        UsageError: they differ, or the ranks cannot hold models so, or not beside the job's other settings.
+        UsageError: the two numbers differ, or do not fit the ranks or the job's other settings.
     """
     named = tensor_parallel_ranks(config)
     if ranks > 1 and named not in (1, ranks):
@@ -269,7 +275,7 @@ def divided(job: Job, ranks: int, config: str | os.PathLike[str] | Mapping[str, 
         )
     if job.sequences.ranks > 1 or job.born_sharded:
         raise UsageError(
-            "no plan is made of tensor parallelism beside sequence parallelism or sharded_init: leave one of them out."
+            "tensor parallelism beside sequence parallelism or sharded_init cannot be planned: leave one of them out."
         )
     return replace(job, tensor_parallel=ranks)
 
@@ -300,6 +306,6 @@ def job_of(
 
 
 def _samples(batch: Any) -> int | None:
-    """The first dimension of the first tensor of a batch."""
+    """Return the first dimension of the first tensor of a batch."""
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
     return None if first is None else first.shape[0]

@@ -145,7 +145,7 @@ def draw(plan: Plan, path: Path) -> None:
         colors=[_COLOURS[index] for index in used], step="post",
     )  # fmt: skip
     free = plan.limit - sum(plan.unseen.values())
-    axes.axhline(free / 1e9, color="black", linestyle="--", linewidth=1, label="the limit, less what is unseen")
+    axes.axhline(free / 1e9, color="black", linestyle="--", linewidth=1, label="the limit, less constants")
     for number, (at, phase) in enumerate(_phases(plan, begin)):
         axes.axvline(at, color="white", linewidth=0.8)
         axes.text(at, axes.get_ylim()[1] * (0.98 - 0.04 * (number % 2)), f" {phase}", fontsize=8, va="top")

@@ -1,13 +1,13 @@
 """Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
 
-Every answer is a dry run. A model that is deep is first run at two small depths, which give the needs of a block; what is chosen is
-run at its full depth. What cannot be the answer is not run: see [Note: pruning].
+Every answer is a dry run. A deep model is first run at two small depths, which give the needs of a block. Chosen
+settings are run at full depth. Settings that cannot be the answer are not run: see [Note: pruning].
 
 [Note: pruning]
-A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best; what grows
-with the micro-batch bounds how far down to go. Checkpointing, and states that rest on the CPU, cost time and gain only memory: they
-are not tried where the same setting without fits as large a micro-batch. Where the full depth shows that it does not fit after
-all, what was left out because of it is tried.
+A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best.
+The memory that grows with the micro-batch shows where to stop. Checkpointing, and states on the CPU, cost time and gain
+only memory. They are not tried if the same setting without them fits as large a micro-batch. If that setting then does
+not fit at full depth, the settings that were left out because of it are tried.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 _FORK = multiprocessing.get_context("fork")
 
 Told = Callable[[int, int], None]
-"""Takes the progress: the number of dry runs that are over, and of all."""
+"""A function of the progress: the number of dry runs that are over, and of all."""
 
 _MOST_SAMPLES = 1 << 16
 """The most samples that `largest_micro_batch` looks for."""
 
 _SHALLOW = (3, 5)
-"""Depths at which a deep model is run first."""
+"""The depths at which a deep model is run first."""
 
 _FINALISTS = 2
 """Choices that are run at full depth at once."""
@@ -49,10 +49,10 @@ _OTHERS = 3
 """The most choices that are shown beside the best."""
 
 _ALIKE = 0.02
-"""Steps whose times differ by no more than this share are alike: then the lower stage is chosen."""
+"""Steps whose times differ by at most this share count as equal: then the lower stage is chosen."""
 
 _DOUBT = 0.03
-"""How far off what was not run may be, as a share of the memory: a whole depth estimated from two shallow ones, a smaller
+"""The largest error of an estimate, as a share of the memory: of a full depth from two shallow ones, or of a smaller
 micro-batch from a larger one."""
 
 
@@ -66,12 +66,12 @@ BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"
 def in_processes(
     jobs: Iterable[Callable[[], T]], *, first_here: bool = False
 ) -> Iterator[tuple[int, T | ZeroshardError]]:
-    """Run jobs in processes of their own. Yields (number, result) of each as it ends; an error of ours is a result.
+    """Run jobs in separate processes. Yield (number, result) of each as it ends; an error of zeroshard is a result.
 
     Processes are forked, so a job may be any callable.
 
     Args:
-        first_here: run the first in this process, so that the others find its imports.
+        first_here: run the first in this process, so that the others share its imports.
 
     Raises:
         UsageError: a process died.
@@ -98,7 +98,7 @@ def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
     except EOFError:
         process.join()
         raise UsageError(
-            f"a dry run in a process of its own died (exit {process.exitcode}). Make memory free, or plan a smaller model."
+            f"a dry run in a separate process died (exit {process.exitcode}). Make memory free, or plan a smaller model."
         ) from None
     process.join()
     return result
@@ -119,9 +119,9 @@ class Change:
     """A change of a config.
 
     Attributes:
-        plan: of the config with it.
-        gain: bytes of an accelerator's memory that it saves.
-        slowdown: seconds of a step that it costs.
+        plan: the plan of the changed config.
+        gain: bytes of an accelerator's memory that the change saves.
+        slowdown: seconds of a step that the change costs.
     """
 
     what: str
@@ -180,9 +180,9 @@ def _work(plan: Plan, config: dict[str, Any]) -> Callable[[], Figures]:
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest micro-batch that fits, the accumulation as it is; 0 where one sample does not fit.
+    """Return the largest micro-batch that fits, with the same accumulation; 0 if one sample does not fit.
 
-    Of more than `_MOST_SAMPLES` it is not looked for.
+    It tries at most `_MOST_SAMPLES`.
     """
     needs = {plan.figures.config.batch.micro: plan.needed_nbytes}
 
@@ -200,10 +200,10 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
-    """The largest number of samples whose need is at most `limit`, tried from `first` on; 0 where there is none."""
+    """Return the largest number of samples that need at most `limit`, tried from `first` on; 0 if there is none."""
     fits = 0
     exceeds = first
-    while need(exceeds) <= limit:  # the first samples may add nothing, where the peak is elsewhere
+    while need(exceeds) <= limit:  # the first samples may add nothing, if the peak is in another phase
         fits = exceeds
         exceeds *= 2
         if fits >= _MOST_SAMPLES:
@@ -212,7 +212,7 @@ def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
     while exceeds - fits > 1:
         if halves:
             between = fits + (exceeds - fits) // 2
-        else:  # memory grows evenly from where it grows
+        else:  # where memory grows, it grows evenly
             between = fits + (exceeds - fits) * (limit - need(fits)) // (need(exceeds) - need(fits))
         halves = not (halves and fits)
         between = min(max(between, fits + 1), exceeds - 1)
@@ -238,7 +238,7 @@ class Choice:
     within: int | None = None
 
     def config(self, base: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
-        """The base with what was chosen."""
+        """Return the base config with the choice."""
         zero: dict[str, Any] = {"stage": self.stage}
         if self.optimizer_on_cpu:
             zero["offload_optimizer"] = {"device": "cpu"}
@@ -264,18 +264,22 @@ class Choice:
 
     @property
     def on_cpu(self) -> tuple[bool, bool]:
-        """Whether the optimizer and the parameters rest on the CPU. With parameters there, less comes back from the update."""
+        """Whether the optimizer and the parameters are on the CPU. With parameters there, the update sends less back."""
         return self.optimizer_on_cpu, self.parameters_on_cpu
 
     def is_dearer_than(self, other: Choice) -> bool:
-        """Whether it differs from the other one only by what costs time and gains memory, and has no larger micro-batch."""
+        """Return whether it differs from another choice only by settings that cost time and save memory, with no larger
+        micro-batch.
+        """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
         more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
         return same and more and self != other
 
 
 def micros(per_rank: int) -> list[int]:
-    """Micro-batches for so many samples of a step on each rank, the largest first: powers of two that divide them."""
+    """List the micro-batches for a number of samples of a step on each rank, the largest first: powers of two that
+    divide it.
+    """
     return [size for size in (64, 32, 16, 8, 4, 2, 1) if per_rank % size == 0]
 
 
@@ -287,7 +291,7 @@ def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
     if job.hosts > 1 and not rest and per_host > 1:
         hosts.append(per_host)
     for is_offloaded, places in offloads:
-        if is_offloaded and job.machine.computes_on_cpu:  # it is one memory
+        if is_offloaded and job.machine.computes_on_cpu:  # both are one memory
             return
         for checkpointing in (False, True):
             yield [
@@ -304,8 +308,8 @@ class Estimate:
     """The figures of a choice at the whole depth.
 
     Attributes:
-        needed, host, seconds: as a plan's.
-        growing: bytes of those that are needed that grow with the micro-batch.
+        needed, host, seconds: as those of a plan.
+        growing: the part of the needed bytes that grows with the micro-batch.
     """
 
     needed: float
@@ -316,7 +320,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the fastest plan that fits, or, where none does, the one that misses least.
+    """The result of a search: the fastest plan that fits, or, if none does, the closest.
 
     Attributes:
         others: the next best choices that fit, with their figures, the fastest first.
@@ -335,8 +339,8 @@ class Search:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
         limit, host_limit: bytes of an accelerator, and of a host.
-        depth, shallow: of the model, and the same with fewer blocks.
-        told: is called with the progress.
+        depth, shallow: the model's depth, and the same model with fewer blocks.
+        told: called with the progress.
     """
 
     job: Job
@@ -351,7 +355,7 @@ class Search:
     _refusals: list[ZeroshardError] = field(default_factory=list, init=False)
 
     def run(self) -> Found:
-        """Run the promising choices at full depth, which shallow models point out.
+        """Run promising choices, by their estimates from shallow models, at full depth.
 
         Raises:
             UsageError: the engine refuses the first choices.
@@ -368,14 +372,14 @@ class Search:
         return self._best(plans, known)
 
     def _explore(self, known: dict[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]) -> None:
-        """Add what is not known yet of what may be the answer."""
+        """Estimate choices that may be the answer and are not estimated yet."""
         for wave in settings(self.job, sizes[0]):
             waiting = wave
             while waiting:
                 waiting = [one for one in waiting if not self._is_settled(one, known)]
                 known |= self._estimates([one for one in waiting if one not in known], plans)
                 if not known:
-                    # The first settings are those with the least to refuse, so the others would be refused too.
+                    # The first settings enable the fewest features, so the others would be refused too.
                     raise self._refused()
                 smaller = [self._smaller(one, known[one], sizes) for one in waiting if one in known]
                 waiting = [one for one in smaller if one is not None]
@@ -383,7 +387,7 @@ class Search:
     def _add_what_misses_least(
         self, known: Mapping[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]
     ) -> None:
-        """Add the choice that misses least: of the smallest micro-batches, or of the largest, which keep no sums between them."""
+        """Add the choice that is closest to fitting: of the smallest micro-batches, or of the largest, which keep no sums."""
         extremes = dict.fromkeys(replace(choice, micro=micro) for choice in known for micro in (sizes[-1], sizes[0]))
         found = {**known, **self._estimates([one for one in extremes if one not in known], plans)}
         if self._is_shallow:
@@ -397,11 +401,11 @@ class Search:
         return self.shallow is not None and self.depth is not None and self.depth > 2 * _SHALLOW[-1]
 
     def _is_settled(self, choice: Choice, known: Mapping[Choice, Estimate]) -> bool:
-        """Whether something that fits is never slower."""
+        """Return whether another choice fits and is never slower."""
         return any(choice.is_dearer_than(one) and self._fits_for_sure(known[one]) for one in known)
 
     def _smaller(self, choice: Choice, estimate: Estimate, sizes: Sequence[int]) -> Choice | None:
-        """The same with the next micro-batch that may fit; None where this one does for sure, or none will."""
+        """Return the same choice with the next micro-batch that may fit; None if this one surely fits, or none will."""
         if self._fits_for_sure(estimate):
             return None
         for micro in sizes:
@@ -411,7 +415,7 @@ class Search:
         return None
 
     def _estimates(self, choices: Sequence[Choice], plans: dict[Choice, Plan]) -> dict[Choice, Estimate]:
-        """The figures of two shallow runs of each, or of one at full depth, which is kept as a plan."""
+        """Return the figures of two shallow runs of each choice, or of one at full depth, which is kept as a plan."""
         depths: tuple[int | None, ...] = (None,)
         if self._is_shallow:
             depths = _SHALLOW
@@ -431,7 +435,9 @@ class Search:
     def _run_at_full_depth(
         self, estimates: Mapping[Choice, Estimate], plans: dict[Choice, Plan]
     ) -> dict[Choice, Estimate]:
-        """Run the fastest that may fit, a few at a time, until one does. Returns those that do not fit, but seemed to for sure."""
+        """Run the fastest choices that may fit, a few at a time, until one fits. Return those that surely fitted by
+        estimate but do not.
+        """
         may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
         order = _lower_stages_first({choice: estimates[choice].seconds for choice in may_fit})
         tried: list[Choice] = []
@@ -455,7 +461,7 @@ class Search:
         return _DOUBT if self._is_shallow else 0.0
 
     def _over(self, estimate: Estimate) -> float:
-        """The share of an accelerator's memory, or the host's, that is missing; negative where there is room."""
+        """Return the share of an accelerator's memory, or the host's, that is missing; negative if there is room."""
         return max(estimate.needed / max(self.limit, 1), estimate.host / max(self.host_limit, 1)) - 1
 
     def _missing(self, estimate: Estimate) -> float:
@@ -470,7 +476,7 @@ class Search:
             yield ended
 
     def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
-        """Yield each run's plan as it ends; None where the engine refuses."""
+        """Yield each run's plan as it ends, or None if the engine refuses."""
         work = [self._work(choice, layers) for choice, layers in runs]
         for number, figures in in_processes(work, first_here=not self._done[0]):
             if isinstance(figures, ZeroshardError):
@@ -482,7 +488,7 @@ class Search:
     def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
         job = self.job
         if layers is not None and self.shallow is not None:
-            # Fewer layers would leave room for what the whole depth does without, so the engine finds none.
+            # Fewer layers would leave room for optional memory that the full depth lacks, so the engine gets none.
             full = job.machine.model_copy(update={"memory": 1})
             job = replace(job, factory=self.shallow(layers), machine=full)
         return lambda: dry_run(job, choice.config(self.base, self.per_rank // choice.micro))
@@ -508,16 +514,17 @@ class Search:
 
 
 def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
-    """Sort choices by their time; those that are as good as the fastest come first, by their stage."""
+    """Sort choices by their time; those as good as the fastest come first, by their stage."""
     order = sorted(seconds, key=lambda one: seconds[one])
     alike = [one for one in order if seconds[one] <= (1 + _ALIKE) * seconds[order[0]]]
     return sorted(alike, key=lambda one: one.stage) + order[len(alike) :]
 
 
 def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
-    """A block takes what two depths differ by. Each figure goes on by itself: which is the largest changes with the depth.
+    """Extrapolate from two depths: their difference is the need of a block. Each figure is extrapolated separately,
+    since the largest one changes with the depth.
 
-    Buffers for communication do not: a bounded number of them is in flight, however deep the model is.
+    Communication buffers do not grow: a bounded number of them is in flight at any depth.
     """
 
     def at_depth(one: float, other: float) -> float:

@@ -1,9 +1,10 @@
-"""Owns the other ranks, the hosts and the storages of a dry run: members of those families that count and move nothing.
+"""Owns the other ranks, the hosts and the storages of a dry run, which count and move no data.
 
 [Note: ranks and shards]
-Where every rank updates everything (an unsharded optimizer), the engine makes a view for each rank's shard of each parameter. A
-plan for 1,024 ranks would take 1,024 times as long, for the same answer: one rank holds the whole. There the engine sees one
-shard, and scratch and bytes are counted for all ranks. (Few ranks are simulated as they are, with their padding.)
+If every rank updates all parameters (an unsharded optimizer), the engine makes a view for each rank's shard of each
+parameter. A plan for 1,024 ranks would take 1,024 times as long, for the same answer: one rank holds the whole. So the
+engine then gets one shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with
+their padding.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 _FEW = 4
-"""Ranks that the engine sees one by one in any case. See [Note: ranks and shards]."""
+"""The most ranks that are always simulated one by one. See [Note: ranks and shards]."""
 
 # ---------------------------------------------------------------------- ranks
 
@@ -57,7 +58,7 @@ class _Arriving(Work):
 
 
 class _Sum(Reduction):
-    """The backend has summed: one row arrives, as with NCCL. With a divisor of 1 it is the mean already."""
+    """The result of a backend that sums, such as NCCL: one row arrives. With a divisor of 1 it is the mean already."""
 
     def __init__(self, arriving: Work, total: Tensor, divisor: float) -> None:
         self._arriving = arriving
@@ -78,12 +79,13 @@ class _Sum(Reduction):
 
 
 class SimulatedRanks(Collectives):
-    """Rank 0 of `ranks`; the others exist on paper and send what this one sends.
+    """Rank 0 of `ranks`; the others are simulated, and send as much as this one.
 
     Args:
-        shards: the number of ranks that the engine sees; see [Note: ranks and shards].
-        sums: the backend brings a sum (native), and not every rank's row (gloo). It rounds each, and launches several as one.
-        link: to the other ranks.
+        shards: the number of ranks for the engine; see [Note: ranks and shards].
+        sums: whether the backend sums (native), or sends every rank's row (gloo). Native ones round each sum, and
+            launch several as one.
+        link: the link to the other ranks.
 
     Attributes:
         calls: how often each collective was called.
@@ -118,7 +120,7 @@ class SimulatedRanks(Collectives):
         return _Arriving((self._link.send(nbytes),))
 
     def _to_others(self, rows: Tensor) -> int:
-        """The bytes of a rank's row, for each of the others."""
+        """Return the bytes of a rank's row, for each of the others."""
         return rows.nbytes * (self.ranks - 1) // self.ranks
 
     def all_gather(
@@ -168,10 +170,10 @@ class SimulatedTwoLevel(TwoLevel):
 
     def __init__(self, ranks: int, within: int, make: Callable[..., SimulatedRanks]) -> None:
         store = HashStore()
-        group: Any = store  # asked only for its members
+        group: Any = store  # used only for its members
         members = Members(tuple(range(ranks)), 0, ranks, timedelta(), "simulated", weakref.ref(group), store, store)
         watch = Watch(store, members.ranks, 0, inf)
-        watch.close()  # nobody is waited for
+        watch.close()  # nothing waits
         super().__init__(members, torch.device("cpu"), watch, within, make)  # type: ignore[arg-type]
         self.calls: Counter[str] = Counter()
         for one, calls in ((self.inside, self.calls), (self.across, CrossingCount(self.calls))):
@@ -181,10 +183,10 @@ class SimulatedTwoLevel(TwoLevel):
 
 @dataclass(frozen=True)
 class Hosts:
-    """Ranks on hosts, in their order: which links they use, and on how many levels.
+    """The ranks on hosts, in their order: their links, and the number of levels.
 
     Attributes:
-        shards_optimizer: whether ranks hold shards; see [Note: ranks and shards].
+        shards_optimizer: whether ranks have shards of the optimizer; see [Note: ranks and shards].
     """
 
     ranks: int
@@ -231,10 +233,10 @@ class Hosts:
         return self._simulated(self.ranks, shards, line)
 
     def _across(self) -> Link:
-        """The link for one rank's part of a collective over all ranks of several hosts.
+        """Return the link for one rank's part of a collective over all ranks of several hosts.
 
-        A ring of NCCL's passes each byte across a host's border once, and there is a ring for each of the host's ranks, with a
-        network link of its own. Over gloo each rank sends to every other by itself.
+        A ring of NCCL passes each byte across a host's border once. There is a ring for each of the host's ranks, with
+        its own network link. Over gloo each rank sends to every other separately.
         """
         inside = self.machine.inside.bandwidth
         between = self.machine.between
@@ -246,7 +248,7 @@ class Hosts:
         return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
 
     def _level(self, size: int) -> Callable[[Members, torch.device, Watch], SimulatedRanks]:
-        """Return the maker of one level's collectives, where `size` neighbours are one host of the policy's."""
+        """Return the maker of one level's collectives, if `size` neighbours are one host of the policy."""
         near = self._line(INSIDE, self.machine.inside)
         far = self._line(ACROSS, self.machine.between)
         # A policy's host may be a part of a machine, or several.
@@ -274,7 +276,7 @@ class Hosts:
 
 @final
 class _CountedBuffer(FlatBuffer):
-    """Memory of torch's own, whose size the ledger follows."""
+    """A buffer of torch's memory, whose size the ledger follows."""
 
     def __init__(self, label: str, tensor: Tensor, ledger: Ledger) -> None:
         super().__init__(label, tensor)
@@ -295,7 +297,7 @@ class _CountedBuffer(FlatBuffer):
 
 
 def _purpose_of(label: str) -> str:
-    """The category of a slot, by its label for errors."""
+    """Return the category of a slot, by its label for errors."""
     if label.startswith("gradients"):
         return GRADIENTS
     if "master weights" in label:
@@ -387,7 +389,7 @@ class _Copies(Copies):
 
 
 class SimulatedHostCopies:
-    """`HostCopies`, with the copies of a dry run: the same inputs lie on the device at the same time.
+    """The `HostCopies` of a dry run: the same inputs are on the device at the same time.
 
     Args:
         slots: see `HostCopies`.
@@ -442,12 +444,12 @@ class _HostInput:
         self.is_recalled = False
 
     def start(self) -> None:
-        """Bring it back, behind what is computed now."""
+        """Start to copy it back, behind the present computation."""
         if self._back is None:
             self._back = self._owner.bring(self._memory)
 
     def recall(self) -> Tensor:
-        """The input on the device."""
+        """Return the input on the device."""
         self.is_recalled = True
         self.start()
         assert self._back is not None
@@ -469,7 +471,7 @@ class _Staging(Staging):
 
 
 class _File:
-    """A `BlockFile` to which nothing is written."""
+    """A `BlockFile` that writes nothing."""
 
     def __init__(self, write: Line, read: Line, requests: int, block_nbytes: int) -> None:
         self._write_line = write

@@ -1,7 +1,8 @@
-"""Owns how a dry run divides matrices over tensor-parallel ranks: each divided module has its local matrix, and its messages.
+"""Owns the tensor parallelism of a dry run: each divided module has its local matrix, and its messages are counted.
 
-A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part, an ordinary parameter, and
-makes the activations that torch's styles make: a sum over ranks is a new tensor, and so is the result of a gather.
+A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part, an ordinary
+parameter, and makes the same activations as torch's styles: a sum over ranks is a new tensor, and so is the result of a
+gather.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch.nn import functional as F
 from zeroshard.construction.tensor_parallel import COLWISE, EMBEDDING, GATHERED, NORM, SPLIT, plan_of
 
 Send = Callable[[str, int], None]
-"""Called with the name of a collective and the bytes that a rank sends in it."""
+"""A function of the name of a collective and the bytes that a rank sends in it."""
 
 
 def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
     """Give each module that the model's plan divides the part of the first of `ranks` ranks, in place.
 
     Raises:
-        UsageError: the model has no plan, or one that is not carried out on so many ranks.
+        UsageError: the model has no plan, or one that this number of ranks cannot use.
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}  # tied ones share a part
 
@@ -82,13 +83,13 @@ Change = Callable[[Tensor], Tensor]
 
 
 def _all_reduce(ranks: int, send: Send, values: Tensor) -> Tensor:
-    """Make the sum, and send what a ring does."""
+    """Make the sum, and send the bytes of a ring."""
     send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
     return values.clone()
 
 
 def _all_gather(size: int, send: Send, part: Tensor) -> Tensor:
-    """Bring the parts of the last dimension together: one after another first, then side by side."""
+    """Gather the parts of the last dimension: first one after another, then side by side."""
     send("tensor_parallel_all_gather", part.nbytes * (size // part.shape[-1] - 1))
     return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
 

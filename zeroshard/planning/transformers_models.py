@@ -1,4 +1,4 @@
-"""Owns the way from a transformers `config.json` to what a plan needs: a factory, and batches."""
+"""Owns the conversion of a transformers `config.json` to the arguments of a plan: a factory, and batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import nn
 from zeroshard.errors import UsageError
 
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
-"""The names by which configurations give the number of their blocks."""
+"""The names of configurations for the number of blocks."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be planned.
+    """A model to plan.
 
     Attributes:
-        factory: builds it.
-        batch: the arguments of one call for so many samples.
-        depth: how many blocks it has, where that is known.
-        shallow: the same model with so many blocks.
-        takes_sequences: its batches have as many tokens as the caller asked for.
+        factory: a function that builds the model.
+        batch: a function of a number of samples, which returns the arguments of one call.
+        depth: the number of its blocks, if it is known.
+        shallow: a function of a number of blocks, which returns the same model with these.
+        takes_sequences: whether its batches have as many tokens as the caller asked for.
     """
 
     name: str
@@ -38,7 +38,8 @@ class Subject:
 
 
 def from_config_file(path: Path, sequence: int) -> Subject:
-    """A model of transformers, by its `config.json` or the folder of it. Reads no weights, and asks no network.
+    """Return a model of transformers, by its `config.json` or the folder of it. It reads no weights, and uses no
+    network.
 
     Raises:
         UsageError: there is no such file, it describes no model, or transformers has no such architecture.

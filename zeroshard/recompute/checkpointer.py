@@ -94,7 +94,7 @@ class Checkpointer:
             self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
         self.host_copies: Callable[[Slots | None], Keeper] | None = None
-        """Makes the keeper of inputs in CPU memory; default: `HostCopies`, where the model computes on an accelerator."""
+        """Makes the keeper of inputs in CPU memory; default: `HostCopies`, if the model computes on an accelerator."""
         self._forwards = Forwards()
 
     @classmethod

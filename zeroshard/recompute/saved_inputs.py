@@ -20,7 +20,7 @@ from zeroshard.errors import UsageError
 
 Recall = Callable[[], Tensor]
 Keeper = Callable[[Tensor], Recall]
-"""See the module's docstring."""
+"""A keeper of saved inputs, see the module's docstring."""
 
 
 def keep(tensor: Tensor) -> Recall:

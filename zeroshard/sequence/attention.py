@@ -1,13 +1,14 @@
 """Owns the attention of a transformers model whose positions are cut over ranks: its heads, its masks, and its refusals.
 
-transformers finds attention functions, and functions that make masks, by name. This puts one of each around those that the model
-asked for. The model's own function makes each mask, from whole positions and over whole sequences. So packed documents, sliding
-windows and chunks are as on one process, and a mask is never dropped.
+transformers finds attention functions, and functions that make masks, by name. This module registers one of each, which
+calls the model's own. The model's own function makes each mask, from whole positions and over whole sequences. So
+packed documents, sliding windows and chunks are as on one process, and a mask is never dropped.
 
 [Note: which forwards are cut]
-A cut batch holds a slice of the tokens and all positions of their sequences. So its shapes differ, and no other sign is needed. A
-hook before the decoder sees them, takes the slice of the positions, and hands the whole on to each attention as a keyword. The
-recomputation of a checkpointed layer gets the same keyword. Forwards of whole sequences (evaluation, generation) send nothing.
+A cut batch holds a slice of the tokens and all positions of their sequences. Its shapes differ, so it needs no other
+mark. A hook before the decoder compares them, takes the slice of the positions, and passes the whole positions to each
+attention as a keyword. The recomputation of a checkpointed layer gets the same keyword. Forwards of whole sequences
+(evaluation, generation) send nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _RECURRENT = (
 )
 """Parts of names of modules that carry a state from position to position."""
 _HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch")
-"""Keywords of a model's forward that reach each attention, and are not for it."""
+"""Keywords of a model's forward that reach each attention, which does not use them."""
 
 
 _OWN_MASKS = "its model makes masks in a way of its own"
@@ -61,7 +62,7 @@ class Slice:
 
     Attributes:
         positions: [rows, positions], whole.
-        documents: [rows, positions], the number of each position's document; None where each row is one document.
+        documents: [rows, positions], the number of each position's document; None if each row is one document.
     """
 
     def __init__(self, positions: Tensor) -> None:
@@ -86,7 +87,8 @@ class CutAttention:
         self._layers: int = config.num_hidden_layers
         self._slice: Slice | None = None
         self._calls = 0
-        # A name of its own for each model, since the registry is one for all; it holds the core's, which transformers reads.
+        # Each model needs its own name, since all share the registry; it contains the core's name, which transformers
+        # reads.
         self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
         AttentionInterface.register(self.name, _Entry(self._attention))
         AttentionMaskInterface.register(self.name, _Entry(self._mask))
@@ -97,7 +99,7 @@ class CutAttention:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutAttention:
-        return self  # a copy of the model runs by the same names
+        return self  # a copy of the model uses the same names
 
     def remove(self) -> None:
         """Give the model its own attention back."""
@@ -133,7 +135,8 @@ class CutAttention:
         if kwargs.get("output_router_logits"):
             raise UsageError(_ROUTER_LOSS.format(type(decoder).__name__))
         self._slice = Slice(positions)
-        # A mask of ones: the model then hands its pattern on without a look at this slice's positions, which are only a part.
+        # A mask of ones: the model then passes its pattern on without reading this slice's positions, which are only a
+        # part.
         ones = torch.ones(positions.shape[0], own, dtype=torch.bool, device=positions.device)
         mine = own_slice(self._ranks, positions)
         cut = {"position_ids": mine, "attention_mask": ones, "use_cache": False, _KEYWORD: self._slice}
@@ -154,7 +157,7 @@ class CutAttention:
         self, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
         mask_function: Any = None, attention_mask: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Make the mask of whole sequences, with the function of the attention that the model asked for."""
+        """Make the mask of whole sequences, with the function of the model's own attention."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         make = ALL_MASK_ATTENTION_FUNCTIONS[self._core]
@@ -211,7 +214,7 @@ class CutAttention:
         return positions_for_heads(self._ranks, context.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
     def _refuse(self, module: nn.Module, cut: Slice, mask: Any, options: dict[str, Any]) -> None:
-        """Raise where a layer asks for something that cannot be right."""
+        """Raise if a layer uses an option whose result would be wrong."""
         if options.get("dropout"):
             raise UsageError(
                 f"{type(module).__name__} drops attention weights at random (dropout {options['dropout']}), which depends "
@@ -246,7 +249,7 @@ def _cannot(module: nn.Module, why: str) -> UsageError:
 
 
 class _Entry:
-    """A method as transformers' registry keeps it, which forgets nothing: the registry must not keep the model alive."""
+    """An entry of transformers' registry: a method of an object that it does not keep alive. The registry drops no entries."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -259,7 +262,7 @@ class _Entry:
 
 
 class _WithGroups:
-    """An attention module, as functions of attention see it, with another number of query heads for each head of keys."""
+    """A view of an attention module for attention functions, with another number of query heads for each head of keys."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -270,7 +273,7 @@ class _WithGroups:
 
 
 def _within_documents(mask_function: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
-    """Return a mask function that looks at positions within a document, and never from one document into another.
+    """Return a mask function over positions within a document, which hides all other documents.
 
     Args:
         mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query sees the key.
@@ -331,12 +334,13 @@ def _decoder_of(model: nn.Module) -> Any:
 
 
 def _refuse_models(decoder: Any, config: Any, size: int) -> None:
-    """Raise where attention, or its input, would be wrong on a slice."""
+    """Raise if attention, or its input, would be wrong on a slice."""
     kind = type(decoder).__name__
     if config._attn_implementation.startswith(_PREFIX):
         raise UsageError(f"{kind} is attached to Sequences already: call detach(model) on them first.")
     if "flash" in config._attn_implementation:
-        # Its kernels see chunks not at all, and documents in a batch of one row only: to attach it would take more than a name.
+        # Its kernels ignore chunks, and support documents in a batch of one row only: a registered name is not enough
+        # for them.
         raise UsageError(
             f"{kind} runs {config._attn_implementation}, whose kernels transformers loads by that name, and attach() gives "
             "the attention a name of its own: load the model with attn_implementation='sdpa'."
@@ -385,7 +389,9 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
 
 
 def _scales_by_position(module: nn.Module) -> bool:
-    """Whether an attention is Llama 4's, in a layer without rotary positions: it multiplies queries by a function of arange."""
+    """Return whether an attention is Llama 4's in a layer without rotary positions: it multiplies queries by a function
+    of arange.
+    """
     has_scale = hasattr(module, "attn_scale") and hasattr(module, "floor_scale")
     return (
         has_scale and bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", False)

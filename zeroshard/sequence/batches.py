@@ -1,4 +1,4 @@
-"""Owns the cut of a batch: the positions of a sequence that a rank holds, and all that goes with them."""
+"""Owns the cut of a batch: a rank's positions of a sequence, and the tensors that belong to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORED = -100
 """The label of a token that no loss counts, as in torch and transformers."""
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Ways to describe packed documents that hold for whole sequences only; positions describe them too."""
+"""Descriptions of packed documents that are valid for whole sequences only; positions describe documents too."""
 
 
 def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor's values may be asked for: those of a dry run have none."""
+    """Return whether a tensor has values: those of a dry run have none."""
     return type(tensor).__name__ != "FakeTensor"
 
 
@@ -71,7 +71,7 @@ def own_slice(ranks: SequenceRanks, tensor: Tensor, dim: int = 1) -> Tensor:
     """Return this rank's slice of a tensor that has all positions in `dim`.
 
     Raises:
-        UsageError: they cannot be divided.
+        UsageError: the ranks do not divide the number of positions.
     """
     if tensor.shape[dim] % ranks.size:
         raise UsageError(
@@ -98,7 +98,7 @@ def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield slices of the batch of each rank's own loader, rank by rank: as many batches as ranks for each one loaded."""
+    """Yield slices of each rank's own batches, in turn: each round of loading gives as many batches as there are ranks."""
     batches = iter(loader)
     while True:
         own = next(batches, None)
@@ -128,7 +128,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) -> None:
-    """Raise unless the mask hides only padding at the end of rows, which causal attention does not need to see.
+    """Raise unless the mask hides only padding at the end of rows: causal attention does not need such a mask.
 
     Padding itself attends to tokens that a mask would hide. So labels of padding must be ignored.
     """

@@ -1,7 +1,8 @@
-"""Owns the exchange of heads for positions, which Ulysses attention is made of (arXiv:2309.14509).
+"""Owns the exchange of heads for positions in Ulysses attention (arXiv:2309.14509).
 
 Outside of attention a rank holds a slice of the positions and all heads, [B, H, S/P, D] on P ranks. Inside, it holds all positions
-and a slice of the heads, [B, H/P, S, D]. Query, key and value come in together, in one message; the context goes back in another.
+and a slice of the heads, [B, H/P, S, D]. Query, key and value are exchanged together, in one message; the context
+returns in another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _HEADS, _POSITIONS = 1, 2
 
 
 class _Exchange(torch.autograd.Function):
-    """Cuts one dimension over the ranks and makes another whole. Its gradient is the exchange the other way round."""
+    """An autograd function that divides one dimension over the ranks and makes another whole. Its gradient is the
+    reverse exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -83,7 +86,7 @@ def positions_for_heads(ranks: SequenceRanks, context: Tensor) -> Tensor:
 
 
 def refuse_heads(heads: int, key_heads: int, size: int) -> None:
-    """Raise where heads cannot be cut over ranks."""
+    """Raise if heads cannot be divided over ranks."""
     fits = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
     if not fits:
         of_keys = "" if key_heads == heads else f" ({key_heads} of keys and values)"

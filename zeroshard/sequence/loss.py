@@ -35,17 +35,17 @@ def head_log_probabilities(
 ) -> Tensor:  # fmt: skip
     """Compute the log-probability of each token's label, of a language model's head, without its whole logits.
 
-    Under a policy that shards parameters, call it where the head's weight is there: inside of the model's forward, or through
-    `Sequences.log_probabilities`.
+    Under a policy that shards parameters, call it where the head's weight has values: inside the model's forward, or
+    through `Sequences.log_probabilities`.
 
     Args:
         hidden: [..., D], the head's input.
         weight: [V, D], the head's.
-        labels: [...], integers: for each token the word that follows it.
+        labels: [...], integers: for each token the next token.
         bias: [V], the head's, if it has one.
-        tiles: how many parts the tokens are cut into. Logits of one part exist at a time. Gradients of weight and bias are summed
-            in fp32 over tiles.
-        ignore_index: the label of tokens that count for nothing: their log-probability is 0.
+        tiles: the number of parts of the tokens. Logits of one part exist at a time. Gradients of weight and bias are
+            summed in fp32 over tiles.
+        ignore_index: the label of tokens that do not count: their log-probability is 0.
         transform: the model's own function of its logits (softcapping, a scale), for a tile [tokens, V].
 
     Returns:
@@ -72,11 +72,12 @@ def head_loss(
     group: dist.ProcessGroup | DeviceMesh | None = None, tokens: Tensor | int | None = None, ignore_index: int = IGNORED,
     transform: Transform = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the mean cross-entropy over the tokens of all ranks, without whole logits. Every rank of the group calls it.
+    """Compute the mean cross-entropy over the tokens of all ranks, without whole logits. Every rank of the group must
+    call it.
 
     Args:
         hidden, weight, labels, bias, tiles, ignore_index, transform: as for `head_log_probabilities`.
-        group: the ranks over which gradients are averaged: the group that `shard` was given; default: all ranks.
+        group: the ranks over which gradients are averaged: the group that was passed to `shard`; default: all ranks.
         tokens: the number of labels that count, over all ranks and all microbatches of the step; default: those of this call.
 
     Returns:
@@ -97,8 +98,8 @@ def token_mean(
 ) -> Tensor:
     """Compute the mean of values over the tokens of all ranks, for a backward whose gradients are averaged over the same ranks.
 
-    Its gradient for this rank's sum of values is W / tokens, for W ranks: the average of gradients over ranks divides by W. So
-    ranks that hold different numbers of tokens weigh as much as their tokens.
+    Its gradient for this rank's sum of values is W / tokens, for W ranks, since the average of gradients over ranks
+    divides by W. So each rank has a weight in proportion to its number of tokens.
 
     Args:
         values: [...], one for each token of this rank.
@@ -107,7 +108,7 @@ def token_mean(
         tokens: as for `head_loss`.
 
     Returns:
-        [], the same on every rank. Zero where no token counts.
+        A tensor [], the same on every rank. Zero if no token counts.
     """
     total = torch.where(counted, values, 0).sum()
     mean: Tensor = _Mean.apply(total, counted.sum(), SequenceRanks(group), tokens)  # type: ignore[no-untyped-call]
@@ -130,7 +131,9 @@ class _Mean(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum of a tensor over ranks. Its gradient is the sum of theirs: each rank's loss depends on every rank's tensor."""
+    """An autograd function that sums a tensor over ranks. Its gradient is the sum of theirs: each loss depends on all
+    tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: SequenceRanks) -> Tensor:
@@ -180,10 +183,10 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def refuse_second_backward(what: str) -> None:
-    """Raise where a backward records a graph (`create_graph=True`): what is computed again there has no graph of its own.
+    """Raise if a backward records a graph (`create_graph=True`): the recomputation there has no graph.
 
     Args:
-        what: the function that the user called.
+        what: the name of the function that the user called.
     """
     if torch.is_grad_enabled():
         raise UsageError(
@@ -193,7 +196,7 @@ def refuse_second_backward(what: str) -> None:
 
 
 def _leaf(tensor: Tensor | None, trained: bool) -> Tensor | None:
-    """Return a tensor at which a tile's backward ends: no hook on the parameter itself sees a part of its gradient."""
+    """Return a tensor at which a tile's backward ends, so that no hook on the parameter gets a part of its gradient."""
     return None if tensor is None else tensor.detach().requires_grad_(trained)
 
 
@@ -211,15 +214,17 @@ def _tiles(count: int, tiles: int) -> Iterable[slice]:
 
 
 class Sums:
-    """Sums of gradients over tiles: in fp32 where they have 16 bits, rounded once, at the end."""
+    """The sums of gradients over tiles: 16-bit gradients are summed in fp32, and rounded once, at the end."""
 
     def __init__(self) -> None:
         self._gradients: list[Tensor | None] | None = None
-        """The first tile's, as autograd gave them: two may be one tensor, so nothing is added to them in place."""
+        """The first tile's gradients, as autograd returned them. Two may be one tensor, so nothing is added to them in
+        place.
+        """
         self._sums: dict[int, Tensor] = {}
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one tile's; None is zero."""
+        """Add one tile's gradients; None is zero."""
         if self._gradients is None:
             self._gradients = list(gradients)
             return
@@ -244,7 +249,7 @@ class Sums:
 
 
 def as_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a maker of the autocast that is in force now, for a computation that is made again in the backward."""
+    """Return a function that makes the autocast that is in force now, for the recomputation in the backward."""
     enabled = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype=dtype, enabled=enabled)

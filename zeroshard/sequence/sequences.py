@@ -29,10 +29,11 @@ from zeroshard.sequence.loss import Sum, Transform, head_log_probabilities, toke
 
 
 class Sequences:
-    """Sequences of which each rank of a group holds a slice (sequence parallelism, as in Ulysses, arXiv:2309.14509).
+    """The sequences of which each rank of a group holds a slice (sequence parallelism, as in Ulysses,
+    arXiv:2309.14509).
 
-    Rank r of P holds positions r S/P to (r+1) S/P of each sequence of S, and all layers but attention work on these. For attention,
-    the ranks exchange heads for positions. Model states are sharded by `shard` over all ranks, as without.
+    Rank r of P holds positions r S/P to (r+1) S/P of each sequence of S, and all layers except attention work on these.
+    For attention, the ranks exchange heads for positions. `shard` still shards model states over all ranks.
 
     Args:
         mesh: the ranks of one sequence: a dimension of a device mesh (`mesh["sp"]`), or a process group.
@@ -61,7 +62,7 @@ class Sequences:
 
     @property
     def size(self) -> int:
-        """How many ranks hold one sequence."""
+        """The number of ranks that hold one sequence."""
         return self._ranks.size
 
     @property
@@ -71,29 +72,29 @@ class Sequences:
 
     @property
     def messages(self) -> int:
-        """How many exchanges this rank has taken part in: two for a layer's forward, two for its backward."""
+        """The number of exchanges of this rank: two for a layer's forward, two for its backward."""
         return self._ranks.messages
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank sent to others in them."""
+        """The bytes that this rank sent to others in exchanges."""
         return self._ranks.sent_nbytes
 
     # ------------------------------------------------------------------ models
 
     def attach(self, model: nn.Module) -> Sequences:
-        """Let a model of transformers take cut batches. Before or after `shard`, on every rank.
+        """Attach a model of transformers, so that it takes cut batches. Call it before or after `shard`, on every rank.
 
-        Forwards of batches that are not cut (evaluation, generation) run as before, on each rank by itself.
+        Forwards of batches that are not cut (evaluation, generation) run as before, on each rank separately.
 
         Args:
-            model: causal, whose attention goes through transformers' registry; also inside of PEFT's models.
+            model: a causal model whose attention goes through transformers' registry, also inside a PEFT model.
 
         Returns:
             These sequences.
 
         Raises:
-            UsageError: this model's sequences cannot be cut; names the reason.
+            UsageError: this model's sequences cannot be cut; the message has the reason.
         """
         refuse_distributed(model.named_parameters(), "Sequences.attach()")
         if self.size > 1:
@@ -101,7 +102,7 @@ class Sequences:
         return self
 
     def detach(self, model: nn.Module) -> None:
-        """Give a model its own attention back."""
+        """Restore a model's own attention."""
         kept = [pair for pair in self._attached if pair[0] is not model]
         if len(kept) == len(self._attached) and self.size > 1:
             raise UsageError("detach() got a model that is not attached: pass the very object that attach() got.")
@@ -113,11 +114,11 @@ class Sequences:
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Run an attention function over whole sequences, inside of a model of your own. Two messages.
+        """Run an attention function over whole sequences, inside your own model. It takes two messages.
 
         Args:
-            attention: takes query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D] of all positions and some heads, and returns
-                [B, H/P, S, D']. Masks that it applies are of whole sequences.
+            attention: a function of query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D], with all positions and
+                some heads, that returns [B, H/P, S, D']. Its masks are for whole sequences.
             query: [B, H, S/P, D], this rank's positions.
             key, value: [B, K, S/P, D]. K may be smaller than H, and than P.
 
@@ -142,16 +143,18 @@ class Sequences:
     def cut(self, batches: Any, *, in_turn: bool = False) -> Any:
         """Return this rank's slice of a batch; or of each batch of a loader.
 
-        `labels` become `shift_labels`, shifted before the cut. `position_ids` stay whole ([B, S]; made where there are none): a
-        document begins where they do not follow one another. An `attention_mask` of padding on the right is left out, since causal
-        attention does not see it. Other tensors [B, S, ...] are cut along. Lengths that the ranks do not divide are padded.
+        `labels` become `shift_labels`, shifted before the cut. `position_ids` stay whole ([B, S]; made if there are
+        none): a document begins where they are not consecutive. An `attention_mask` of padding on the right is left
+        out, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Lengths that are not a
+        multiple of the ranks are padded.
 
         Args:
             batches: a batch with `input_ids` [B, S], the same on all ranks of the sequence; or a loader of such batches.
-            in_turn: the ranks' loaders differ: each rank's batch is cut in turn, so each loaded one gives as many steps as ranks.
+            in_turn: for ranks with different loaders: each rank's batch is cut in turn, so each round of loading gives
+                as many steps as ranks.
 
         Raises:
-            UsageError: padding on the left, a mask of its own, or batches that differ between ranks.
+            UsageError: a batch has padding on the left or its own mask, or batches differ between ranks.
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)
@@ -170,14 +173,15 @@ class Sequences:
         """Compute a causal language model's mean cross-entropy over the tokens of all ranks. Its whole logits never exist.
 
         Args:
-            model: of transformers, or an engine or a wrapper that holds one as `.module`.
-            batch: cut, with `shift_labels`.
+            model: a model of transformers, or an engine or a wrapper that holds one as `.module`.
+            batch: a cut batch, with `shift_labels`.
             tiles: as for `head_loss`.
-            tokens: labels that count over all ranks and microbatches of the step; default: of this batch on all ranks.
+            tokens: the number of labels that count, over all ranks and microbatches of the step; default: of this batch
+                on all ranks.
             transform: the model's own function of its logits, after its head, as for `head_loss`.
 
         Returns:
-            The mean in nats, [], the same on every rank; its backward suits gradients that are averaged over all ranks.
+            The mean in nats, [], the same on every rank. Its gradients are right after the average over all ranks.
 
         Raises:
             UsageError: the model has another head, or computes with its logits after it.
@@ -207,7 +211,7 @@ class Sequences:
             made.append(found)
             return found
 
-        # In the head's own call: under policies that shard parameters, that is where its weight is.
+        # Run it in the head's own call: under policies that shard parameters, its weight has values only there.
         forwards = Forwards()
         forwards.replace(head, run)
         try:
@@ -224,13 +228,13 @@ class Sequences:
         return made[0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over the ranks of a sequence; autograd goes through. Each of them gets the sum."""
+        """Return the sum of a tensor over the ranks of a sequence, on each of them. Autograd works through it."""
         result: Tensor = Sum.apply(values, self._ranks)  # type: ignore[no-untyped-call]
         return result
 
 
 def _refuse_another_group(model: nn.Module, size: int) -> None:
-    """Raise where `shard` averages over other ranks than those whose tokens are counted."""
+    """Raise if `shard` averages over other ranks than those whose tokens are counted."""
     homes = (home_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     home = next((one for one in homes if one is not None), None)
     unit = None if home is None else home.unit()

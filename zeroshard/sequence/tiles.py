@@ -1,7 +1,7 @@
 """Owns modules that run tile by tile over the positions of a sequence, so that they keep one tile's activations inside.
 
-An MLP's intermediate is four times as wide as its input and output. Its work at one position needs no other position, so its
-forward may run on some positions at a time, and once more on each tile in the backward, where nothing was kept.
+An MLP's intermediate is four times as wide as its input and output. Its work at one position needs no other position.
+So its forward can run on some positions at a time, and again on each tile in the backward, without kept activations.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MIXES = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.SyncBatchNorm,
 )  # fmt: skip
-"""Modules whose work at one position needs others."""
+"""Modules whose work at one position needs other positions."""
 
 
 def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) -> Tiles:
-    """Run modules of a model on at most so many positions at a time, until the returned object's `remove`.
+    """Run modules of a model on at most `tokens` positions at a time, until the returned object's `remove`.
 
-    Gradients of parameters are summed over tiles, in fp32 where they have 16 bits, and arrive once. Inputs of at most `tokens`
-    positions, and forwards without gradients of so few, run as they did before. The module's own unit is gathered once.
+    Gradients of parameters are summed over tiles (16-bit ones in fp32), and arrive once. Inputs of at most `tokens`
+    positions run as before. The module's own unit is gathered once.
 
     Args:
-        model: its modules' `forward` is wrapped, on the module itself. Before or after `shard`.
-        patterns: full names of modules, with `*` for anything. Of modules inside one another, the outermost count.
+        model: the model, whose modules' `forward` is wrapped, on the module itself. Call it before or after `shard`.
+        patterns: full names of modules, with `*` for anything. Of nested modules, the outermost is used.
         tokens: the most positions of a tile, in the second dimension of the module's first argument: [rows, positions, ...].
 
     Raises:
@@ -58,7 +58,7 @@ class Tiles:
             self._forwards.replace(module, _Tiled(name, module, module.forward, tokens))
 
     def remove(self) -> None:
-        """Let them run whole again."""
+        """Undo `tile`: the modules run whole again."""
         self._forwards.restore()
 
 
@@ -94,7 +94,9 @@ class _Tiled:
         return _Run.apply(self._name, run, self._tokens, x, *parameters)  # type: ignore[no-untyped-call]
 
     def _check(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
-        """Raise where a position's result depends on others: two positions together must give the results of each by itself."""
+        """Raise if a position's result depends on others: two positions together must give the results of each one
+        separately.
+        """
         modes = [(module, module.training) for module in self._module.modules()]
         self._module.eval()
         try:
@@ -107,10 +109,10 @@ class _Tiled:
         tolerance = 1e-3 if together.dtype in (torch.float32, torch.float64) else 5e-2
         if not bool((together - apart).abs().max() <= tolerance * apart.abs().max()):
             raise UsageError(
-                f"{self._name} gives other results where it sees other positions, so it cannot run in tiles: name "
+                f"{self._name} gives other results beside other positions, so it cannot run in tiles: name "
                 "modules that work position by position, such as MLPs."
             )
-        # Outputs of zeros (a projection that starts at zero) show nothing: the next call looks again.
+        # Outputs of zeros (a projection that starts at zero) prove nothing: the next call checks again.
         self._is_checked = bool(apart.any())
 
 
@@ -124,7 +126,9 @@ def _of_positions(name: str, y: Any, x: Tensor) -> Tensor:
 
 
 class _Run(torch.autograd.Function):
-    """Runs a function tile by tile. Its parameters are inputs, so that each gets its whole gradient at once, from one node."""
+    """An autograd function that runs a function tile by tile. Parameters are inputs, so that each gets its whole
+    gradient at once.
+    """
 
     @staticmethod
     def forward(
@@ -170,7 +174,7 @@ class _Run(torch.autograd.Function):
 
 
 class _Random:
-    """The random state of the CPU and of the device, for dropout that is made again in the backward."""
+    """The random state of the CPU and of the device, so that the backward repeats the dropout."""
 
     def __init__(self, x: Tensor) -> None:
         self._cpu = torch.get_rng_state()
@@ -178,7 +182,7 @@ class _Random:
         self._others = get_device_states(x)
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the random state."""
         torch.set_rng_state(self._cpu)
         if self._others[0]:
             set_device_states(*self._others, device_type=self._device)

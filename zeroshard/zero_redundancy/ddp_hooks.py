@@ -3,8 +3,9 @@
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
 
-The step runs on a thread of its own, one for each hook: it waits for a bucket of DDP's, and must not keep autograd's thread from
-the next. DDP's backward ends when all parameters are current. The first step updates already (torch's class waits two or three).
+The step runs on a separate thread, one for each hook: it waits for a bucket of DDP, and must not block autograd's
+thread. DDP's backward ends when all parameters are current. The first step updates already (torch's class waits two or
+three).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """A DDP hook that runs `hook` on each bucket, and one step when the last bucket of the backward is reduced.
+    """Make a DDP hook that runs `hook` on each bucket, and one step when the last bucket of the backward is reduced.
 
     Args:
-        hook: reduces a bucket, such as torch's `allreduce_hook`.
-        ddp: whose backward it is.
-        zero: made with `overlap_with_ddp=True`.
-        shard_buckets: accepted for torch's sake: shards are even in any case.
+        hook: a hook that reduces a bucket, such as torch's `allreduce_hook`.
+        ddp: the wrapped model.
+        zero: the optimizer, made with `overlap_with_ddp=True`.
+        shard_buckets: accepted for compatibility with torch; shards are always even.
     """
     return _as_function(_StepInBackward(hook, zero, interleaved=False))
 
@@ -48,12 +49,12 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """Like `hook_with_zero_step`, but parameters are updated and gathered as soon as their gradients are reduced."""
+    """Make a hook like `hook_with_zero_step` that updates and gathers parameters as soon as their gradients are reduced."""
     return _as_function(_StepInBackward(hook, zero, interleaved=True))
 
 
 def _as_function(step: _StepInBackward) -> CommHook:
-    # DDP wants a function, whose `bucket` is annotated by its own class or not at all.
+    # DDP requires a function whose `bucket` is annotated by its own class or not at all.
     def zero_step(state, bucket):  # type: ignore[no-untyped-def]
         return step(state, bucket)
 
@@ -82,7 +83,8 @@ class _StepInBackward:
         gradients = {}
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradients[id(parameter)] = gradient
-            # DDP lays a gradient out as its parameter (channels last, say), and `gradients()` shows it as if contiguous.
+            # DDP stores a gradient in its parameter's layout, such as channels last, but `gradients()` returns it as if
+            # contiguous.
             if is_dense(parameter):
                 shown = gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
                 gradients[id(parameter)] = shown
@@ -93,7 +95,7 @@ class _StepInBackward:
         self, reduced: torch.futures.Future[Tensor], buffer: Tensor, gradients: dict[int, Tensor], is_last: bool,
         done: torch.futures.Future[Tensor],
     ) -> None:  # fmt: skip
-        """The step's thread: one bucket of DDP's after the other, in the order that all ranks share."""
+        """Run the step's thread: one bucket of DDP after the other, in the order that all ranks share."""
         try:
             value = reduced.wait()
             if value.data_ptr() != buffer.data_ptr():

@@ -1,7 +1,7 @@
 """Owns the drop-in for torch.distributed.optim.ZeroRedundancyOptimizer: any optimizer beside DDP, its state sharded over ranks.
 
-The parameters are laid out in buckets, each bucket in one shard a rank. A rank's optimizer steps on views of its own shards, in the
-parameters' own storage; then one all-gather for each bucket unshards the parameters.
+The parameters are divided into buckets, and each bucket into one shard a rank. A rank's optimizer steps on views of its
+own shards, in the parameters' own storage. Then one all-gather for each bucket unshards the parameters.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ from zeroshard.zero_redundancy.parameter_bucket import (
 )
 
 _IN_FLIGHT = 4
-"""All-gathers through scratch that may be under way at once."""
+"""The most all-gathers through scratch that are under way at once."""
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
-    """Shards the state of any torch optimizer over a process group. Use it beside DistributedDataParallel.
+    """An optimizer that shards the state of any torch optimizer over a process group, for use with
+    DistributedDataParallel.
 
-    Elementwise optimizers get even shards, so that every rank holds the same; others (Muon, Adafactor, unknown classes)
-    get whole parameters, balanced by size. Its `repr` shows which.
+    Elementwise optimizers get even shards, so that every rank holds equally much. Others (Muon, Adafactor, unknown
+    classes) get whole parameters, balanced by size. Its `repr` shows which.
 
     Args:
         params: parameters, or param groups.
-        optimizer_class: makes the local optimizer.
+        optimizer_class: the class of the local optimizer.
         process_group: default: all ranks.
         parameters_as_bucket_view: make the parameters views of flat buffers, which the all-gather then writes directly.
             (`p.data = x` breaks that.) Otherwise they keep their own storages, and small ones pass through scratch.
         overlap_with_ddp: the step runs inside DDP's backward, by `hook_with_zero_step` or `hook_with_zero_step_interleaved`;
             `step()` then does nothing, with a warning.
-        elementwise: whether the optimizer updates each element only from its own history; default: known classes decide.
+        elementwise: whether the optimizer updates each element only from its own history; default: True for listed
+            classes.
         defaults: arguments of the local optimizer.
 
     Raises:
         TypeError, ValueError: as torch's.
-        UsageError: the class looks at all parameters at once (LBFGS, Prodigy), or takes sparse gradients.
+        UsageError: the class needs all parameters at once (LBFGS, Prodigy), or takes sparse gradients.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             elementwise = looks_at_whole_parameters(optimizer_class) is False
         self._whole = not elementwise
         self._piece_numel: int | None = None
-        # A loop over elements passes over them several times: in pieces that a cache holds, it reads memory once.
+        # A loop over elements passes over them several times: in pieces that fit into a cache, it reads memory once.
         if elementwise and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach")):
             self._piece_numel = CACHE_NUMEL
         self._buckets: list[ParameterBucket] = []
@@ -115,7 +117,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return [view for bucket in self._buckets for view in bucket.views]
 
     def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """Lay these parameters out. Returns this rank's views of each, by the parameter's id."""
+        """Lay these parameters out. Return this rank's views of each, by the parameter's id."""
         added, homes = lay_out_parameters(
             parameters, len(self._buckets), self.rank, self.world_size,
             whole=self._whole, flat=self.parameters_as_bucket_view, bucket_numel=BUCKET_NUMEL, piece_numel=self._piece_numel,
@@ -156,8 +158,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Update this rank's shards, and gather the parameters. Every rank must call it, with reduced gradients.
 
         Args:
-            closure: computes the loss and the gradients again.
-            kwargs: go to the local optimizer.
+            closure: a function that computes the loss and the gradients again.
+            kwargs: arguments of the local optimizer's step.
         """
         if self.overlap_with_ddp:
             warnings.warn("step() does nothing with overlap_with_ddp=True: DDP's backward steps.", stacklevel=2)
@@ -174,7 +176,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._lend(self._buckets, _own_gradient)
             return value
 
-        if closure is not None:  # it may not be called: the gradients that are there count until it is
+        if closure is not None:  # it may not be called: until it is, the present gradients count
             kwargs["closure"] = reduced
         loss = self._local_step(self._buckets, _own_gradient, **kwargs)
         self.start_gather(self._buckets)()
@@ -183,10 +185,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def step_buckets(
         self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Callable[[], None]:
-        """Update this rank's shards of some buckets, and start to gather them. For DDP's hooks.
+        """Update this rank's shards of some buckets, and start to gather them, for DDP's hooks.
 
         Returns:
-            waits until the parameters are whole and current.
+            A function that A function that waits until the parameters are whole and current.
         """
         self._local_step(buckets, gradient_of)
         return self.start_gather(buckets)
@@ -204,7 +206,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _follow_parameters(self) -> None:
-        """Trainers and `module.to` give parameters other storages: move them back into the flat buffers, or follow them."""
+        """Move parameters back into the flat buffers, or follow them: trainers and `module.to` give them other storages."""
         for view in self._views:
             parameter = view.parameter
             value = view.value
@@ -225,7 +227,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 view.lend(gradient_of(view.parameter))
 
     def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
-        """Bring the parameters of buckets together; returns what waits for it. Frozen ones stay as they are."""
+        """Start to gather the parameters of buckets, and return a function that waits for it. Frozen ones stay as they are."""
         in_place: list[Callable[[], None]] = []
         in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
         if self.world_size == 1:
@@ -250,10 +252,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Steps along while other ranks still have inputs.
+        """Return a hook that steps along while other ranks still have inputs.
 
-        A rank that has run out takes the gradients of its shards from one that has not. (With torch's class it steps on those of
-        its own last backward, unless the user sets them.)
+        A rank without inputs takes the gradients of its shards from a rank that has some. (With torch's class it steps
+        on those of its own last backward, unless the user sets them.)
         """
         return _StepAlong(self)
 
@@ -263,9 +265,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._step_and_gather(None)
 
     def _share_gradients(self, *, joined: bool) -> None:
-        """Give ranks that have run out of inputs the reduced gradients of the shards that they update. Every rank must call it.
+        """Send the reduced gradients of their shards to ranks that have run out of inputs. Every rank must call it.
 
-        DDP lets such a rank take part in its all-reduces and throws the result away; every other rank has it.
+        In DDP such a rank takes part in all-reduces, and drops the result; every other rank has it.
 
         Args:
             joined: this rank has no inputs left; its gradients are overwritten.
@@ -315,7 +317,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a plain optimizer's state dict on the rank of the last consolidation, if no step came after it; else the shards.
+        """Return a plain optimizer's state dict on the rank of the last consolidation, if no step came after it;
+        otherwise the shards.
 
         Runs no collective and never raises. Shards are described under the key "zeroshard": a list `pieces` with one
         [parameter index, start, stop] for each entry of "state", in elements of the flattened parameter.
@@ -339,21 +342,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a plain optimizer's state, torch's ZeroRedundancyOptimizer's, or ours; from any number of ranks if whole.
+        """Load the state of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class; whole ones from
+        any number of ranks.
 
         Args:
-            state_dict: stays as it is.
+            state_dict: the state dict, which is not changed.
 
         Raises:
             ValueError: its param groups are not this optimizer's.
-            UsageError: it holds shards, and not those that this rank needs.
+            UsageError: it holds other shards than this rank needs.
         """
         load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
 
     def _indices(self) -> dict[int, int]:
-        """The parameters' numbers in a plain optimizer's state dict, by id."""
+        """Return the parameters' numbers in a plain optimizer's state dict, by id."""
         return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
 
     @property
@@ -381,7 +385,7 @@ def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, A
 
 
 def _verify(params: Any) -> list[Any]:
-    """The errors of torch's class."""
+    """Raise the errors of torch's class."""
     if isinstance(params, Tensor):
         raise TypeError(f"`params` is an iterable of tensors, not one ({torch.typename(params)}).")
     try:

@@ -14,13 +14,15 @@ from zeroshard.layout.layout import Span
 from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
 
 _AT_ONCE = 64
-"""Tensors that are gathered: one launch, where a backend has that. On a CPU they land where they belong."""
+"""The number of tensors that are gathered in one launch, if the backend has that. On a CPU they are received in place."""
 
 State = dict[str, Any]
 
 
 class _Transfer(NamedTuple):
-    """A transfer of a tensor from rank `source`: `own` there, `target` on the other rank, both None on all others."""
+    """A transfer of a tensor from rank `source`: `own` is there, `target` on the other rank, and both are None on all
+    others.
+    """
 
     own: Tensor | None
     target: Tensor | None
@@ -34,7 +36,7 @@ class _Transfer(NamedTuple):
 def sharded_form(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Return this rank's state, with the elements of the parameters that it belongs to. Copies nothing."""
+    """Return this rank's state, with the elements of the parameters that it is for, without a copy."""
     return {
         "state": {number: optimizer.state[v.value] for number, v in enumerate(views) if optimizer.state.get(v.value)},
         "zeroshard": {
@@ -52,7 +54,8 @@ def consolidate(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
-    """Gather the full state by parameter index, in CPU memory, on rank `to`; None elsewhere. Every rank must call it.
+    """Gather the full state by parameter index, in CPU memory, on rank `to`; return None on others. Every rank must
+    call it.
 
     All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank `to`.
     """
@@ -89,7 +92,7 @@ def consolidate(
 
 
 def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
-    """(kind, dtype, content) of each entry: a value, a tensor that runs along the parameter, or one of a shape of its own."""
+    """Return (kind, dtype, content) of each entry: a value, a tensor along the parameter, or a tensor of another shape."""
     described: dict[str, tuple[str, str | None, Any]] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -113,7 +116,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 def _home(
     state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Return the place of a piece in the whole state: made at its first piece."""
+    """Return the place of a piece in the whole state, which is made at its first piece."""
     if kind == "along":
         if name not in state:
             state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
@@ -125,7 +128,7 @@ def _home(
 
 
 def _bring(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
-    """Transfer all at once. Every rank must call it, with as many."""
+    """Transfer all at once. Every rank must call it, with the same number."""
     label = "optimizer state on its way to one rank"
     arriving: list[tuple[Tensor, Tensor, Work]] = []
     sending: list[Work] = []
@@ -155,7 +158,7 @@ def load(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int],
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Give the local optimizer its part of a whole or sharded state dict, and the options of its param groups."""
+    """Load the local optimizer's part of a whole or sharded state dict, and the options of its param groups."""
     saved = state_dict["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
@@ -194,7 +197,7 @@ def _find_in_whole(state_dict: Mapping[str, Any], names: Sequence[Any]) -> Find:
 
 
 def _part(value: Any, name: str, view: OwnView) -> Any:
-    """A copy of what a view needs of one entry of a parameter's whole state."""
+    """Copy a view's part of one entry of a parameter's whole state."""
     if not isinstance(value, Tensor):
         return value
     if name == "step" or view.is_whole:
@@ -205,8 +208,8 @@ def _part(value: Any, name: str, view: OwnView) -> Any:
         return value.clone()
     raise UsageError(
         f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has "
-        f"{tuple(view.parameter.shape)}: it comes from an optimizer that looks at whole parameters, and cannot be "
-        "cut. Load it into that optimizer."
+        f"{tuple(view.parameter.shape)}: it comes from an optimizer of whole parameters, and cannot be "
+        "divided. Load it into that optimizer."
     )
 
 
@@ -217,7 +220,7 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
         saved.setdefault(index, []).append((Span(str(index), start, stop), state_dict["state"].get(number, {})))
 
     def find(index: int, view: OwnView) -> State | None:
-        # The cut may be another one than when it was saved: parts of several saved spans, in order.
+        # The pieces may differ from the saved ones: take parts of several saved spans, in order.
         needed: list[tuple[slice, State]] = []
         found_numel = 0
         for span, state in sorted(saved.get(index, []), key=lambda one: one[0].start):

@@ -1,6 +1,6 @@
-"""Owns the buckets of parameters that keep their values whole: who updates which part, and the all-gather after.
+"""Owns the buckets of parameters that stay whole: the part that each rank updates, and the all-gather afterwards.
 
-Elements are counted in the order of the parameter's storage, so a channels-last weight is cut like any other.
+Elements are counted in the order of the parameter's storage, so a channels-last weight is divided like any other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from zeroshard.layout.layout import BucketLayout, Piece, lay_out, lay_out_whole
 from zeroshard.storage.buffers import BufferPool
 
 BUCKET_NUMEL = 1 << 23
-"""Elements of the largest bucket: 32 MiB of fp32, enough that a transfer's fixed cost vanishes."""
+"""The elements of the largest bucket: 32 MiB of fp32, so that a transfer's fixed cost is small."""
 
 SOLO_NUMEL = 1 << 16
-"""Elements from which a parameter that keeps its own storage is gathered there, without a copy through scratch."""
+"""From this number of elements, a parameter with its own storage is gathered there, without a copy through scratch."""
 
 CACHE_NUMEL = 1 << 17
-"""Elements of the largest view for optimizers that loop over their arithmetic: parameter, gradient and two states in fp32 are
-2 MiB, which a core's cache holds. Adam's loop over 25 M elements on each of two ranks: 60 to 80 ms in whole parameters, 43 so."""
+"""The elements of the largest view for optimizers that loop over their arithmetic. Parameter, gradient and two states
+in fp32 are 2 MiB, which fit into a core's cache. Adam's loop over 25 M elements on each of two ranks took 43 ms, and 60
+to 80 ms in whole parameters."""
 
 
 def in_storage_order(tensor: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def in_storage_order(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one range of the storage, in some order of dimensions."""
+    """Return whether the elements fill one range of the storage, in some order of dimensions."""
     expected = 1
     dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     for stride, size in sorted(dimensions):
@@ -58,12 +59,12 @@ class OwnView:
     is_whole: bool
 
     def follow(self) -> None:
-        """Look at the parameter's storage again, where user code gave it another (`p.data = x`: trainers do)."""
+        """Follow the parameter to its present storage, if user code gave it another one (`p.data = x`, as trainers do)."""
         if self.value.data_ptr() != self.parameter.data_ptr() + self.start * self.parameter.element_size():
             self.value.data = _range(self.parameter, self.start, self.stop, self.is_whole)
 
     def lend(self, gradient: Tensor | None) -> None:
-        """Let the local optimizer see its part of the gradient, or none."""
+        """Give the local optimizer its part of the gradient, or None."""
         if gradient is not None and gradient.layout is not torch.strided:
             raise UsageError(
                 f"a gradient is sparse ({gradient.layout}); zeroshard shards dense parameters: use sparse=False embeddings."
@@ -89,7 +90,7 @@ class Home:
     place: Tensor
 
     def move_in(self) -> None:
-        """Make the parameter a view of its place, with the value that it has."""
+        """Make the parameter a view of its place, with its present value."""
         if self.parameter.data_ptr() != self.place.data_ptr():
             self.place.copy_(self.parameter.detach())
             self.parameter.data = self.place
@@ -97,11 +98,11 @@ class Home:
 
 @dataclass(frozen=True)
 class ParameterBucket(ABC):
-    """Parameters, or ranges of them, that are gathered together. Three final classes implement it.
+    """A set of parameters, or ranges of them, that are gathered together. Three final classes implement it.
 
     Attributes:
         parameters: those that the layout's pieces count.
-        views: what this rank updates.
+        views: the parts that this rank updates.
     """
 
     number: int
@@ -117,15 +118,15 @@ class ParameterBucket(ABC):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any of them takes a gradient."""
+        """Whether any of them requires a gradient."""
         return any(parameter.requires_grad for parameter in self.members)
 
     @abstractmethod
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
-        """Start to bring every rank's shard here; returns what waits for it."""
+        """Start to gather every rank's shard, and return a function that waits for it."""
 
     def _parts(self, rank: int) -> Iterator[tuple[Tensor, Piece]]:
-        """A rank's ranges: in the parameters' storages, and where they lie in its shard."""
+        """Return a rank's ranges, in the parameters' storages and in its shard."""
         for piece in self.layout.shard_pieces(rank):
             flat = in_storage_order(self.parameters[piece.index])
             yield flat[piece.parameter_start : piece.parameter_start + piece.numel], piece
@@ -138,7 +139,7 @@ class ParameterBucket(ABC):
 @final
 @dataclass(frozen=True)
 class InPlaceBucket(ParameterBucket):
-    """The bucket is one range of storage: of the flat `buffer`, or, where there is none, of one large parameter."""
+    """A bucket in one range of storage: of the flat `buffer`, or, if there is none, of one large parameter."""
 
     buffer: Tensor | None
 
@@ -157,7 +158,7 @@ class InPlaceBucket(ParameterBucket):
 @final
 @dataclass(frozen=True)
 class ScratchBucket(ParameterBucket):
-    """The parameters lie apart."""
+    """A bucket of parameters with separate storages."""
 
     needs_scratch: ClassVar[bool] = True
 
@@ -184,10 +185,10 @@ class ScratchBucket(ParameterBucket):
 @final
 @dataclass(frozen=True)
 class OwnedBucket(ParameterBucket):
-    """Each parameter lies whole on one rank, and ranks may hold very different sizes."""
+    """A bucket of whole parameters, each on one rank; ranks may hold very different sizes."""
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
-        """Each parameter goes from its owner straight into the others' storages: no padding travels."""
+        """Send each parameter from its owner directly into the others' storages, without padding."""
         ranks = range(self.layout.world_size)
         with collectives.together():
             pending = [
@@ -209,20 +210,20 @@ def lay_out_parameters(
     parameters: Sequence[Tensor], first_number: int, rank: int, world_size: int, *,
     whole: bool, flat: bool, bucket_numel: int, piece_numel: int | None,
 ) -> tuple[list[ParameterBucket], list[Home]]:  # fmt: skip
-    """Cut parameters into buckets; those of one dtype on one device share them.
+    """Divide parameters into buckets; those of one dtype on one device share them.
 
     Args:
-        whole: no parameter is cut.
+        whole: do not divide parameters.
         flat: make the parameters views of one flat buffer for each dtype and device.
         piece_numel: the most elements of one view; None is no limit.
 
     Returns:
-        the buckets, and, with `flat`, the places in the flat buffers.
+        The buckets, and, with `flat`, the places in the flat buffers.
     """
     buckets: list[ParameterBucket] = []
     homes: list[Home] = []
     solo = SOLO_NUMEL
-    if flat:  # everything is gathered in place anyway: fewer, larger buckets are better
+    if flat:  # all parameters are gathered in place anyway: fewer, larger buckets are better
         solo = bucket_numel + 1
     for (dtype, device), members in _alike(parameters).items():
         numels = [parameter.numel() for parameter in members]
@@ -262,7 +263,7 @@ def _alike(parameters: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device
 
 
 def _own_views(parameter: Tensor, piece: Piece, most: int, whole: bool) -> Iterator[OwnView]:
-    """Views of at most so many elements of a piece."""
+    """Make views of at most `piece_numel` elements of a piece."""
     stop = piece.parameter_start + piece.numel
     for start in range(piece.parameter_start, stop, most):
         end = min(start + most, stop)

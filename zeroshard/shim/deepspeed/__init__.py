@@ -1,6 +1,6 @@
 """zeroshard under the name `deepspeed`: on the path only when asked (`zeroshard run`, `import zeroshard.as_deepspeed`).
 
-Everything here is a name; its work is done in zeroshard.
+Its names refer to functions and classes of zeroshard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed._finder import fill  # first: the modules of the table come by it
+from deepspeed._finder import fill  # first: it finds the modules of the table
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import git_branch, git_hash, version
@@ -42,9 +42,10 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None, config: str | Mapping[str, Any] | None = None, mesh_param: Any = None,
     config_params: str | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """`zeroshard.initialize` with DeepSpeed's arguments: (engine, optimizer, loader or None, scheduler or None).
+    """Call `zeroshard.initialize` with DeepSpeed's arguments. Return (engine, optimizer, loader or None, scheduler or
+    None).
 
-    A process that no launcher started is a group of one rank, as trainers expect it.
+    A process without a launcher becomes a group of one rank, as trainers expect.
     """
     if mesh_param is not None:
         raise UsageError(
@@ -71,7 +72,7 @@ def initialize(
 
 
 def _samples_of_a_microbatch(config: Any) -> dict[str, int]:
-    """Trainers count their batches themselves, and pass configs on that name none: then a microbatch is one sample."""
+    """Return a config for trainers that name no batch size, since they count batches themselves: a microbatch is one sample."""
     if config is None or {"train_batch_size", "train_micro_batch_size_per_gpu"} & read(config).keys():
         return {}
     log_dist("the config names no batch size: a microbatch counts as one sample.", ranks=[0])
@@ -89,7 +90,7 @@ def _one_config(args: Any, config: Any) -> Any:
 
 
 def _of_all_ranks(config: Any, mpu: Any) -> Any:
-    """Count `train_batch_size` over all ranks, as the engine does: accelerate counts what the ranks of a sequence share once."""
+    """Count `train_batch_size` over all ranks, as the engine does: accelerate counts the ranks of a sequence as one."""
     size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     if size == 1 or config is None:
         return config
@@ -100,7 +101,7 @@ def _of_all_ranks(config: Any, mpu: Any) -> Any:
 
 
 def _of_data_parallel_ranks(config: Any) -> Any:
-    """Leave out a `train_batch_size` that counts each rank's samples, where some have the same: accelerate computes it so."""
+    """Leave out accelerate's `train_batch_size`, which counts the samples of each rank even if some ranks have the same."""
     if config is None or tensor_parallel_ranks(config) == 1:
         return config
     found = dict(read(config))
@@ -135,8 +136,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "zeroshard has no deepspeed.init_inference. Inference is not its subject: transformers, vLLM or SGLang serve "
-        "what engine.export() writes."
+        "zeroshard has no deepspeed.init_inference. Serve the files of engine.export() with transformers, vLLM "
+        "or SGLang."
     )
 
 
@@ -146,7 +147,7 @@ def tp_model_init(
     """Divide a transformers model in place by its `tp_plan`, over `tp_size` neighbouring ranks. Every rank must call it.
 
     Args:
-        dtype: of the parameters; None: as they are.
+        dtype: the dtype of the parameters; None keeps it.
         config: has no meaning here; `initialize` reads it.
     """
     if any(value is not None for value in kwargs.values()):

@@ -1,4 +1,4 @@
-"""Answers to questions of scripts about things that are not here: experts, kernels, hooks, other torches."""
+"""Functions that scripts call about features that zeroshard lacks: experts, kernels, hooks, other versions of torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """(whether a module holds layers of DeepSpeed's MoE, how many experts): none, since none can be made."""
+    """Return (False, 0): no module has layers of DeepSpeed's MoE, since none can be made."""
     return False, 0
 
 
@@ -58,9 +58,9 @@ class _Builder:
         return True
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """Raise: there is no kernel."""
+        """Raise an error: there is no kernel."""
         raise NotImplementedError(
-            f"zeroshard has nothing compiled to load: what {type(self).__name__} is for is written in Python, on torch."
+            f"zeroshard has no compiled kernels to load: it replaces {type(self).__name__} by Python code on torch."
         )
 
 

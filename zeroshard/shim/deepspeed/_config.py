@@ -1,4 +1,4 @@
-"""Configs as DeepSpeed's users read them in Python, and the constants of their blocks."""
+"""DeepSpeed's Python classes of configs, and the constants of their blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """The stages."""
+    """The stages of ZeRO."""
 
     disabled = 0
     optimizer_states = 1
@@ -29,7 +29,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042 (of str also where Python has StrEnum)
-    """The places where model states rest."""
+    """The places of model states."""
 
     none = "none"
     cpu = "cpu"
@@ -47,7 +47,7 @@ class OffloadStateTypeEnum(str, enum.Enum):  # noqa: UP042
 
 
 class DeepSpeedConfig:
-    """A config that is read and checked. A name that is no attribute here is the key of that name.
+    """A config that was read and checked. Any other attribute is the config's key of that name.
 
     Attributes:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: resolved.

@@ -1,4 +1,4 @@
-"""Owns the making of this package's modules: from their files, and from the table in `_names`.
+"""Owns the creation of this package's modules, from their files and from the table in `_names`.
 
 Importing it puts one hook on `sys.path_hooks`. It takes only this package's folders, so it finds nothing for others.
 """
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from deepspeed._names import TABLE, Row
 
 ROOT = Path(__file__).parent
-_ADVICE = "It offers what trainers use of DeepSpeed 0.19.8; `import zeroshard` has more under its own names."
+_ADVICE = "It has the names of DeepSpeed 0.19.8 that trainers use; `import zeroshard` has more under its own names."
 
 
 def fill(module: ModuleType) -> None:
@@ -69,7 +69,7 @@ def _each(sentences: Mapping[str, str]) -> dict[str, str]:
 
 
 def _missing(module: str, row: Row) -> Callable[[str], Any]:
-    """A module's `__getattr__` (PEP 562): `hasattr` is False, and the error names the thing to use in its place."""
+    """Make a module's `__getattr__` (PEP 562): `hasattr` is False, and the error names a replacement."""
     instead = _each(row.instead)
 
     def getattr_(name: str) -> Any:
@@ -87,7 +87,7 @@ def _missing(module: str, row: Row) -> Callable[[str], Any]:
 
 
 def _refused(name: str, instead: str) -> type[Any]:
-    """A class that nothing is an instance of: `isinstance` answers, and to make one is an error with advice."""
+    """Make a class without instances: `isinstance` works, and making an instance raises an error that names a replacement."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"zeroshard has no {name}. {instead}")
@@ -96,7 +96,7 @@ def _refused(name: str, instead: str) -> type[Any]:
 
 
 class FileLoader(SourceFileLoader):
-    """The loader of a module with a file: its row of the table comes on top."""
+    """The loader of a module with a file, which also gets the names of its row."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

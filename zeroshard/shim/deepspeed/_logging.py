@@ -1,4 +1,4 @@
-"""The logger that trainers set the level of."""
+"""The logger whose level trainers set."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zeroshard.integrations.accelerate import refuse_divided_by_transformers
 class _OfTrainings(logging.Logger):
     """A logger that refuses a training without an engine.
 
-    transformers sets its level where a training begins (`deepspeed_init`), and calls nothing else of this package for a model that
-    it divided itself.
+    transformers sets its level when a training begins (`deepspeed_init`). For a model that it divided itself, it calls
+    nothing else of this package.
     """
 
     def setLevel(self, level: int | str) -> None:

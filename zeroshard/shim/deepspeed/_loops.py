@@ -30,7 +30,7 @@ class RepeatingLoader:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations are computed again in the backward instead of being kept."""
+    """Return `function(*args, **kwargs)`, and compute its activations again in the backward instead of keeping them."""
     if not kwargs:
         return checkpointing.checkpoint(function, *args)
     # As arguments by position: tensors among them take part in the gradients.
@@ -43,6 +43,6 @@ def _call(function: Callable[..., Any], count: int, names: tuple[str, ...], *val
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Unshard the engine's parameters inside, so that each rank may generate as much as it likes."""
+    """Unshard the engine's parameters inside, so that each rank may generate independently."""
     with zeroshard.unsharded(model.parameters()):
         yield model

@@ -1,4 +1,4 @@
-"""Memory: tables of the needs of model states, in DeepSpeed's shape with zeroshard's figures, and the memory in use."""
+"""DeepSpeed's tables of the memory of model states, with zeroshard's figures; and the memory in use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def empty_cache() -> None:
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """(parameters, those of the largest layer)"""
+    """Return (the number of parameters, that of the largest layer)."""
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     return number_of_parameters(model), max(layers)
 
@@ -45,7 +45,7 @@ def number_of_parameters(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Need:
-    """Bytes: of the accelerator of each rank, and of the CPU memory of each machine."""
+    """The bytes needed on each rank's accelerator, and in each machine's CPU memory."""
 
     accelerator: float
     host: float
@@ -55,7 +55,7 @@ def _need(
     stage: int, total: float, largest: float, machine: tuple[int, int], optimizer: bool, parameters: bool = False,
     born: bool = False,
 ) -> _Need:  # fmt: skip
-    """Training in bf16 with Adam; activations and communication buffers come on top.
+    """Return the needs of training in bf16 with Adam, without activations and communication buffers.
 
     Args:
         largest: parameters of the largest layer: at stage 3 it is whole, with its gradient, while it runs.
@@ -100,7 +100,7 @@ def estimate_zero2_model_states_mem_needs(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:  # fmt: skip
-    """(bytes of a machine's CPU memory, of a rank's accelerator)"""
+    """Return Return (bytes of a machine's CPU memory, of a rank's accelerator).."""
     need = _need(2, total_params, 0, (num_gpus_per_node, num_nodes), cpu_offload)
     return int(need.host * additional_buffer_factor), int(need.accelerator)
 
@@ -127,7 +127,7 @@ def estimate_zero3_model_states_mem_needs(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     cpu_offload_params: bool = True, zero_init: bool = True, additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """(bytes of a machine's CPU memory, of a rank's accelerator, and of these of the largest layer)"""
+    """Return Return (bytes of a machine's CPU memory, of a rank's accelerator, and of these of the largest layer).."""
     machine = (num_gpus_per_node, num_nodes)
     need = _need(
         3, total_params, largest_layer_params, machine, cpu_offload, cpu_offload and cpu_offload_params, zero_init

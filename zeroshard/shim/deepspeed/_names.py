@@ -1,4 +1,4 @@
-"""Owns the table of the names that come from elsewhere, and of those that are refused, by module."""
+"""Owns the table of the names that each module takes from other modules, and of the refused names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """The names that a module holds beside the code of its file, if it has one.
+    """The names of a module besides those in its own file, if it has one.
 
     Attributes:
         names: modules with a colon, each before the names that come from it, `own=theirs` where they differ; `*` is its
@@ -40,7 +40,7 @@ _SCHEDULE_KEYS = """
 """
 _KERNELS = ("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lion", "async_io")
 _MICS = "Use zero.Init(), and mics_shard_size in the config."
-_MONITORS = "The config's blocks tensorboard, csv_monitor, wandb and comet write what engine.step() sees."
+_MONITORS = "The config's blocks tensorboard, csv_monitor, wandb and comet write the figures of engine.step()."
 _OPTIMIZER = "deepspeed.initialize makes the engine's optimizer."
 
 # fmt: off
@@ -50,12 +50,12 @@ _ROWS = {
         ".git_version_info: version __version__=version __git_hash__=git_hash __git_branch__=git_branch .pipe: PipelineModule "
         ".runtime.base_optimizer: DeepSpeedOptimizer .runtime.config: DeepSpeedConfig DeepSpeedConfigError "
         ".runtime.engine: DeepSpeedEngine .accelerator: get_accelerator .utils: OnDevice log_dist logger",
-        {"InferenceEngine": "Inference is not its subject: transformers, vLLM or SGLang serve what engine.export() writes.",
+        {"InferenceEngine": "It has no inference: serve the files of engine.export() with transformers, vLLM or SGLang.",
          "DeepSpeedHybridEngine": "Train with initialize(); inside zeroshard.unsharded(model) each rank may generate.",
          "PipelineEngine": "It shards over data-parallel ranks: stage 3 splits a model without pipeline stages."}),
     ".accelerator": Row(
         ".accelerator.real_accelerator: *",
-        {"set_accelerator": "torch knows the accelerator; CUDA_VISIBLE_DEVICES hides some."}),
+        {"set_accelerator": "torch finds the accelerator; CUDA_VISIBLE_DEVICES hides some."}),
     ".checkpoint": Row(".checkpoint: utils", {
         "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` reads DeepSpeed's."}),
     ".checkpoint.utils": Row("._tensors: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
@@ -103,7 +103,7 @@ _ROWS = {
     ".runtime.activation_checkpointing.checkpointing": Row(
         "zeroshard.recompute.checkpointing: configure is_configured reset ._loops: checkpoint non_reentrant_checkpoint=checkpoint",
         {"get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed":
-            "torch's random state of every device is kept and put back by checkpoint() itself.",
+            "checkpoint() itself saves and restores torch's random state of every device.",
          "partition_activations_in_checkpoint": "Use configure(None, partition_activations=True).",
          "set_num_layers": "Use configure(None, num_checkpoints=...).",
          "CheckpointFunction": "Use checkpoint(function, *args)."}),

@@ -1,4 +1,4 @@
-"""torch's and zeroshard's optimizers with DeepSpeed's arguments; zeroshard steps them wherever the states rest."""
+"""torch's and zeroshard's optimizers with DeepSpeed's arguments, for states in any place."""
 
 from __future__ import annotations
 

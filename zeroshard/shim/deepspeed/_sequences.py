@@ -1,4 +1,4 @@
-"""Sequence parallelism under DeepSpeed's names, as accelerate asks for it with `ParallelismConfig(sp_backend="deepspeed")`."""
+"""Sequence parallelism under DeepSpeed's names, which accelerate uses for `ParallelismConfig(sp_backend="deepspeed")`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zeroshard.sequence import Sequences
 
 
 class SequenceGroups:
-    """The groups of ranks of which each holds sequences together: neighbours. accelerate asks it as an `mpu`."""
+    """The groups of neighbouring ranks that each hold sequences together. accelerate uses it as an `mpu`."""
 
     def __init__(self, size: int) -> None:
         world = dist.get_world_size()
         if world % size:
             raise UsageError(
-                f"sp_size={size} does not divide the {world} ranks: each sequence lies on so many of them. Choose "
+                f"sp_size={size} does not divide the {world} ranks: each sequence needs {size} of them. Choose "
                 "a divisor."
             )
         device = get_accelerator().device_name() if torch.accelerator.is_available() else "cpu"
@@ -40,23 +40,23 @@ class SequenceGroups:
         return self.sequences.rank
 
     def get_data_parallel_group(self) -> Any:
-        """All ranks: gradients are averaged over those of a sequence, too."""
+        """Return all ranks: gradients are averaged over those of a sequence too."""
         return dist.group.WORLD
 
     def get_model_parallel_world_size(self) -> int:
-        """Each rank has the whole model."""
+        """Return 1: each rank has the whole model."""
         return 1
 
 
 class UlyssesSPAttentionHF:
-    """Attention whose heads are exchanged for positions. There is nothing to make of it; see `register_with_transformers`."""
+    """The attention whose heads are exchanged for positions. It has no instances; see `register_with_transformers`."""
 
     @classmethod
     def register_with_transformers(
         cls, model_name_or_path: Any, core_attn_implementation: str | None = None, sequence_parallel_size: int = 1,
         *_: Any, **__: Any,
     ) -> SequenceGroups | None:  # fmt: skip
-        """Attach a model. A forward sees by its batch whether that is cut, so the arguments after the third have no effect."""
+        """Attach a model. A forward recognises a cut batch by its shapes, so the arguments after the third have no effect."""
         if sequence_parallel_size == 1:
             return None
         if not isinstance(model_name_or_path, nn.Module):
@@ -88,7 +88,7 @@ class UlyssesSPDataLoaderAdapter:
             if "shift_labels" not in batch:
                 raise UsageError(
                     f"a batch without labels ({', '.join(sorted(batch))}) cannot be cut over ranks here: the loss that its "
-                    "trainer computes (DPO, KTO) takes whole sequences for granted. Train without sp_size; or in a loop of "
+                    "trainer computes (DPO, KTO) needs whole sequences. Train without sp_size; or in a loop of "
                     "your own, with Sequences.log_probabilities and Sequences.sum."
                 )
             yield {name: value.to(self._device) if torch.is_tensor(value) else value for name, value in batch.items()}

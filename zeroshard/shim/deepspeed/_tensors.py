@@ -11,7 +11,8 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Tensors on `device` with storages of their own, in lists, tuples and dicts of any depth; tied ones stay one tensor.
+    """Copy tensors to `device`, each into its own storage, in lists, tuples and dicts of any depth; tied ones stay one
+    tensor.
 
     A view of a flat buffer would be saved with the whole buffer.
     """
@@ -48,7 +49,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 
 
 class OnDevice:
-    """A block (`with OnDevice(dtype, device):`) in which tensors without a dtype and a device of their own get these."""
+    """A block (`with OnDevice(dtype, device):`) with a default dtype and device for new tensors."""
 
     def __init__(
         self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True

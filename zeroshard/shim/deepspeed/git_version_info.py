@@ -1,4 +1,4 @@
-"""The version of DeepSpeed whose names these are."""
+"""The version of DeepSpeed whose names this package has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.accelerator under DeepSpeed's names; the CPU where there is none."""
+"""torch.accelerator under DeepSpeed's names, or the CPU if there is none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeepSpeedAccelerator:
             dtype = getattr(torch, name).dtype
             return lambda data=(): torch.tensor(data, dtype=dtype, device=self.current_device_name())
         raise AttributeError(
-            f"zeroshard's get_accelerator() has no {name}. torch.accelerator and torch.{self._name} are behind it."
+            f"zeroshard's get_accelerator() has no {name}. Use torch.accelerator or torch.{self._name}."
         )
 
     # ---- devices
@@ -51,7 +51,7 @@ class DeepSpeedAccelerator:
         self._call("synchronize", device_index)
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Return what torch's accelerator does; None on a CPU."""
+        """Call a function of torch's accelerator; return None on a CPU."""
         return None if self._kind is None else getattr(torch.accelerator, name)(*args)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ def init_distributed(
     timeout: timedelta | None = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
     rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Join the ranks that a launcher started, unless that is done already; a process that none started becomes a group of one."""
+    """Join the ranks of a launcher, unless they are joined already. A process without a launcher becomes a group of one."""
     _init_distributed(
         dist_backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size, required=dist_init_required
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The groups of ranks: all are data-parallel, and neighbours may hold sequences together."""
+"""The groups of ranks. All ranks are data-parallel, and neighbours may hold sequences together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _get_data_parallel_rank() -> int:
 
 
 sequence_groups: list[Any] = []
-"""The groups that `UlyssesSPAttentionHF.register_with_transformers` made, if any: accelerate asks for them here."""
+"""The groups that `UlyssesSPAttentionHF.register_with_transformers` made, if any: accelerate reads them here."""
 
 
 def _get_sequence_parallel_group() -> Any:

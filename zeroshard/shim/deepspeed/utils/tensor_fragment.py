@@ -41,9 +41,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole of a parameter's mean gradient, on every rank; outside of an engine, its `grad`.
+    """Return a parameter's whole mean gradient, on every rank; outside of an engine, its `grad`.
 
-    Where a step's microbatches are not reduced so far (inside `no_sync`, say), it is this rank's sum.
+    If a step's microbatches are not reduced yet, as inside `no_sync`, it is this rank's sum.
     """
     states = _trained(param)
     if states is None:
@@ -71,18 +71,18 @@ def _local(param: nn.Parameter, state: str) -> Tensor | None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of a parameter's master weights, 1-D, a copy."""
+    """Return a copy of this rank's elements of a parameter's master weights, 1-D."""
     return _local(param, _PARAMETERS)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of a parameter's gradient, 1-D, a copy. Every rank must call it."""
+    """Return a copy of this rank's elements of a parameter's gradient, 1-D. Every rank must call it."""
     zeroshard.parameter_states(param).get(_GRADIENTS)  # what is on its way arrives
     return _local(param, _GRADIENTS)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of a state of the optimizer, 1-D, a copy."""
+    """Return a copy of this rank's elements of a state of the optimizer, 1-D."""
     return _local(param, optim_state_key)
 
 

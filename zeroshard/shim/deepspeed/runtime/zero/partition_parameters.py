@@ -1,4 +1,4 @@
-"""Models that are born sharded, parameters that are whole for a while, and the attributes that DeepSpeed's parameters have."""
+"""DeepSpeed's `zero.Init` and `GatheredParameters`, and the attributes of its parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether its values are here."""
+    """The status of a parameter's values."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -63,7 +63,7 @@ class DeepSpeedParameter:
 
     @property
     def ds_tensor(self) -> Tensor:
-        """This rank's part, a copy."""
+        """A copy of this rank's part."""
         part = _states(self).flat()
         return torch.empty(0) if part is None else part
 
@@ -92,7 +92,7 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any = None, target_device: Any = None) -> Any:
-    """The constructor itself: nothing of torch's is wrapped."""
+    """Return the constructor itself: torch's functions are not wrapped."""
     return fn
 
 
@@ -102,7 +102,7 @@ _BORN: Any = {"attributes": DeepSpeedParameter, "detached_stay_cut": True}
 
 
 class Init:
-    """`zeroshard.sharded_init` with rank 0's values; with `module`, `zeroshard.cut` of what is there."""
+    """The context `zeroshard.sharded_init` with rank 0's values; with `module`, a call of `zeroshard.cut`."""
 
     def __init__(
         self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
@@ -116,7 +116,8 @@ class Init:
                 "zero.Init(zero_param_parallel_group=...): zero_hpz_partition_size names the ranks of a host. Leave it out."
             )
         said = config_dict_or_path if config_dict_or_path is not None else config
-        # What is divided over tensor-parallel ranks is divided whole: `tp_model_init` or `initialize` does it after.
+        # Tensor parallelism divides whole parameters, so do not shard here: `tp_model_init` or `initialize` divides
+        # them later.
         self.enabled = enabled and (said is None or tensor_parallel_ranks(said) == 1)
         birth = load_birth(said) if said is not None else Birth()
         self.dtype = dtype if dtype is not None else birth.dtype
@@ -152,7 +153,7 @@ class Init:
 
 
 class GatheredParameters:
-    """`zeroshard.unsharded`. Without a modifier rank changes are undone; with one they count under every stage."""
+    """The context `zeroshard.unsharded`. Without a modifier rank changes are undone; with one they count at every stage."""
 
     def __init__(
         self, params: Tensor | Iterable[Any], modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
@@ -182,7 +183,7 @@ _external: WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = WeakKeyDictionary
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Keep the parameter whole, from now on, while the module's forward runs, and where its backward needs it."""
+    """Unshard the parameter, from now on, while the module's forward runs, and its backward if that needs it."""
     if not isinstance(module, nn.Module):
         raise RuntimeError(f"register_external_parameter takes a module first, not {type(module).__name__}.")
     if not isinstance(parameter, nn.Parameter):

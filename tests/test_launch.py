@@ -234,7 +234,7 @@ def test_a_rank_that_is_not_reached_has_advice(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", wait)
-    with pytest.raises(UsageError, match=r"timed out\. Look whether rank 0 runs there"):
+    with pytest.raises(UsageError, match=r"timed out\. Check that rank 0 runs there"):
         join_ranks(CPU)
     assert not caplog.records
 

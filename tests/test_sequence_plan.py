@@ -81,7 +81,7 @@ def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pyte
     assert few.spent == pytest.approx(every.spent, rel=1e-9)
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("contiguous", [pytest.param(False, marks=pytest.mark.full), True])
 def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
     """Two inputs are on the device while they are copied, and in the backward two as well: one that is used, and the next."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -68,7 +68,7 @@ def real(rank: int, build: Any, stages: tuple[int, ...]) -> list[dict[str, Any]]
 @pytest.mark.parametrize(
     "build", [llama, pytest.param(qwen, marks=pytest.mark.full), pytest.param(phi, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_states_and_traffic_are_those_of_a_real_run(ranks: int, build: Any) -> None:
     stages = (1, 2, 3)
     for stage, run in zip(stages, on_ranks(real, ranks, build, stages)[0], strict=True):

@@ -34,8 +34,16 @@ class MeanGradients:
 
     def reset(self) -> None:
         """Begin a new step, without factors."""
-        self._narrow_coefficient: float | Tensor = 1.0
-        self._coefficients: list[float | Tensor] = []
+        self._factors: list[float | Tensor] = []
+
+    @property
+    def _product(self) -> float | Tensor:
+        return math.prod(self._factors, start=1.0)
+
+    def _multiply(self, shard: Shard, gradient: Tensor) -> None:
+        """Multiply values of a shard in place by the factors that `scale` has left for later: one product in 16 bits."""
+        for factor in [self._product] if _is_narrow(shard) else self._factors:
+            scale_([gradient], factor)
 
     @contextmanager
     def opened(self, shard: Shard, *, write: bool = False, where: Storage | None = None) -> Iterator[Tensor]:
@@ -50,21 +58,16 @@ class MeanGradients:
         """Return a view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
         with self.opened(shard) as gradient:
             part = gradient[view.start : view.start + view.numel]
-            if _is_narrow(shard):
-                return part.to(shard.master.dtype) * self._narrow_coefficient
-            if not _is_away(shard):
+            if _is_scaled_at_once(shard):
                 return part
-            part = part.clone()
-            for coefficient in self._coefficients:
-                scale_([part], coefficient)
+            part = part.to(shard.master.dtype, copy=True)
+            self._multiply(shard, part)
             return part
 
     def set(self, shard: Shard, view: ShardView, value: Tensor) -> None:
         """Overwrite the values that `get` returns."""
-        if _is_narrow(shard):
-            value = value / self._narrow_coefficient
-        elif _is_away(shard):
-            value = value / math.prod(self._coefficients)
+        if not _is_scaled_at_once(shard):
+            value = value / self._product
         shard.squares = None
         with self.opened(shard, write=True) as gradient:
             gradient[view.start : view.start + view.numel].copy_(value)
@@ -81,40 +84,31 @@ class MeanGradients:
         if not isinstance(coefficient, Tensor) and coefficient == 1.0:
             return
         self.changes += 1
-        here = [shard for shard in shards if not _is_narrow(shard) and not _is_away(shard)]
+        here = [shard for shard in shards if _is_scaled_at_once(shard)]
         with ExitStack() as stack:
             scale_([stack.enter_context(self.opened(shard)) for shard in here], coefficient)
         for shard in here:
             shard.squares = None
-        self._narrow_coefficient = self._narrow_coefficient * coefficient
-        self._coefficients.append(coefficient)
+        self._factors.append(coefficient)
 
     @property
     def is_to_be_scaled(self) -> bool:
         """Whether `scale` has left factors for later."""
-        return bool(self._coefficients)
+        return bool(self._factors)
 
     def apply_factors(self, shards: Iterable[Shard]) -> None:
         """Apply the factors that `scale` has left for later, before gradients of another backward are added."""
         for shard in shards:
-            is_narrow = _is_narrow(shard)
-            if not is_narrow and not _is_away(shard):
-                continue
-            coefficients = [self._narrow_coefficient] if is_narrow else self._coefficients
-            with self.opened(shard, write=True) as gradient:
-                for coefficient in coefficients:
-                    scale_([gradient], coefficient)
-            shard.squares = None
+            if not _is_scaled_at_once(shard):
+                with self.opened(shard, write=True) as gradient:
+                    self._multiply(shard, gradient)
+                shard.squares = None
         self.reset()
 
     def lent(self, shard: Shard, flat: Tensor) -> Tensor:
         """Return a shard's gradient `flat`, now in memory where the optimizer steps, with the remaining factors applied."""
-        if _is_narrow(shard):
-            flat = flat.to(shard.master.dtype)
-            scale_([flat], self._narrow_coefficient)
-        else:
-            for coefficient in self._coefficients:
-                scale_([flat], coefficient)
+        flat = flat.to(shard.master.dtype)
+        self._multiply(shard, flat)
         return flat
 
     def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
@@ -139,16 +133,15 @@ class MeanGradients:
             elif shard not in found:
                 with self.opened(shard) as gradient:
                     if not _is_narrow(shard):
-                        for coefficient in self._coefficients:
-                            scale_([gradient], coefficient)
+                        self._multiply(shard, gradient)
                     found[shard] = sums_of_squares([gradient])[0]
             if _is_narrow(shard):
-                found[shard] = found[shard] * self._narrow_coefficient**2
+                found[shard] = found[shard] * self._product**2
         return [found[shard] for shard in shards]
 
     def _is_scaled_later(self, shard: Shard) -> bool:
         """Return whether `scale` has left factors that change the bits of the squares."""
-        return bool(self._coefficients) and not _is_narrow(shard) and _is_away(shard)
+        return bool(self._factors) and not _is_narrow(shard) and _is_away(shard)
 
     def _memory_of(self, shard: Shard) -> Storage | None:
         """Return the storage in which the gradient is memory."""
@@ -159,6 +152,11 @@ class MeanGradients:
 def _is_away(shard: Shard) -> bool:
     """Return whether the gradient is in other memory than the optimizer's step."""
     return shard.gradient.memory_in(shard.step) is None
+
+
+def _is_scaled_at_once(shard: Shard) -> bool:
+    """Return whether `scale` multiplies the gradient in place."""
+    return not _is_narrow(shard) and not _is_away(shard)
 
 
 def _is_narrow(shard: Shard) -> bool:

@@ -281,7 +281,7 @@ def test_a_graph_of_the_whole_model_is_refused_by_name() -> None:
         for how in ("wrapped model", "model in place"):
             model = make(how, backend="eager", fullgraph=True)
             sharded = zeroshard.shard(model, adamw(model.parameters()), Policy.stage(3))
-            with pytest.raises(torch._dynamo.exc.Unsupported, match="zeroshard brings a unit's parameters together"):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="zeroshard gathers a unit's parameters"):
                 model(*texts(rank, 0))
             sharded.remove()
 

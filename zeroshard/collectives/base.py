@@ -1,7 +1,8 @@
-"""The transport: the operations between ranks that the rest of the package uses, whatever carries them.
+"""The transport: the operations between ranks that the other packages use, over any medium.
 
 A transport implements five: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. All others have a default that is
-right for every transport, and a transport overrides one of them where it can do better. Nobody asks which transport it is.
+right for every transport, and a transport overrides one of them where it can do better. No caller depends on the kind
+of transport.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Collectives(ABC):
         """Fill every row from its owner, in place; this rank's own row is the input.
 
         Args:
-            own: [shard_numel], this rank's values where they rest. They stay as they are until `wait_released(own)`.
+            own: [shard_numel], this rank's stored values. They stay as they are until `wait_released(own)`.
             prepare: gives `rows` their memory, and puts this rank's values into its row. It is called once: now, or in `wait`.
         """
 
@@ -276,7 +277,7 @@ class Collectives(ABC):
         """Return connections of their own for small messages of CPU memory, beside these. Every rank must call it.
 
         Raises:
-            CollectiveError: not every rank came; names them.
+            CollectiveError: not every rank made the call; the message names those that are missing.
         """
         return self
 
@@ -304,7 +305,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
         high = min(low + step, out.numel())
         parts = [contribution[low:high].to(dtype) for contribution in contributions]
         target = out[low:high]
-        # What is summed in place must not be needed later, as a third contribution.
+        # A row that is summed in place must not be needed later, as a third contribution.
         room = target if not accumulate and target.dtype == dtype and len(parts) == 2 else None
         total = torch.add(parts[0], parts[1], out=room) if len(parts) > 1 else parts[0]
         for part in parts[2:]:

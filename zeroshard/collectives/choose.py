@@ -38,11 +38,11 @@ def create_collectives(
     Every rank of the group must call it.
 
     Args:
-        what: the operation that needs them, such as "shard()": named where a rank does not come.
+        what: the operation that needs them, such as "shard()", for the error if a rank is missing.
         lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
             dear then uses the group's own: there is nothing to make, and nothing to close.
         within: as the policy's: sums are made host by host.
-        wire: as the policy's: what is rounded on its way. On one rank nothing is.
+        wire: the policy's lossy communication. On one rank nothing is.
 
     Raises:
         CollectiveError: not every rank came; names them.
@@ -87,7 +87,8 @@ def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool
             hosts = why_not.hosts
             if not hosts and members.rank == 0 and str(why_not) != TURNED_OFF:
                 logging.getLogger("zeroshard").warning(
-                    "the ranks of this host do not share memory, and talk over gloo, which is slower: %s", why_not
+                    "the ranks of this host do not share memory, and communicate over gloo, which is slower: %s",
+                    why_not,
                 )
         if _are_alike(hosts, len(members.ranks)):
             return OverHosts(members, device, watch, hosts, _best)

@@ -1,8 +1,8 @@
 """Owns the codes of rounded rows: blocks of small integers with a scale each.
 
 A block is 256 elements; the last of a row may be shorter. Its scale is the largest magnitude over the largest code, in fp32 (fp64
-for fp64), and an element is its code times the scale: off by half a scale at most. A block with an inf or a NaN in it arrives as
-NaN, all of it: what looks for such values finds them.
+for fp64), and an element is its code times the scale: off by half a scale at most. A block with an infinite or NaN
+element arrives as all NaN, so checks for such values find them.
 
 A row travels as its scales, then its codes: int8, or two int4 in a byte.
 """

@@ -33,7 +33,7 @@ class Grouped(Collectives):
     """The collectives of several ranks.
 
     Args:
-        members: who.
+        members: the group's ranks.
         device: where tensors lie.
         watch: over the waits; may be shared.
     """
@@ -92,7 +92,7 @@ class Grouped(Collectives):
 
         Args:
             peer: the member at the other end.
-            works: the rest of the same operation.
+            works: the other parts of the same operation.
             gone: members whose processes have ended; no rank waits for them.
         """
         self.warn_others()
@@ -124,7 +124,7 @@ def _says_closed(error: BaseException) -> bool:
 def _closed_peers(works: Sequence[Posted]) -> set[int]:
     """Return the members whose connections are closed.
 
-    A wait that times out closes all connections of gloo's, so the others learn of the failure at once.
+    A wait that times out closes all connections of gloo's, so the others detect the failure at once.
     """
     closed = set()
     for work, peer in works:
@@ -155,7 +155,7 @@ class Transfer(Work):
         self._works = works
 
     def wait(self) -> None:
-        if self._failed is not None:  # what did not arrive has not arrived since
+        if self._failed is not None:  # missing data has not arrived since
             raise self._failed
         collectives = self._collectives
         assert self._works is not None, f"{self._label} was waited for before it was launched"

@@ -15,10 +15,10 @@ class Lent(NamedTuple):
     """The lent memory that some peers have not read yet.
 
     Attributes:
-        readers: who has not.
+        readers: the ranks that have not read it.
         tensor: stays until then.
         room: in which the tensor is a copy, to be used again.
-        label: what it is.
+        label: its description.
     """
 
     readers: set[int]
@@ -100,7 +100,7 @@ class Lending:
         return self._lent[tag].tensor
 
     def label(self, tag: int) -> str:
-        """The label of what is lent."""
+        """The label of the lent memory."""
         return self._lent[tag].label
 
     def in_place(self) -> list[int]:

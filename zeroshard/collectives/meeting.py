@@ -110,7 +110,7 @@ def meet(members: Members) -> Met:
                 problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
         undo.callback(_close_all, [*sockets.values(), *windows.values()])
         if problem:
-            undo.close()  # whoever waits for this rank hears of it
+            undo.close()  # ranks that wait for this one then fail too
         problems = [(not cause, one) for one, cause in _agree(store, members, "met", (problem, is_cause)) if one]
         problem = min(problems, default=(False, ""))[1]
         if problem:

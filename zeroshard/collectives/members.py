@@ -19,7 +19,7 @@ from zeroshard.errors import UsageError
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the process group of a mesh of one dimension; a group is what it is.
+    """Return the process group of a mesh of one dimension; a group is returned as it is.
 
     Raises:
         UsageError: the mesh has several dimensions.
@@ -49,7 +49,7 @@ class Members:
         world: how many ranks there are in all.
         timeout: the user's word on how long to wait.
         backend: of the group, for one type of device.
-        own_group: the user's own, as long as it is there: whoever holds it keeps torch from destroying it.
+        own_group: the user's own group, if it still exists: a reference to it would keep torch from destroying it.
         store: of the group.
         root: the store of all ranks.
     """

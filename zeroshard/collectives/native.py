@@ -1,7 +1,7 @@
 """Owns the collectives of backends that are right as they are: NCCL and its kin.
 
-Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts, over gloo: what a step has to
-know of other ranks does not make it wait for the device.
+Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts, over gloo, so
+that a step does not wait for the device to get them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Native(Grouped):
         self._open = {_GATHER: [], _REDUCE: []}
         try:
             yield
-        finally:  # also after an error: what was begun is waited for, by this rank and by others
+        finally:  # also after an error: this rank and others wait for operations that have begun
             begun = self._open
             self._open = None
             for kind, launches in begun.items():

@@ -22,9 +22,11 @@ _STUCK_HEAD = struct.Struct("<Q")
 LIMIT = 1 << 16
 """Bytes of one message at most."""
 READ = 1 << 63
-"""The bit of a tag for a report that the offer under the rest of the tag was read."""
+"""The bit of a tag for a report that the offer with this tag was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
-"""Messages of a rank about itself: it has finished; a wait of it failed; it waits for this one, of which it has heard so much."""
+"""Messages of a rank about itself: it has finished; a wait failed; or it waits for this rank, with the number of
+messages received.
+"""
 _STUCK_SECONDS = 1.0
 
 
@@ -44,8 +46,8 @@ class _Stuck(NamedTuple):
     """The message of a rank that waits for this one.
 
     Attributes:
-        heard: how many messages of ours it had heard by then.
-        label: what it waits for.
+        heard: the number of our messages that it had received by then.
+        label: the operation that it waits for.
     """
 
     heard: int
@@ -134,7 +136,7 @@ class Neighbours:
         """Block until bytes under this tag have arrived, and return them.
 
         Args:
-            label: what is waited for, for the other side.
+            label: the operation that this rank waits for, for the other side.
 
         Raises:
             Lost: the other process is gone, or any of this host; or waits in vain for this one, too.
@@ -243,7 +245,7 @@ class Neighbours:
 
 def _close(process: int, sockets: dict[int, socket.socket], processes: list[int]) -> None:
     for one in sockets.values():
-        if os.getpid() == process:  # else a child that was forked, which has nothing to say
+        if os.getpid() == process:  # otherwise it is a forked child, which sends nothing
             with suppress(OSError):
                 one.send(_TAG.pack(_GOODBYE))
         one.close()

@@ -24,7 +24,7 @@ _OPERATION_SHIFT = 26
 
 
 class PointToPoint(Grouped):
-    """Pairwise transfers. What does not lie in CPU memory passes through it: gloo reads and writes plain memory.
+    """Pairwise transfers. Other tensors pass through CPU memory: gloo reads and writes plain memory.
 
     Args:
         peers: the members to connect with; another object serves the others. Default: all members.
@@ -120,7 +120,7 @@ class PointToPoint(Grouped):
         return self.gather_from(self.peers, rows, bucket, label)
 
     def gather_from(self, peers: Sequence[int], rows: Tensor, bucket: int, label: str) -> Work:
-        """Fill the rows of some peers, who do the same with this rank's."""
+        """Receive the rows of some peers, which receive this rank's."""
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)
         receive = {peer: rows[peer] for peer in peers}

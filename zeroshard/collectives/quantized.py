@@ -1,6 +1,6 @@
-"""Lossy reductions: what other ranks contribute arrives as codes (see codes.py).
+"""Lossy reductions: the contributions of other ranks arrive as codes (see codes.py).
 
-The sum over ranks is made in fp32 at least, in rank order. What this rank contributes is exact.
+The sum over ranks is made in fp32 at least, in rank order. This rank's own contribution is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class QuantizedGradients:
 
     def workspace_numel(self, rows: Tensor) -> int:
         """See `Collectives`."""
-        # What goes out, and what comes in.
+        # The codes to send, and those received.
         nbytes = 2 * len(rows) * Codes(self._bits, rows.dtype).nbytes(rows.shape[1])
         return -(-nbytes // rows.dtype.itemsize)
 

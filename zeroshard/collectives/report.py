@@ -1,4 +1,4 @@
-"""Owns the words on ranks that wait: the line of a long wait, and the report of one that failed."""
+"""Owns the messages about ranks that wait: the line of a long wait, and the report of one that failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Told(NamedTuple):
-    """A rank's message about itself: what it waits for, or what it waited for when that failed.
+    """A rank's message about itself: the operation that it waits for, or whose wait failed.
 
     Attributes:
         operation: the whole operation that this belongs to, such as `save "step_10"`, or None: a forward, a backward, a step.
@@ -63,10 +63,11 @@ def describe_failure(
     own: int, ranks: Sequence[int], mine: Told, others: Mapping[int, Told], gone: Iterable[int],
     timeout: timedelta, error: BaseException, *, awaited: int | None = None, reaches_store: bool = True,
 ) -> str:  # fmt: skip
-    """Return the message of a wait that failed: what each rank waited for, as far as it is known. Ranks are global.
+    """Return the message of a wait that failed: the operation that each rank waited for, if it is known. Ranks are
+    global.
 
     Args:
-        mine: what this rank waited for.
+        mine: the operation that this rank waited for.
         others: the reports of other ranks about their waits.
         gone: ranks whose connections are closed.
         awaited: the rank whose message did not come.
@@ -99,7 +100,7 @@ def describe_failure(
 
 
 def _advice(waiting: Mapping[int, Told]) -> str:
-    """Return the likely remedy, by what the ranks waited for."""
+    """Return the likely remedy, by the operations that the ranks waited for."""
     named = {told.operation for told in waiting.values()} - {None}
     if named:
         return (

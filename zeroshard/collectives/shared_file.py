@@ -175,5 +175,5 @@ def _unmap_with(owner: object, address: int, size: int) -> weakref.finalize[...,
 
 
 def _unmap(process: int, address: int, size: int) -> None:
-    if os.getpid() == process:  # in a child, something else may lie there
+    if os.getpid() == process:  # in a child, other data may be there
         _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))

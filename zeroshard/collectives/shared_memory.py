@@ -1,10 +1,11 @@
 """Owns the collectives of ranks that share a host: each reads in place what the others hold in memory that all of them map.
 
-An operation is two messages between each pair of ranks: where its data lies, and that it was read. What a rank offers must
-lie in its file (`buffer`); what does not is copied there first. Until the others have read it, it must stay as it is:
-whoever waits for an operation waits for its readers too, but for two kinds of offers, whose owners ask when they need to:
-rows of a reduction (`Reduction.wait_released`), and parameters that rest from step to step (`all_gather(own=...)`,
-`wait_released`). Sums are made in the order of ranks, and have the bits that they have over gloo.
+An operation is two messages between each pair of ranks: the place of its data, and that it was read. Data that a rank
+offers must be in its file (`buffer`); other data is copied there first. Until the others have read it, it must not
+change: a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they
+need to: rows of a reduction (`Reduction.wait_released`), and parameters that stay from step to step
+(`all_gather(own=...)`, `wait_released`). Sums are made in the order of ranks, and have the bits that they have over
+gloo.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Offer(NamedTuple):
     """The message of one rank to another about an operation.
 
     Attributes:
-        offset: where the data lies in its file.
+        offset: the place of the data in its file.
         nbytes: how much of it, to find out ranks that diverge.
     """
 
@@ -63,7 +64,7 @@ class SharedMemory(Grouped):
         self._met: Met | None = None
         self._process = os.getpid()
         self._met = met = self._made(lambda: meet(members))
-        # Who lets go of these without `close` leaves what others have not read yet.
+        # If these are dropped without `close`, data that others have not read yet stays.
         weakref.finalize(self, met.file.close).atexit = False
         self._made_lending: Lending | None = Lending(met.file)
         met.neighbours.was_read = self._made_lending.was_read
@@ -107,7 +108,7 @@ class SharedMemory(Grouped):
         return super().numel_in_flight(units) // 2  # nothing goes on behind the computation
 
     def control(self) -> Collectives:
-        # The connections that are there tell at once of a rank that is dead; new ones are only waited for.
+        # Existing connections reveal a dead rank at once; for new ones there is only the timeout.
         self.exchange(b"\0", "connections for small messages")
         try:
             return SharedMemory(self.members, torch.device("cpu"), self.watch)
@@ -163,12 +164,12 @@ class SharedMemory(Grouped):
                 return
 
     def wait_released(self, memory: Tensor | None = None) -> None:
-        # What this rank has not read yet others may wait for in the same way.
+        # Others may wait in the same way for this rank to read their data.
         for gather in [one for one in self._unread if memory is None or one.rests_in(memory)]:
             gather.read_early()
 
         def concerns(tag: int) -> bool:
-            # Not rows: a peer may read those only after what this rank does next.
+            # This excludes rows: a peer may read those only after this rank's next operation.
             is_gather = tag >> _SEQUENCE_BITS & 3 == _GATHER
             return is_gather and (memory is None or _overlap(self._lending.tensor(tag), memory))
 
@@ -219,7 +220,7 @@ class SharedMemory(Grouped):
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
-        # The others read this rank's values where they rest. So the rows need no memory before they are waited for.
+        # The others read this rank's stored values. So the rows need no memory before they are waited for.
         if own is None:
             prepare()
             prepare = nothing
@@ -233,7 +234,7 @@ class SharedMemory(Grouped):
         return gather
 
     def was_read(self, gather: SharedGather) -> None:
-        """Forget a gather of which everything was read."""
+        """Forget a gather whose data was all read."""
         self._unread.discard(gather)
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
@@ -323,7 +324,7 @@ class SharedGather(Work):
         self._left = list(collectives.near)
 
     def wait(self) -> None:
-        if self._failed is not None:  # what did not arrive has not arrived since
+        if self._failed is not None:  # missing data has not arrived since
             raise self._failed
         try:
             prepare = self._prepare

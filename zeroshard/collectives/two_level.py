@@ -212,7 +212,8 @@ class TwoLevel(Grouped):
         self._inside.broadcast(tensor, place)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        # Two hops: across at the source's place, then inside the target's host. Who stands between knows the size by asking.
+        # Two hops: across at the source's place, then inside the target's host. A rank in between receives the size
+        # first.
         lengths = self.exchange(tensor.nbytes.to_bytes(8, "little"), f"the length of {label}")
         nbytes = int.from_bytes(lengths[source], "little")
         (host, place), (to_host, to_place) = self._where(source), self._where(target)
@@ -252,7 +253,7 @@ class _Gather(Work):
             self._spreading = self._collectives.start_inside(*self._arguments)
         self._spreading.wait()
 
-    def push(self) -> None:  # what came across goes on inside when it is waited for
+    def push(self) -> None:  # data from other hosts is passed on inside the host when it is waited for
         self.wait()
 
 
@@ -303,7 +304,7 @@ def cut(world_size: int, within: Within) -> list[list[int]]:
     """Return the members of each host, if `within` neighbours are one host.
 
     Raises:
-        UsageError: they are not so many.
+        UsageError: there are not as many.
     """
     if within == "host":
         return [list(range(world_size))]

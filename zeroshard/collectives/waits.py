@@ -1,4 +1,4 @@
-"""Owns the record of what this rank waits for. A training step only writes it; the watch's thread reads it (see watch.py)."""
+"""Owns the record of this rank's waits. A training step only writes it; the watch's thread reads it (see watch.py)."""
 
 from __future__ import annotations
 

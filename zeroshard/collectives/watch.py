@@ -34,7 +34,7 @@ REPORT_SECONDS = 5.0
 """How long a rank whose wait failed waits for the others' word."""
 
 GONE_SECONDS = 0.4
-"""The same where it is known which rank is gone."""
+"""The same if the dead rank is known."""
 
 _LOOKS = 6
 """Looks at the waits in the time to the first notice."""
@@ -68,7 +68,7 @@ def place_of(thread: int) -> str:
 def make_current(device: torch.device | None) -> None:
     """Make an accelerator the current one of this thread.
 
-    A new thread begins with the first accelerator of the host, and would take memory there when it asks for an event.
+    A new thread begins with the first accelerator of the host, and would allocate memory there when it uses an event.
     """
     if device is not None and device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -90,7 +90,7 @@ class Watch(Waits):
         store: a store that all members reach. Messages are kept by global rank, so that they cover other groups, too.
         ranks: the members, by rank of all.
         own: this process.
-        notice_seconds: a wait of so many seconds is logged.
+        notice_seconds: the length from which a wait is logged.
         device: the accelerator on whose events the members wait; None: on none.
     """
 
@@ -103,7 +103,7 @@ class Watch(Waits):
         self._notice_seconds = notice_seconds
         self._question: _Question | None = None
         self.reaches_store = True
-        """Whether it did when it was last asked."""
+        """Whether it did at the last check."""
         self._is_posted = self._has_failed = self._is_closed = False
         self._quiet_until = 0.0
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
@@ -127,10 +127,10 @@ class Watch(Waits):
     def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
         """Report a failed wait to the others, and return their messages by global rank.
 
-        It takes a few seconds where they do not answer, or the store does not; who is missing in the result said nothing.
+        It takes a few seconds if they or the store do not answer; ranks that sent nothing are not in the result.
 
         Args:
-            gone: who will not answer. Then the rest hears of that at once, too, and there is little to wait for.
+            gone: the ranks that cannot answer. Then the other ranks detect that at once too, and the waits are short.
         """
         question = _Question(told, gone)
         if self._thread.is_alive():
@@ -167,7 +167,7 @@ class Watch(Waits):
                 elif not self._has_failed:
                     self._look()
             except (RuntimeError, ValueError):
-                return  # the store is gone: what this rank waits for fails by itself, and says so
+                return  # the store is gone: this rank's wait fails with its own error
             finally:
                 if question is not None:
                     question.answered.set()
@@ -232,7 +232,8 @@ class Watch(Waits):
         self._post(question.told)
         deadline = time.monotonic() + (GONE_SECONDS if question.gone else REPORT_SECONDS)
         while time.monotonic() < deadline and not self._is_closed:
-            # That a rank waits may have been said before it died; that its wait failed is its last word.
+            # A rank may have sent the message of a wait before it died; the message of a failed wait is always its
+            # last.
             heard = [rank for rank, told in question.found.items() if told.has_failed]
             question.found.update(self._read_others(heard))
             question.is_heard = True

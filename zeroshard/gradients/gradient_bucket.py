@@ -32,11 +32,11 @@ class Shard:
     Attributes:
         number: which of the bucket's.
         rest: the parameters at rest, in the dtype of the forward, or the master weights that are rounded to it.
-        master: what the optimizer updates; `rest` itself where the dtype is the same.
+        master: the tensor that the optimizer updates; `rest` itself if the dtype is the same.
         gradient: the mean over ranks.
         step: where the optimizer steps.
         home: where its states rest.
-        is_shown: the master weights are what the user sees and may write to.
+        is_shown: whether the user reads and may write the master weights directly.
         squares: the sum of squares of the gradient, where that left the accelerator and was not changed since.
     """
 
@@ -101,7 +101,7 @@ class _Flight:
 
     Attributes:
         stays: its sum stays on the accelerator: another microbatch comes.
-        before: scratch with what it is added to, on its way from where that rests, and the copy.
+        before: scratch for the sum to which it is added, on its way from its place, and the copy.
     """
 
     reduction: Reduction

@@ -3,7 +3,7 @@
 The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64: so the
 norm, and with it a clipped step, has the same bits whoever holds the shards.
 
-What is computed on an accelerator stays there, as a tensor of shape []: nobody waits for it but who reads it.
+Values that an accelerator computes stay there, as tensors of shape []: only reading them waits.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ writes to the scratch again it waits for them to finish it: in orders of their o
 [Note: room]
 Gradients that rest in CPU memory are copied there behind the backward. Where the accelerator has room, the computation waits for
 no copy: scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last one.
-Each step asks once, when its first reduction starts: activations have had their peak by then.
+Each step checks once, when its first reduction starts: activations have had their peak by then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reductions:
             once.
         overlap: gathers run behind the computation. Off: each is waited for where it starts.
         in_turn: a unit's reductions start when it is closed, since several units are gathered inside a backward.
-        accelerator: asked for room, where gradients rest elsewhere. See [Note: room].
+        accelerator: the memory that must have room, if gradients are stored elsewhere. See [Note: room].
         pool: the buckets'.
     """
 
@@ -61,7 +61,7 @@ class Reductions:
         self._accelerator = accelerator
         self._pool = pool
         self._keeps_sums: bool | None = None
-        """Means that rest elsewhere stay on the accelerator until the last microbatch. None: this step has not asked."""
+        """Means that rest elsewhere stay on the accelerator until the last microbatch. None: this step has not checked."""
         self._kept_sums = False
         """The last step's."""
         self._limit = limit_numel
@@ -127,7 +127,7 @@ class Reductions:
         if not away:
             self._keeps_sums = False
             return
-        # What the last step took is in the peak already.
+        # The peak includes the last step's memory already.
         two_units = -(-away * min(self._limit, numel) // numel)
         more = max(two_units - self._pool.spare_nbytes, 0)
         self._pool.spare_nbytes = two_units if self._accelerator.has_room(more) else 0

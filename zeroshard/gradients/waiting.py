@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroshard.torch_private import GRAD, never_compiled
 
 TAKEN_AT_ONCE = 1 << 16
-"""Elements that may wait: so many still lie in a core's cache when they are copied."""
+"""The most elements that wait: these are still in a core's cache when they are copied."""
 
 
 class Waiting:

@@ -29,8 +29,8 @@ MIXTURES = (
 
 MANY_UNITS = 128
 TINY_NUMEL = 10_000
-"""Among more than `MANY_UNITS` units, a block of fewer elements than this belongs to what contains it: each unit costs a step
-a few messages, which take longer than the block computes."""
+"""Among more than `MANY_UNITS` units, a block of fewer elements than this belongs to the unit that contains it: each
+unit costs a step a few messages, which take longer than the block's computation."""
 
 
 @dataclass(frozen=True)

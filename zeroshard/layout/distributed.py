@@ -54,7 +54,7 @@ def refuse_distributed(parameters: Iterable[tuple[str, Tensor]], what: str) -> N
 
     Args:
         parameters: (name, parameter).
-        what: takes ordinary ones.
+        what: the feature that takes ordinary parameters.
     """
     for name, parameter in parameters:
         if is_distributed(parameter):

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT = 16
-"""Elements to whose multiple every parameter's start and every shard is padded: 64 bytes of fp32, a cache line and a vector
-register; in 16 bits 32 bytes, of which an accelerator's matrix products ask for 16."""
+"""Every parameter's start and every shard is padded to a multiple of this number of elements. In fp32 these are 64
+bytes, a cache line and a vector register. In 16 bits they are 32 bytes; an accelerator's matrix products need 16."""
 
 SOLO_NUMEL = 1 << 20
 """A parameter of at least this many elements, evenly divisible, has buckets of its own: its gradient is then sent
@@ -66,7 +66,7 @@ class Piece:
     parameter_start: int
     """Its start in the flattened parameter."""
     start: int
-    """Its start in the range that was asked about."""
+    """Its start in the requested range."""
     numel: int
 
 
@@ -152,7 +152,7 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
     """
     quantum = world_size * ALIGNMENT
     limit = max(bucket_numel // quantum, 1) * quantum
-    # Solo parameters first: what is left then fills shared buckets without gaps between.
+    # Solo parameters first: the others then fill shared buckets without gaps.
     solo = [i for i, numel in enumerate(numels) if numel >= solo_numel and numel % quantum == 0]
     shared = [i for i in range(len(numels)) if i not in set(solo)]
     starts = [0] * len(numels)

@@ -14,7 +14,7 @@ from zeroshard.errors import UsageError
 def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str) -> dict[str, nn.Module]:
     """Return the modules whose full names match, by name, in the order of the patterns.
 
-    Of modules inside one another, the outermost is returned: what is done to it is done inside.
+    Of nested modules, the outermost is returned: a change to it applies to those inside.
 
     Args:
         patterns: one or several, with `*` for anything.

@@ -1,4 +1,5 @@
-"""Owns what a unit's parameters show to the user: views of the flat buffer or placeholders, of which class, and who wrote.
+"""Owns the tensors and classes that a unit's parameters show to the user: views of the flat buffer, or placeholders;
+and writes to them.
 
 Writes leave a trace in a parameter's version counter, at no cost. Those through `.data` leave none. So a parameter notes that
 its `.data` was read where such a write would be lost, and while values are away that attribute is refused as any other reader is.
@@ -30,7 +31,7 @@ class Appearance:
         named: the unit's parameters.
         views: of the flat buffer, one for each parameter, in its shape.
         dtype: of the parameters.
-        owner: hears of reads and of gradients that the user sets.
+        owner: called for reads, and for gradients that the user sets.
         whole: the class of parameters whose values are here; of DTensors another than of others.
     """
 

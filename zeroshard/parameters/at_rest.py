@@ -106,7 +106,7 @@ def _new_master(spec: BucketSpec, values: Tensor, context: Context) -> Slot:
     home = context.storages.optimizer(context.policy)
     master = home.slot(f"master weights of {spec.label}", spec.layout.shard_numel, spec.dtypes.master)
     master.write(values)
-    # no test can miss this wait: it bounds memory, and orders nothing. Whoever reads the slot waits for the write, which
-    # keeps its source; without it the whole values of many units would be alive at start-up.
+    # no test can miss this wait: it bounds memory, and orders nothing. Every reader of the slot waits for the write,
+    # which keeps its source. Without this wait the whole values of many units would be alive at start-up.
     master.wait()
     return master

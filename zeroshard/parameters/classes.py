@@ -1,4 +1,4 @@
-"""Owns the classes that a user's parameters have for a while, and what an operation on such a parameter does.
+"""Owns the classes that a user's parameters have for a while, and the effect of operations on such parameters.
 
 A user's parameter stays the object that it is. For a while its class is a subclass of `nn.Parameter` that reports readers to the
 unit, as torch's own lazy parameters change class too. Nothing that is computed from it is of that class.
@@ -30,7 +30,7 @@ DATA: Any = torch.Tensor.data
 
 
 class Owner(ABC):
-    """What a parameter's class calls when the user touches the parameter. Its unit has one."""
+    """The object that a parameter's class calls when the user touches the parameter. Its unit has one."""
 
     @abstractmethod
     def before_read(self, parameter: Tensor, what: str) -> None:
@@ -99,7 +99,7 @@ def classes_of(
 ) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
     """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken."""
     shown: dict[int, Tensor] = {}
-    """By `id` of a parameter, what its `grad` is while its gradient is taken."""
+    """By `id` of a parameter, the tensor that its `grad` is while its gradient is taken."""
 
     class Taken(whole):  # type: ignore[misc, valid-type]
         """An `nn.Parameter` whose `grad` stands for a gradient that lies in shards. Operations on it have no overhead."""
@@ -151,7 +151,7 @@ def classes_of(
             return self.__reduce_ex__(protocol)
 
     class Away(Taken):
-        """A parameter without values: every torch operation on it calls `__torch_function__` first, by whatever reference."""
+        """A parameter without values: every torch operation on it calls `__torch_function__` first, through any reference."""
 
         @classmethod
         def __torch_function__(
@@ -213,7 +213,7 @@ def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
 
 
 def _is_there_already(touched: list[Any], args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Return whether `parameter.to(...)` would return the parameter itself; `module.to(device)` asks this for each."""
+    """Return whether `parameter.to(...)` would return the parameter itself; `module.to(device)` checks this for each."""
     with past_torch_function():
         return len(touched) == 1 and torch.Tensor.to(*args, **(kwargs or {})) is args[0]
 
@@ -230,7 +230,7 @@ def _readable(owner: Owner, touched: list[Any]) -> bool:
 class TakenGradient(Tensor):
     """The `parameter.grad` from the last backward of a step to `zero_grad`: it has shape and dtype, and no values.
 
-    The mean over ranks lies in shards. Norms, factors and bounds, which torch's clipping asks for, are operations on it.
+    The mean over ranks lies in shards. Norms, factors and bounds, which torch's clipping uses, are operations on it.
     """
 
     fqn: str
@@ -275,7 +275,7 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_clamp_min_": Tensor.clamp_min_,
     "_foreach_clamp_max_": Tensor.clamp_max_,
 }
-"""torch's operations on many gradients at once, which its clipping asks for with `foreach=True`: each is done one by one."""
+"""torch's operations on many gradients at once, which its clipping uses with `foreach=True`. Here each runs one by one."""
 
 
 def _is_same_view(one: Tensor, other: Tensor) -> bool:

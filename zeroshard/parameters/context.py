@@ -30,7 +30,7 @@ class Live:
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
         drop_gradients: called when the user has set `grad` of every parameter that had one to None.
-        data_was_read: of some parameter, by the user, who may write through it where no version counter shows it.
+        data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
     """
 
     numel: int = 0
@@ -59,7 +59,7 @@ class Context:
     """No parameter is cut: the optimizer looks at whole tensors."""
     live: Live = field(default_factory=Live)
     whole_class: type[nn.Parameter] = nn.Parameter
-    """The class of parameters whose values are here; one for all units, since torch.compile asks for it."""
+    """The class of parameters whose values are here; one for all units, since torch.compile guards on it."""
     distributed_class: type[nn.Parameter] | None = None
     """The same of DTensors; None where there are none."""
     others: Collectives = field(default_factory=Alone)

@@ -281,7 +281,7 @@ class InCpuMemory:
 
     Attributes:
         slot: where they rest.
-        is_current: what rests there is what the parameters were when the step ended.
+        is_current: whether the slot has the parameters' values from the end of the step.
     """
 
     def __init__(self, flat: FlatBuffer, slot: Slot) -> None:
@@ -305,5 +305,5 @@ class InCpuMemory:
         if changed:
             self.slot.write(self._flat.tensor)
             self.is_current = True
-        self.slot.wait(self._flat.tensor.device)  # the next user of the memory comes after what is copied from it
+        self.slot.wait(self._flat.tensor.device)  # the next use of the memory comes after the copy from it
         self._flat.free()

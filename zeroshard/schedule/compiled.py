@@ -2,7 +2,7 @@
 
 [Note: compiled models]
 torch.compile reads Python once, and runs what it made of it wherever its guards hold: on classes, dtypes and shapes of tensors, on
-how many hooks a module has. What our hooks do changes from step to step, so it never becomes part of a graph:
+how many hooks a module has. The effect of our hooks changes from step to step, so it never becomes part of a graph:
 
 - Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
@@ -25,7 +25,7 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.torch_private import compiled_call_of, runs_compiled
 
 BORDER = (
-    "zeroshard brings a unit's parameters together here, which no graph may contain. For fullgraph=True compile the "
+    "zeroshard gathers a unit's parameters here, which no graph may contain. For fullgraph=True compile the "
     "units one by one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
 )
 """The reason that torch logs where a graph ends at a border, and raises where none may end (fullgraph)."""
@@ -69,7 +69,7 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
     Args:
         module: that runs.
-        all_callers: look through the whole stack, and not only for who compiled this module. A microsecond or two.
+        all_callers: look through the whole stack, and not only at the direct caller. A microsecond or two.
 
     Raises:
         UsageError: with CUDA graphs.

@@ -241,7 +241,7 @@ class Hooks:
         """Hook the tensors that autograd saves of sharded parameters, until the caller calls `_pop`."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and refuses_saved_tensors_hooks():
-            # torch.func's transforms allow no hooks: what they save is read from a unit that stays whole.
+            # torch.func's transforms allow no hooks: their saved tensors are read from a unit that stays whole.
             wanted = False
             for unit in units:
                 unit.is_held = True
@@ -282,7 +282,7 @@ class Hooks:
         self._pop(module)
         units = self._close(module)
         if in_backward():
-            return  # what a recomputation brings together, the backward still needs
+            return  # the backward still needs units that a recomputation gathers
         if units and torch.is_grad_enabled():
             for tensor in _differentiable(output):
                 self._hook(tensor, self._hook_of(self._pre_part_backward, units))
@@ -329,7 +329,7 @@ class Hooks:
     def _end_use_of_broken(self, _: object) -> None:
         """Show earlier gradients again after autograd has dropped the callback for the end of a backward without a call.
 
-        The rest of what broke off is forgotten later, and not in the middle of an exception.
+        Other traces of it are removed later, and not in the middle of an exception.
         """
         if self._backward_is_open:
             end_use(self._schedule.units)
@@ -338,7 +338,8 @@ class Hooks:
         """Return whether this backward computes a gradient of any parameter. One of torch.autograd.grad for inputs does not."""
         trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
-            # Asked each time, since kept nodes would keep the parameters alive. The first answer is nearly always yes.
+            # Checked each time, since kept nodes would keep the parameters alive. The first answer is nearly always
+            # yes.
             return any(backward_reaches(get_gradient_edge(parameter).node) for parameter in trainable)
         except (
             RuntimeError,
@@ -432,7 +433,7 @@ class Hooks:
         self._backward_is_open = False
         self._leaves_graph = False
         self._open_calls.clear()
-        self._calls_to_come = Counter()  # what is left of the last backward's calls counts for nothing
+        self._calls_to_come = Counter()  # the remaining calls of the last backward do not count
         self._in_progress.clear()
         for handle in self._on_leaves:
             handle.remove()

@@ -61,8 +61,8 @@ class PartCall:
 def part_hooks() -> tuple[type[Hook], type[Hook]]:
     """Make two classes of hooks `(method, call)` around modules inside a unit. torch.compile skips them while they are idle.
 
-    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only what torch guards on:
-    the classes of parameters, and a plain attribute.
+    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only values that
+    torch guards on: the classes of parameters, and a plain attribute.
     """
     run = torch.compiler.disable(Hook.__call__, reason=BORDER)
 

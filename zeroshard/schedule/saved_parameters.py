@@ -98,7 +98,7 @@ class SavedParameters:
         theirs = saved_tensors_hooks_in_force()
         if theirs is None:
             pack: Callable[[Tensor], Any] = self._pack
-        else:  # a unit inside of another goes on with what that one put there
+        else:  # a unit inside another uses that one's hooks
             pack = theirs[0] if self._is_own(theirs[1]) else self._pack_after(*theirs)
         unpack = self._unpack
         if unseen:
@@ -131,7 +131,7 @@ class SavedParameters:
         """Remove hooks above `depth` that forwards left when they ended without `pop`, such as by an interrupt."""
         while len(self._entered) > depth:
             top = saved_tensors_hooks_in_force()
-            if top is None or not self._is_own(top[1]):  # somebody else's lie above: they are popped first
+            if top is None or not self._is_own(top[1]):  # foreign hooks are above: they are popped first
                 return
             self.pop()
 
@@ -228,8 +228,8 @@ class SavedParameters:
 class _Unpacked(Tensor):
     """A view of a trained parameter that is returned to the autograd function that saved it.
 
-    Where hooks are in force, torch gives the function a detached copy of what was unpacked, and asks the class of this what that
-    copy is: one that has the parameter's attributes, as where no hooks are.
+    With hooks in force, torch gives the function a detached copy of the unpacked tensor, and lets its class make the
+    copy. So the copy can have the parameter's attributes, as without hooks.
     """
 
     whole: Tensor

@@ -117,7 +117,7 @@ class _Order:
             self._numels.append(self._numels[-1] + sum(unit.layout.numel for unit in run))
 
     def after(self, run: Run, *, reverse: bool = False) -> Iterator[Run]:
-        """Return the runs after this one; none where the order is not known."""
+        """Return the runs after this one; none if the order is unknown."""
         position = self._position.get(run)
         if position is None:
             return iter(())
@@ -125,7 +125,7 @@ class _Order:
         return (self.runs[step] for step in steps)
 
     def numel_after(self, run: Run) -> float:
-        """Return the number of elements that are used after it; infinite where it is not known."""
+        """Return the number of elements that are used after it; infinite if it is unknown."""
         position = self._position.get(run)
         return math.inf if position is None else self._numels[-1] - self._numels[position + 1]
 
@@ -247,7 +247,7 @@ class Schedule:
         """Return the units to gather now, ahead of their use."""
         later = self._after(units, backward)
         if not backward and not self._policy.reshard_after_forward:
-            # What the forward keeps may as well come all at once: the first that runs brings the others.
+            # Units that the forward keeps may be gathered all at once: the first that runs starts the others.
             return chain.from_iterable(islice(later, 1) if self._present.runs else later)
         if self._policy.prefetch_numel is None:
             return chain.from_iterable(islice(later, 1))
@@ -476,7 +476,7 @@ class Schedule:
         self._leaving = None
 
     def end_step(self) -> None:
-        """End the step, after every unit was brought up to date."""
+        """End the step, after every unit was updated."""
         if self._leaving is not None:
             self._leave()
         self._move(Move.STEPPED)

@@ -140,7 +140,7 @@ class Unit:
         is_one_launch = len(self.collectives.launches((0, 1))) == 1
         limit = math.inf if is_one_launch else TAKEN_AT_ONCE
         self.waiting = Waiting(len(self.named), limit)
-        """Gradients that are not in their buckets yet. What is launched together needs all of the unit's."""
+        """Gradients that are not in their buckets yet. A joint launch needs all gradients of the unit."""
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self.replaced_gradients: set[int] = set()
@@ -281,7 +281,7 @@ class Unit:
         assert self._cpu is not None
         self.unshard()
         written = self.appearance.collect_written()
-        # What was written through `.data` has left no trace; frozen parameters are written so (a teacher's average, say).
+        # A write through `.data` leaves no trace; frozen parameters are written so (as a teacher's average).
         self._leave(changed=not self._cpu.is_current or not self.trainable or bool(written))
 
     @property
@@ -420,7 +420,7 @@ class Unit:
         """Raise if the user set `grad`, to a tensor or None, of a parameter whose gradient is already in the mean.
 
         Args:
-            indices: the parameters for which that is known; default: those that `replace_gradient` noted.
+            indices: the parameters in question; default: those that `replace_gradient` noted.
         """
         if indices is None:
             indices = self.replaced_gradients

@@ -1,8 +1,8 @@
-"""Owns who wrote last to a unit's parameters: the optimizer, or the user, on this rank or on another.
+"""Owns the record of the last writer to a unit's parameters: the optimizer, or the user, on this rank or on another.
 
-The optimizer writes to shards, and the user to unsharded parameters. Whatever the user wrote goes to the shards, and to master
-weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, those of each
-element's owner count.
+The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
+weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, those of
+each element's owner count.
 
     trace of a write           found by
     a version counter          `Appearance.collect_written`, at no cost
@@ -21,7 +21,7 @@ from zeroshard.storage.buffers import FlatBuffer
 
 
 class Writes:
-    """The writes to one unit's parameters. Its methods need unsharded parameters, except where they say otherwise.
+    """The writes to one unit's parameters. Its methods need unsharded parameters, unless their docstrings exclude that.
 
     Args:
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
@@ -52,7 +52,7 @@ class Writes:
         self.found: set[int] = set()
 
     def find(self) -> None:
-        """Add the user's writes on this rank to `found`, so that all ranks can agree on what was written.
+        """Add the user's writes on this rank to `found`, so that all ranks can agree on the written parameters.
 
         The values stay where they are: those of the owners come first, or a master weight would lose digits. Where each step
         gathers the owners' values, `write_back` is early enough for writes that leave no trace.
@@ -139,7 +139,7 @@ class Writes:
             bucket.load_masters(regather=regather)
 
     def outdate_cpu_copy(self) -> None:
-        """Record that what rests in CPU memory, if anything, is no longer current. The parameters may be sharded."""
+        """Record that the values in CPU memory, if there are any, are no longer current. The parameters may be sharded."""
         if self._cpu is not None:
             self._cpu.is_current = False
 

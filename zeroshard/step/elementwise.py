@@ -20,7 +20,7 @@ REFUSED = {
 
 
 def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise `UsageError` if an optimizer on a rank's part of the parameters would compute something else, or wait for ever."""
+    """Raise `UsageError` if an optimizer on a rank's part of the parameters would compute other values, or wait forever."""
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             raise UsageError(
@@ -41,10 +41,10 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     """Return whether this optimizer needs each parameter whole in one shard.
 
     Args:
-        elementwise: the user's argument, which overrides the known classes.
+        elementwise: the user's argument, which overrides the list of classes.
 
     Raises:
-        UsageError: neither way is known to be right.
+        UsageError: the class is unknown, so either way may be wrong.
     """
     if isinstance(optimizer, Several):
         whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each may be refused

@@ -160,7 +160,7 @@ class Frames:
     # ------------------------------------------------------------------ the step
 
     def begin(self) -> None:
-        """Begin a step: start to read the gradients of what was read ahead."""
+        """Begin a step: start to read the gradients of sub-groups that were read ahead."""
         self._close()
         for group in self.groups:
             if group.frame is not None:

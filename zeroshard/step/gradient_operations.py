@@ -1,8 +1,8 @@
 """Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks lies in shards.
 
-`torch.nn.utils.clip_grad_norm_` asks each gradient for its norm, and multiplies each by one factor; `clip_grad_value_` clamps each.
-The first norm brings those of all parameters in one message. A factor waits for the step, or for the next norm: where all
-gradients have the same, the shards are scaled as `sharded.clip_grad_norm_` scales them.
+`torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies each by one factor; `clip_grad_value_`
+clamps each. The first norm fetches those of all parameters in one message. A factor waits for the step, or for the next
+norm: where all gradients have the same, the shards are scaled as `sharded.clip_grad_norm_` scales them.
 
 Norms have the same bits under every policy: each shard's part of a parameter is summed by itself, and the parts in shard order.
 """
@@ -62,7 +62,9 @@ class GradientOperations:
             for view in resident.views:
                 self._parts[view.flag].append((resident, view))
         self.changed: set[int] = set()
-        """The parameters whose gradients the user has changed on this rank, by number; the other ranks have not heard of it."""
+        """The parameters whose gradients the user has changed on this rank, by number, and which other ranks do not
+        have yet.
+        """
         self._factors: dict[int, list[float]] = {}
         self._norms: dict[float, list[float]] = {}
         """The norms by order, of all parameters, of the gradients at `_norms_at`."""

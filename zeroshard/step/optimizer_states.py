@@ -34,7 +34,7 @@ class OptimizerStates:
         self._take_states()
 
     def _state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards of the optimizer state. Runs no collective. What is on disk is copied into memory."""
+        """Return this rank's shards of the optimizer state. Runs no collective. States on disk are copied into memory."""
         step = self._step
         step.schedule.refuse_parked("optimizer.state_dict()")
         with self._groups.on_shards():
@@ -79,7 +79,7 @@ class OptimizerStates:
         self._take_states()
         for resident in self._step.residents:
             resident.expect_new_states()
-            with self._step.sub_groups.opened(resident, write=True):  # what rests elsewhere goes there
+            with self._step.sub_groups.opened(resident, write=True):  # states in other places go there
                 pass
 
     def _take_states(self) -> None:

@@ -26,7 +26,7 @@ from zeroshard.step.resident import Resident
 from zeroshard.torch_private import is_distributed, tree_leaves
 
 _INPUTS = ""
-"""The name of what is no parameter."""
+"""The name for values that are not parameters."""
 _MOST_INPUTS = 4096
 """Tensors that are remembered: more come from calls that no step follows."""
 
@@ -60,12 +60,13 @@ class Replicas:
         if not torch.is_grad_enabled():
             return
         for one in tree_leaves((args, kwargs)):
-            # A DTensor says itself that ranks hold parts of it.
+            # A DTensor records itself that ranks hold parts of it.
             if isinstance(one, Tensor) and not is_distributed(one) and not one.is_complex():
                 self._entered.append(digest_of(one.detach().flatten().double()))
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
-        """Return a digest of this rank's mean gradients of replicated parameters, and of what entered the model since the last one.
+        """Return a digest of this rank's mean gradients of replicated parameters, and of the model's inputs since the
+        last one.
 
         Forwards that no step follows count too: the ranks that divide a model run all of them together.
         """

@@ -1,7 +1,7 @@
 """Owns one shard as the optimizer's step sees it, in memory where the optimizer steps. For others see travelling.py.
 
-The optimizer knows the 1-D tensors that it updates, and the state that it keeps for each, by identity. So those tensors stay, and
-what they look at is exchanged: see `placeholder`.
+The optimizer finds the 1-D tensors that it updates, and the state of each, by identity. So those tensors stay, and
+their memory is exchanged: see `placeholder`.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class ShardedStep:
     Attributes:
         driver: an engine's: does what belongs to a step besides the update (clipping, counting), where the user calls `step`
             of the optimizer all the same.
-        loss_scale: what the next loss is multiplied by before its backward; 1 but under fp16.
-        overflow: whether the last gradient norm that was asked for was infinite or NaN; an engine's: and the step was left out.
+        loss_scale: the factor of the next loss before its backward; 1 except under fp16.
+        overflow: whether the last gradient norm was infinite or NaN (for an engine: and the step was skipped).
     """
 
     def __init__(
@@ -271,9 +271,9 @@ class ShardedStep:
                 self.schedule.sync_parameters(unit)
 
         if not self.residents:
-            self.step_inner(users)  # nothing to update; a `NoOptimizer` says so
+            self.step_inner(users)  # nothing to update; a `NoOptimizer` raises
         for residents in self.sub_groups.run(sync):
-            # To the optimizer it is one step: what it keeps of a group as a whole is what it was.
+            # To the optimizer it is one step: its values of a whole group are reset to those before.
             for group, options in zip(self.inner.param_groups, before, strict=True):
                 for key in group.keys() - options.keys() - {"params"}:
                     del group[key]
@@ -382,11 +382,11 @@ class ShardedStep:
         Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
 
         Returns:
-            A number; where an accelerator computes it, a tensor of shape [] there: only who reads it waits.
+            A number; or, if an accelerator computes it, a tensor of shape [] there: only reading it waits.
 
         Args:
             max_norm: None leaves the norm as it is.
-            loss_scale: what the loss was multiplied by before the backward; the gradients are divided by it first.
+            loss_scale: the factor of the loss before the backward; the gradients are divided by it first.
         """
         norm = self._norm = self._exchange(norm=True) / loss_scale
         if max_norm is not None or loss_scale != 1.0:

@@ -1,6 +1,7 @@
 """Owns the order of shards in the step: the groups that one call of the optimizer updates.
 
-What is memory where the optimizer steps is updated in place, in one call. The rest passes through frames, see frames.py.
+States in memory where the optimizer steps are updated in place, in one call. The rest passes through frames, see
+frames.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from zeroshard.step.resident import Resident
 from zeroshard.step.travelling import Travelling
 
 LENT_NUMEL = 1 << 26
-"""Elements whose gradients are lent at once where they have fewer digits than what they update, and are cast for it: 256 MiB."""
+"""The most elements whose gradients are lent at once if they must be cast to a wider dtype first: 256 MiB."""
 
 
 def _cast_numel(resident: Resident) -> int:
@@ -83,7 +84,7 @@ class SubGroups:
         """Point the optimizer's tensors, inside the block, at one shard's master weights and states in memory.
 
         Args:
-            write: what is changed inside, or set in the optimizer's state, comes to rest.
+            write: store changes inside, and values that are set in the optimizer's state.
             read: False where all of it will be overwritten.
         """
         if not isinstance(resident, Travelling):

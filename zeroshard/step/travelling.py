@@ -1,6 +1,7 @@
 """Owns one shard that rests elsewhere, wholly or in part: it passes through a frame while the optimizer updates it.
 
-The optimizer's tensors look at a part of a frame while their sub-group has its turn, else at a placeholder, one NaN expanded.
+The optimizer's tensors are views of a frame while their sub-group has its turn, and otherwise of a placeholder, one NaN
+expanded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Frame:
         """Wait until no transfer from the frame is in flight, and free its room.
 
         Raises:
-            StorageError: a write failed, and no other caller has been given this error: whoever read the same slot was.
+            StorageError: a write failed, and no other caller, such as a reader of the same slot, got this error.
         """
         busy = self._busy
         self._busy = []

@@ -19,8 +19,8 @@ from zeroshard.torch_private import forget_grad, make_innermost
 class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
-    That runs before the optimizer's own, which then finds its param groups empty, and afterwards they are what they were. The
-    user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
+    That runs before the optimizer's own step, which then finds its param groups empty. Afterwards they are restored.
+    The user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
@@ -28,7 +28,8 @@ class UsersOptimizer:
         gradients: counts the gradients that came until now.
 
     Attributes:
-        first_state: what the optimizer keeps of a parameter before its first step: nothing, or, as Adagrad, some constants.
+        first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, some
+            constants.
         parameters: `id`s of those that it steps.
     """
 
@@ -54,7 +55,8 @@ class UsersOptimizer:
         self.is_removed = False
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
-        # As torch's schedulers put a `step` on the object. A backward that broke off leaves no `grad` that would tell of it.
+        # As torch's schedulers put a `step` on the object. A backward that broke off leaves no `grad` that would show
+        # it.
         optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -122,7 +124,7 @@ class UsersOptimizer:
         if self._depth:
             return
         for group, before in zip(optimizer.param_groups, self._groups, strict=False):
-            group.update(before)  # what it keeps of a group counts one step
+            group.update(before)  # its values of a whole group count one step
         self._groups = []
 
 
@@ -235,7 +237,7 @@ class DroppedGradients:
     def add(self, optimizer: UsersOptimizer) -> bool:
         """Record a `zero_grad()`. Return whether the gradients are no longer needed."""
         self.refuse_later_backward()
-        # What broke off shows as a backward until the next one begins.
+        # A backward that broke off counts as running until the next one begins.
         is_late = self._schedule.state in (StepState.BACKWARD, StepState.BROKEN, StepState.UNWANTED)
         if is_late and not self._is_late:
             self._dropped = []  # that backward has given them gradients since, to be dropped, too

@@ -19,7 +19,7 @@ SMALL_NBYTES = 64 << 10
 """Memory that comes and goes and is smaller than this is torch's: malloc keeps such blocks, and a page would be mostly empty."""
 
 FREE_SHARE = 1 / 16
-"""Of an accelerator's memory, what is left alone by those that take memory for speed: a longer sequence may come."""
+"""The share of an accelerator's memory that optional uses of memory leave free, for a longer sequence."""
 
 
 @final
@@ -49,7 +49,7 @@ class AcceleratorStorage(DeviceStorage):
             with suppress(OSError):
                 buffer = ArenaBuffer(label, numel, dtype, self._arena)
         if buffer is None:
-            # Live until it is first emptied: torch makes no view of a storage that is not there, and the optimizer wants its own.
+            # Live until it is first emptied: torch makes no view of a freed storage, and the optimizer needs its views.
             buffer = ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
 

@@ -31,7 +31,7 @@ class Slot(ABC):
         self.numel = numel
         self.dtype = dtype
         self.version = 0
-        """Counts writes: what was read at an earlier one is stale."""
+        """The number of writes: data that was read at an earlier number is stale."""
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class Slot(ABC):
         """Start to replace the content by `source` [numel], of any dtype, on any device. A read after it sees it."""
 
     def before_write(self) -> None:
-        """Block until nobody else reads the content in `memory_in`, which is about to change."""
+        """Block until no other reader uses the content in `memory_in`, which is about to change."""
         return
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Slot(ABC):
         """Drop the content, and give its memory back where that is possible.
 
         A `read` then raises until the next `write` or `fill`. Views of the memory stay valid, but nobody may read them until
-        then. Memory that somebody else looks at stays.
+        then. Memory that other code uses stays.
         """
         return
 
@@ -104,7 +104,7 @@ class Slot(ABC):
 
         Args:
             read: fill the tensor with the content; otherwise what it holds is undefined.
-            write: replace the content by what the tensor holds at the end of the block.
+            write: replace the content by the tensor's values at the end of the block.
         """
         memory = self.memory_in(storage)
         if read:
@@ -214,8 +214,8 @@ class MemorySlot(Slot):
     """`memory` [numel] of `storage`.
 
     Args:
-        whole: a slot of which the memory is a part: what is on its way to or from one concerns the other, and so do readers.
-        before_write: called before the content changes, but not for what is done to `memory_in`.
+        whole: the slot of which this memory is a part. Transfers and readers of one also count for the other.
+        before_write: called before the content changes, except by writes to `memory_in`.
         buffer: of the memory, where it can be given back.
     """
 
@@ -247,8 +247,8 @@ class MemorySlot(Slot):
     def empty(self) -> None:
         if self._buffer is not None:
             if self._memory.device.type != "cpu":
-                # no test can miss this wait: whoever reads gradients waits for the copy before the step ends. Without it, memory
-                # that a late copy still reads would go to its next user.
+                # no test can miss this wait: every reader of gradients waits for the copy before the step ends. Without
+                # it, memory that a late copy still reads would go to its next user.
                 self._in_flight.wait(self._memory.device)
             self._buffer.free()
             self._is_empty = True
@@ -271,7 +271,7 @@ class MemorySlot(Slot):
         written = self._in_flight.add(self._copies.copy(self._memory, source, self._in_flight))
         self._writes.add(written)
         if self._memory.device.type != "cpu":
-            written.wait(self._memory.device)  # whatever the accelerator does next may look at it
+            written.wait(self._memory.device)  # the accelerator's next work may use it
         return written
 
     def before_write(self) -> None:

@@ -4,8 +4,8 @@
 Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed, and before the
 backward it is allocated again under the same views: they see the values again. Until then nothing may read them, because a read of
 freed memory is a segmentation fault, not an error. So a parameter at rest looks at a placeholder instead of this memory, see
-`unit.py`. Memory that somebody else looks at is kept until nobody does: a view that a module returned, an alias that the user
-keeps, a tensor that autograd saved where no hook of ours saw it.
+`unit.py`. Memory that other code uses is kept until that ends: a view that a module returned, an alias that the user
+keeps, a tensor that autograd saved outside of our hooks.
 
 Where memory is a device's, or small, its storage shrinks to nothing and grows again. Memory of a CPU that is not small stays at its
 addresses and loses its pages, see pages.py: torch's own way would make the kernel map each page again.
@@ -34,7 +34,7 @@ class FlatBuffer(ABC):
     """A 1-D tensor [numel] with memory until `free`. `label` is for warnings and errors.
 
     Attributes:
-        kept_count: how often `free` gave nothing back, since somebody else looked at the memory.
+        kept_count: the number of calls of `free` that freed nothing, since other code used the memory.
     """
 
     def __init__(self, label: str, tensor: Tensor) -> None:
@@ -57,8 +57,8 @@ class FlatBuffer(ABC):
 
     @final
     def free(self) -> None:
-        """Give the memory back, if nobody else looks at it. See [Note: freed storage]."""
-        if self._own_uses is None:  # nobody else has seen it yet
+        """Free the memory, if no other code uses it. See [Note: freed storage]."""
+        if self._own_uses is None:  # no other code has it yet
             self._own_uses = self._uses
         if not self.nbytes:
             return
@@ -199,7 +199,7 @@ class ArenaBuffer(FlatBuffer):
 
 @final
 class ShareableBuffer(FlatBuffer):
-    """A buffer in memory that other ranks read: all of what `Collectives.buffer` returned, as bytes.
+    """A buffer in memory that other ranks read: the whole result of `Collectives.buffer`, as bytes.
 
     Args:
         emptied: addresses of those that have no memory now; kept up to date.
@@ -260,7 +260,7 @@ class BufferPool:
             entry = min(fitting, key=lambda entry: (not entry[1].is_done, entry[0].numel()))
             buffer, after = entry
             self._drop(entry)
-            with suppress(StorageError):  # which is told where the values were to rest
+            with suppress(StorageError):  # which names the place of the values
                 after.wait(self._device)
         else:
             replaced = [entry for entry in self._free if not self.spare_nbytes or entry[1] is LANDED]

@@ -40,7 +40,7 @@ class Requests(Transfer):
         self.has_raised = False
 
     def wait(self, device: torch.device) -> None:
-        """Block, whatever the device: files are the CPU's.
+        """Block, for any device: the CPU writes files.
 
         Raises:
             StorageError: names the file and the cause.
@@ -83,7 +83,7 @@ class DirectFile:
         folder: where the file is; it must be there.
         block_nbytes: of one request, with one checksum (CRC-32); a multiple of the page.
         requests: how many are under way at once.
-        device: what is written may be on its way from there.
+        device: the device from which written data may still be on its way.
 
     Raises:
         StorageError: no file can be made there.
@@ -96,7 +96,7 @@ class DirectFile:
         self._block_nbytes = block_nbytes
         self._bounce_nbytes = min(block_nbytes, BOUNCE_NBYTES)
         self.buffers_nbytes = requests * self._bounce_nbytes
-        """The most bytes of CPU memory for what does not begin at a page."""
+        """The most bytes of CPU memory for data that does not begin at a page."""
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
         except OSError as error:
@@ -195,7 +195,9 @@ class DirectFile:
             )
 
     def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
-        """(where it begins, a part of `data`, pages for it): the part itself where direct I/O takes it, else this thread's."""
+        """(its start, a part of `data`, pages for it): the part itself if direct I/O takes it, otherwise this thread's
+        pages.
+        """
         whole = len(data)
         if self.is_direct:
             whole = 0 if data.ctypes.data % PAGE_NBYTES else len(data) // PAGE_NBYTES * PAGE_NBYTES

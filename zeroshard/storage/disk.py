@@ -28,7 +28,7 @@ class Staging:
         self._pin = pin
         self.nbytes = -(-nbytes // block_nbytes) * block_nbytes
         self._free: deque[tuple[Tensor, Transfer]] = deque()
-        self._readers: deque[DiskSlot] = deque()  # slots that hold a buffer with what they will be asked for
+        self._readers: deque[DiskSlot] = deque()  # slots that hold a buffer with values that a read will need
         self.taken = 0
         """Bytes of all buffers that were made."""
 
@@ -81,9 +81,9 @@ class DiskStorage(Storage):
     """A storage in one file, without a name.
 
     Args:
-        file: what is written and read.
+        file: the file for the data.
         copies: to and from the accelerator.
-        staging: the buffers for what comes from an accelerator, goes there, or is read ahead.
+        staging: the buffers for data that comes from an accelerator, goes there, or is read ahead.
     """
 
     def __init__(self, file: BlockFile, copies: Copies, staging: Staging) -> None:
@@ -113,7 +113,7 @@ class DiskSlot(Slot):
         self._start = storage.file.allocate(self.nbytes, label)
         self._writing: list[Transfer] = []
         self._reading: list[Transfer] = []
-        """Into memory of others, who wait for it later: a write that came before would give them a part of both."""
+        """Read into memory of a caller that waits later: a write in between would mix old and new values."""
         weakref.finalize(self, _release, storage.file, self._start, self.nbytes, self._writing)
         self._is_written = False
         self._prefetched: tuple[Tensor, Transfer] | None = None
@@ -195,7 +195,7 @@ class DiskSlot(Slot):
         reading = self._reading
         self._reading = []
         for requests in reading:
-            with suppress(StorageError):  # which is told to who asked for it
+            with suppress(StorageError):  # which the caller that needs it gets
                 requests.wait(CPU)
 
     def wait(self, device: torch.device = CPU) -> None:

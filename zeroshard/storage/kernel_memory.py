@@ -28,7 +28,7 @@ class KernelMemory:
     """The private anonymous mappings of this process.
 
     Raises:
-        OSError: (everywhere) the kernel would not; its own number says why.
+        OSError: the kernel refused (in all functions); its number has the reason.
     """
 
     def __init__(self) -> None:

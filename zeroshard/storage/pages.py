@@ -28,7 +28,7 @@ class Pages:
     """The pool of one model. See [Note: freed pages].
 
     Attributes:
-        limit_nbytes: freed pages and what units hold are at most so much together, as far as that is for `Pages` to say.
+        limit_nbytes: the limit on freed pages together with the units' memory, as far as `Pages` controls it.
     """
 
     def __init__(self, kernel: KernelMemory) -> None:
@@ -76,7 +76,7 @@ class Pages:
             source = freed.pop()
             try:
                 self.kernel.move(source, address, nbytes)
-            except OSError:  # too many mappings, say
+            except OSError:  # such as too many mappings
                 self.kernel.unmap(source, self._all.pop(source))
             else:
                 self._empty.setdefault(nbytes, []).append(source)

@@ -61,7 +61,7 @@ class Storages:
         self._disks: dict[str, DiskStorage] = {}
         self._parameters_in_cpu = 0
 
-    # The members. Who pretends to train has others.
+    # The members. A dry run has others.
 
     def _make_copies(self, device: torch.device) -> Copies:
         return Copies(device, pin=self.pin)
@@ -116,7 +116,7 @@ class Storages:
             return self.host
         if states not in self._disks:
             if states == "optimizer":
-                # The rest of what the policy allows is for sub-groups, see step/sub_groups.py.
+                # Sub-groups get the other buffers that the policy allows, see step/sub_groups.py.
                 offload = self._policy.offload_optimizer
                 count = STAGING_COUNT
                 nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT

@@ -90,7 +90,7 @@ class _Copy(Transfer):
         else:
             stream = torch.accelerator.current_stream(device)
             stream.wait_event(self._event)
-            if stream in self._own:  # another copy waits: what is computed next may still come before this one
+            if stream in self._own:  # another copy waits: the next computation may still come before this one
                 return
         self._lane.end(self)
 
@@ -142,8 +142,8 @@ class Copies:
     def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
         """Start to copy `source` to `target`, of any dtype, on any device, once `after` is over.
 
-        The device's memory is kept until a stream of the device waits for the copy, or the host does. Storage that is given back
-        under its tensor (`FlatBuffer.free`) is not: whoever gives it back waits for the copy first.
+        The device's memory is kept until a stream of the device waits for the copy, or the host does. That excludes
+        storage that is freed under its tensor (`FlatBuffer.free`), which waits for the copy first.
         """
         lane = self._to_host if target.device.type == "cpu" else self._to_device
         if lane is None or target.device == source.device:

@@ -40,12 +40,12 @@ class Workload:
     Attributes:
         make_model: builds the module; called under the same seed on every rank.
         make_batch: the positional arguments of the module for one rank and one microbatch (counted over all steps).
-        compute_loss: the scalar loss of the model and such a batch; default: what the module returns.
+        compute_loss: the scalar loss of the model and such a batch; default: the module's output.
         make_optimizer: an optimizer over parameters or param groups.
-        param_groups: what of the model the optimizer gets; default: its parameters.
+        param_groups: the parameters or groups for the optimizer; default: the model's parameters.
         steps, microbatches: optimizer steps, and forwards in each.
         max_norm: gradient clipping, or None.
-        loss_scale: what the loss is multiplied by for the backward, and the gradients divided by after: for fp16.
+        loss_scale: the factor of the loss in the backward, and the divisor of the gradients after, for fp16.
     """
 
     make_model: Callable[[], nn.Module]
@@ -124,7 +124,7 @@ def train(
     """Train the workload in a plain loop under one policy. Every rank calls it.
 
     Args:
-        inspect: called after each step with what `shard` returned.
+        inspect: called after each step with the result of `shard`.
     """
     model, optimizer = workload.build()
     sharded = shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap)

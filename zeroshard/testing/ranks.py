@@ -75,7 +75,7 @@ def run_ranks(
     Raises:
         RankError: with every failed rank's traceback.
     """
-    # Rank 0 serves the store at a socket that is open already: a port that is only known to be free may be taken meanwhile.
+    # Rank 0 serves the store at a socket that is open already: a port that was found free may be taken meanwhile.
     with socket.create_server(("127.0.0.1", 0)) as door, tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -141,7 +141,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
     """Wait until all have ended; returns those that had to be killed, with their stacks on disk."""
     deadline = time.monotonic() + timeout
     while [rank for rank in ranks if not rank.poll()]:
-        if any(rank.status for rank in ranks):  # one failed: the others learn of it from their connections, or never
+        if any(rank.status for rank in ranks):  # one failed: the others detect it by their connections, or never
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if time.monotonic() > deadline:
             break

@@ -287,8 +287,8 @@ class Policy:
         """Return this policy with states in other places, as in ZeRO-Offload and ZeRO-Infinity.
 
         Args:
-            optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`, or
-            its name.
+            optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`
+                or its name.
             parameters: the place of parameters: their shards (stage 3), or the whole between steps (below).
             offload: the settings for their transfers; default: see `Offload`.
             path: the folder for states on disk; instead of `offload.path`.
@@ -316,8 +316,7 @@ class Units:
     Attributes:
         leaf_classes, leaf_names, leaf_suffixes: modules that are one unit with everything inside: by class (its name,
             or with its module's), by fqn (with `*` for anything), by the end of the fqn. Declare a module that runs
-            some of
-        its children on some ranks only, such as a mixture of experts: then all ranks gather all of it.
+            some of its children on some ranks only, such as a mixture of experts: then all ranks gather all of it.
         min_numel: a block of fewer elements belongs to the unit that contains it. None is 0 for models of up to 128
             blocks, and 10,000 for others.
         persistent_numel: parameters of fewer elements are not sharded; their gradients and optimizer states are.

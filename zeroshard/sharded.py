@@ -169,8 +169,7 @@ class Sharded:
 
         Args:
             to: the rank that gets the weights. The others run a loop without turns, which ends when that rank leaves
-                its own.
-            None: every rank gets all of them.
+                its own. None: every rank gets all of them.
             merge_adapters: for a PEFT model, yield the weights after `merge_and_unload`, under their names. The model
                 does not change; one layer is copied at a time. Without adapters nothing is merged.
 

@@ -105,10 +105,9 @@ def shard(
     Args:
         model: any module; it stays the user's, with its own ordinary parameters.
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
-            from them. From now on its `step` is the sharded step, and its states are those of this rank's shards. A
-            list has several
-        optimizers: each steps its own parameters. None: the model is for evaluation only, and takes no memory for
-            gradients and optimizer states.
+            from them. From now on its `step` is the sharded step, and its states are those of this rank's shards. In a
+            list of several optimizers, each steps its own parameters. None: the model is for evaluation only, and takes
+            no memory for gradients and optimizer states.
         policy: the residencies of model states, or the number of a ZeRO stage; default ZeRO-2.
         precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
         bucket_numel: the most elements that are communicated at once; bounds the transient buffers.

@@ -236,11 +236,11 @@ def write_checkpoint(
 ) -> None:  # fmt: skip
     """Write this rank's part, agree with the others, and write the manifest. Every rank must call it.
 
+    If any rank cannot write, all raise a `CheckpointError` with that rank and the reason, and earlier checkpoints do not
+    change.
+
     Args:
         refuse: called when the part is written; raises if its values have changed meanwhile.
-
-        If any rank cannot write, all raise a `CheckpointError` with that rank and the reason, and earlier checkpoints
-            do not change.
     """
     crcs = {}
     for name, buffer in part.buffers.items():

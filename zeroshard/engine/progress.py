@@ -40,8 +40,7 @@ class StepReport:
         applied: whether the parameters were updated.
         reason: the reason if they were not, otherwise None.
         not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator if the
-            config
-        allows such steps: the step does not wait for the norm.
+            config allows such steps: the step does not wait for the norm.
         norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step. If the
             step does not wait for an accelerator, it is a tensor of shape [] there.
         loss_scale: the loss scale of the step's backwards.

@@ -1,4 +1,4 @@
-# Each target sets up what it needs in a .venv of the project's own, and is quick when repeated.
+# Each target sets up what it needs in the project's own .venv, and is quick when repeated. pip prints errors only (-qq).
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 RANKS ?= 2
@@ -92,10 +92,10 @@ package: .venv/ready
 	rm -rf dist .venv/package
 	$(BIN)/python -m build --outdir dist
 	$(PYTHON) -m venv .venv/package
-	.venv/package/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv/package/bin/pip install -qq --disable-pip-version-check $(TORCH)
 	set -e; for file in dist/*.whl dist/*.tar.gz; do \
-		.venv/package/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $$file; \
-		.venv/package/bin/pip install --quiet --disable-pip-version-check $$file; \
+		.venv/package/bin/pip install -qq --disable-pip-version-check --force-reinstall --no-deps $$file; \
+		.venv/package/bin/pip install -qq --disable-pip-version-check $$file; \
 		(cd "$$(mktemp -d)" && $(CURDIR)/.venv/package/bin/python -I $(CURDIR)/tests/smoke.py $(CURDIR)); \
 	done
 
@@ -111,9 +111,9 @@ lint: .venv/ready
 # torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
+	$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
 	touch $@
 
 # The simulated accelerator of the tests.
@@ -123,15 +123,15 @@ lint: .venv/ready
 
 .venv/oldest/ready: pyproject.toml
 	$(PYTHON) -m venv .venv/oldest
-	.venv/oldest/bin/pip install --quiet --disable-pip-version-check $(OLDEST_TORCH)
-	.venv/oldest/bin/pip install --quiet --disable-pip-version-check --editable ".[dev]" $(OLDEST_TORCH) $(OLDER)
+	.venv/oldest/bin/pip install -qq --disable-pip-version-check $(OLDEST_TORCH)
+	.venv/oldest/bin/pip install -qq --disable-pip-version-check --editable ".[dev]" $(OLDEST_TORCH) $(OLDER)
 	touch $@
 
 # The site reads zeroshard's source and imports nothing of it: the extra `docs` alone, without torch and what zeroshard needs.
 .venv/docs/ready: pyproject.toml
 	$(PYTHON) -m venv .venv/docs
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv/docs/needed.txt
-	.venv/docs/bin/pip install --quiet --disable-pip-version-check --requirement .venv/docs/needed.txt
+	.venv/docs/bin/pip install -qq --disable-pip-version-check --requirement .venv/docs/needed.txt
 	touch $@
 
 clean:

@@ -126,7 +126,7 @@ def _check_script(options: argparse.Namespace) -> None:
         what = "no file"
         if Path(script).is_dir():
             what = "a folder"
-        raise UsageError(f"there is {what} at {script}: pass zeroshard run a script, or -m and a module.")
+        raise UsageError(f"there is {what} at {script}: pass the path of a script, or -m and a module.")
 
 
 def _check_meeting_point(options: argparse.Namespace) -> None:

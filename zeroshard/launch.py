@@ -1,9 +1,8 @@
 """Owns the calls by which this process joins the other ranks of its launcher, and leaves them at exit.
 
-It looks for these launchers in this order: torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR); Open MPI's mpirun, and
-that of MPICH and Intel MPI, which may run inside of a Slurm job, whose own variables are the batch script's then;
-Slurm's srun, which may speak PMI to its tasks; and others that speak PMI. A process that no launcher started is one
-rank.
+It looks for these launchers in this order: torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR); the mpirun of Open
+MPI, MPICH and Intel MPI; Slurm's srun, with or without PMI; and others with PMI. mpirun comes before srun, since inside
+a Slurm job the variables of Slurm are those of the batch script. A process without a launcher is one rank.
 """
 
 from __future__ import annotations

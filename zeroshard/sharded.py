@@ -221,7 +221,7 @@ class Sharded:
         call it.
 
         Until `reload_states` nothing may use them: a forward, a step or a save raises. Memory of parameters stays if
-        something else uses it, such as a kept `parameter.detach()`.
+        other code uses it, such as a kept `parameter.detach()`.
 
         Args:
             states: some of "parameters", "gradients", "optimizer" (its states, and master weights that are separate

@@ -437,6 +437,6 @@ def refuse_sharded(model: nn.Module) -> None:
     taken = [name for name, p in model.named_parameters() if is_taken(p)]
     if taken:
         raise UsageError(
-            f"the model is sharded already (parameter {taken[0]}): call remove() on what shard() returned, or "
+            f"the model is sharded already (parameter {taken[0]}): call remove() on the result of shard(), or "
             "destroy() on the engine of initialize, or make a new model."
         )

@@ -231,7 +231,7 @@ tree_unflatten: Callable[[list[Any], Any], Any] = _find("torch.utils._pytree.tre
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which a module keeps its own parameters; writing to it replaces one, and nothing else happens.
+    """Return the dict in which a module keeps its own parameters; writing to it replaces one, without other effects.
 
     `setattr` and `register_parameter` call hooks of the user's, and `get_parameter` takes another attribute for the parameter.
     """

@@ -188,7 +188,7 @@ def _units_whole(
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
-            "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or copy what you want to change."
+            "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or change a copy."
         )
 
 

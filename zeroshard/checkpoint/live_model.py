@@ -184,7 +184,7 @@ class Description(BaseModel):
 def describe(live: LiveModel) -> Description:
     """Describe the model as it is now. If that fails, only an export is impossible, not a save.
 
-    Every rank must call it: PEFT asks modules for state dicts, which unshards parameters.
+    Every rank must call it: PEFT makes state dicts of modules, which unshards parameters.
     """
     adapters = getattr(live.model, "peft_config", None)
     try:

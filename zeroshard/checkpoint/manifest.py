@@ -412,7 +412,7 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the leftovers of saves that never ended: files that no manifest names, and folders of nothing else."""
+    """Remove the leftovers of saves that were not completed: files that no manifest names, and folders with only such files."""
     for path in _folders(folder):
         with suppress(OSError):  # another program's, or unreadable: leave it
             _clean_tag(path)

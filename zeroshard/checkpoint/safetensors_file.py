@@ -132,7 +132,7 @@ class SafetensorsReader:
         entry = self.entries[name]
         if start < 0 or start + out.numel() > entry.numel:
             raise self._broken(
-                f"{name!r} has {entry.numel} elements, and [{start}, {start + out.numel()}) was asked for"
+                f"{name!r} has {entry.numel} elements, and [{start}, {start + out.numel()}) was requested"
             )
         flat = out.detach().view(-1)
         if flat.dtype == entry.dtype and flat.device.type == "cpu":  # without a copy

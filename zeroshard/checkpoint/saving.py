@@ -163,7 +163,7 @@ def take_snapshot(
 
     The save has rank 0's `shared` values, and each rank's `own` values.
     """
-    description = describe(live).model_dump()  # first: every rank has its part in it, whatever fails below
+    description = describe(live).model_dump()  # first: every rank takes part in it, even if a later call fails
     # A parameter that is resharded has no values to save as a user's own; not every class of parameter can say so itself.
     resharded = {}
     records = {}

@@ -48,7 +48,7 @@ def compare(
     within: Annotated[int | None, typer.Option(
         min=1, help="Treat this many neighbouring ranks as a host: two-level sharding.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
-    table: Annotated[Path | None, typer.Option(help="Write the table to this file as text, with what was run.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the table to this file as text, with a line about the run.")] = None,
 ) -> None:  # fmt: skip
     """Train a model for a few steps at every ZeRO stage, and compare losses, memory, bytes sent and time.
 

@@ -81,7 +81,7 @@ def plan(
     `batch(rank, step)` gives the arguments of one call.
     """
     if auto and config is None:
-        raise UsageError('--auto is for what a config leaves "auto": name one by --config.')
+        raise UsageError('--auto supplies values for keys that are "auto" in a config: name it by --config.')
     if write is not None:
         output_file(write, "--write")
     if plot is not None:
@@ -136,7 +136,7 @@ class _Answer:
 
     Attributes:
         found: the result of a search; None: a config was judged.
-        sequence: tokens of a sample, where the batches have as many as the command asked for.
+        sequence: tokens of a sample, if the batches have as many as the command's --sequence.
     """
 
     plan: Plan

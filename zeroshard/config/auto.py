@@ -168,7 +168,7 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
         options = " ".join(f"--auto {name}=..." for name in names)
         arguments = ", ".join(f"{name!r}: ..." for name in names)
         raise ConfigError(
-            f'"auto" cannot be resolved from what is known: {", ".join(unresolved)}.\n'
+            f'"auto" cannot be resolved from the config: {", ".join(unresolved)}.\n'
             f"Give the values, as {options} on the command line, or as initialize(..., auto={{{arguments}}}); "
             "or set them in the config."
         )

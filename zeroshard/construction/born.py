@@ -117,7 +117,7 @@ class Shard:
             return self._own
         own = (
             torch.zeros_like(self._own) if self.shows else self._own
-        )  # whether a shown one's writes count is told later
+        )  # whether writes to a shown one count is decided later
         self._keep_part(self._whole, own)
         return own
 

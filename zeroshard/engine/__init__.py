@@ -1,4 +1,4 @@
-"""Training with a config: one object that trains a model, in the shape that DeepSpeed users know."""
+"""Training with a config: one object that trains a model, with the methods of DeepSpeed's engine."""
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.progress import StepReport

@@ -1,4 +1,4 @@
-"""Owns `Engine`: training with a JSON config, in the shape that DeepSpeed users know.
+"""Owns `Engine`: training with a JSON config, with the methods of DeepSpeed's engine.
 
 The engine is a thin layer over `shard`: it counts microbatches, scales the loss, and calls the sharded model.
 """

@@ -238,7 +238,7 @@ class Progress:
     # ------------------------------------------------------------------ in words
 
     def _events(self, figures: StepFigures) -> dict[str, float]:
-        """Return the figures that the config asks for, under DeepSpeed's names."""
+        """Return the figures that the config enables, under DeepSpeed's names."""
         events = {"lr": figures.lr, "loss_scale": figures.loss_scale, "grad_norm": figures.grad_norm}
         if figures.has_loss:
             events = {"train_loss": figures.loss, **events}

@@ -111,7 +111,7 @@ def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) ->
     if excluded and not exclude_frozen:
         raise CheckpointError(
             f"{reader.folder} leaves out {len(excluded)} frozen parameters (one is {excluded[0]}): there is no whole "
-            "model in it. Ask for the trained ones only (exclude_frozen)."
+            "model in it. Read the trained ones only (exclude_frozen)."
         )
     return [
         Exported.of(stored.names[0], stored.shape, stored.dtype, None if stored.is_buffer else dtype)

@@ -210,7 +210,7 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
 def _refuse_other_ranks(first: _OptimizerFile, found: Mapping[int, Path]) -> None:
     """Raise unless there is one file of each rank that a file records."""
     source = first.path.parent
-    says = f"{first.path.name} says that {first.world_size} ranks wrote it"
+    says = f"{first.path.name} was written by {first.world_size} ranks"
     missing = sorted(set(range(first.world_size)) - set(found))
     if missing:
         raise CheckpointError(

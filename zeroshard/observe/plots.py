@@ -8,7 +8,7 @@ from zeroshard.errors import UsageError
 def require_matplotlib(purpose: str) -> None:
     """Raise an error that names the remedy if matplotlib is not installed.
 
-    A caller asks before it starts the work whose result it draws.
+    A caller checks before it starts the work whose result it draws.
 
     Args:
         purpose: the option or call that draws, as the user wrote it.

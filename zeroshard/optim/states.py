@@ -18,7 +18,7 @@ class Known:
             keeps less for a matrix (a row and a column), and MuonWithAdamW keeps one tensor for a matrix.
         elementwise: its update of an element depends only on that element's own history; otherwise on the parameter that the
             element lies in, and on no other.
-        starts_at_zero: its first states are zeros, whatever the learning rate.
+        starts_at_zero: whether its first states are zeros, at any learning rate.
     """
 
     states: int

@@ -13,7 +13,7 @@ from typing import NamedTuple
 BLOCK_NBYTES = 512
 """Blocks are multiples of this."""
 SMALL_NBYTES = 1 << 20
-"""Blocks of at most so many bytes have segments of their own. Of others no rest is split off that is not larger."""
+"""Blocks of at most this many bytes have separate segments. Of others no rest is split off that is not larger."""
 SMALL_SEGMENT_NBYTES = 2 << 20
 LARGE_SEGMENT_NBYTES = 20 << 20
 LARGE_NBYTES = 10 << 20

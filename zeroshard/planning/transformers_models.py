@@ -26,7 +26,7 @@ class Subject:
         batch: a function of a number of samples, which returns the arguments of one call.
         depth: the number of its blocks, if it is known.
         shallow: a function of a number of blocks, which returns the same model with these.
-        takes_sequences: whether its batches have as many tokens as the caller asked for.
+        takes_sequences: whether its batches have the caller's number of tokens.
     """
 
     name: str

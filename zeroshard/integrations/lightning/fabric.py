@@ -160,7 +160,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         missing = [key for key in rest if key not in remainder]
         if missing and strict:
             raise UsageError(
-                f"{path} has no {missing[0]!r}, which the state asks for: pass strict=False to leave it as it is."
+                f"{path} has no {missing[0]!r}, which the state has: pass strict=False to leave it as it is."
             )
         for key in rest:
             if key in remainder and hasattr(rest[key], "load_state_dict"):

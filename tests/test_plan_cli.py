@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import zeroshard
+from insides import progress_of_plan
 from typer.testing import CliRunner
 
 from zeroshard.cli import plan
@@ -232,7 +233,7 @@ def test_progress_is_logged_where_stderr_is_no_terminal(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(plan, "monotonic", lambda: now[0])
-    with plan._progress("searching") as told:
+    with progress_of_plan("searching") as told:
         for done in range(25):
             now[0] += 1
             told(done, 25)

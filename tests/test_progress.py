@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from insides import throughput
 from models import Stack, tokens
 from ranks import on_ranks
 from simgpu import budgets, server
@@ -244,8 +244,7 @@ def test_ranks_that_divide_tensors_count_in_mfu(monkeypatch: pytest.MonkeyPatch)
     dtypes = SimpleNamespace(param=torch.float32)
     fake: Any = SimpleNamespace(model=Stack(), world_size=4, dtypes=dtypes, _context=SimpleNamespace(everyone=everyone))
     row = TrainingRow(fake, Sizes(None, None, None, flops=8e9, peak_flops=1e9), 0, 0, Display(speaks=False))
-    row._sampled = deque([(0.0, 0), (10.0, 5)])
-    assert row._throughput() == ["0.5 samples/s", "MFU 50.0%"]
+    assert throughput(row, [(0.0, 0), (10.0, 5)]) == ["0.5 samples/s", "MFU 50.0%"]
 
 
 def test_the_line_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_the_host_waits_once_for_the_digests_of_all_gradients() -> None:
 
 
 def test_norms_are_summed_where_the_gradients_lie() -> None:
-    """With the optimizer in CPU memory, unsharded gradients are on the device: the bits are stage 2's, and no copy is waited for."""
+    """Unsharded gradients stay on the device with the optimizer in CPU memory: bits are stage 2's, and no copy is waited for."""
     whole, sharded = (
         server.call(host.norms_with_the_optimizer_in_cpu_memory, mode="all late", stage=stage)[0] for stage in (1, 2)
     )

@@ -10,10 +10,10 @@ from command_line import zeroshard
 from insides import progress_of_plan
 from typer.testing import CliRunner
 
-from zeroshard.cli import plan
+from zeroshard.cli import measure, plan
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
-from zeroshard.planning.machine import TABLE
+from zeroshard.planning.machine import TABLE, machines
 from zeroshard.planning.report import size
 
 LLAMA = {
@@ -282,3 +282,10 @@ def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
     assert "does not describe a machine" in refused(
         "factory.py:make", "--machine", "here.json", "--config", "zero.json"
     )
+
+
+def test_a_measured_machine_takes_the_rest_from_the_nearest_known_one() -> None:
+    assert measure._known("NVIDIA A100-SXM4-80GB") is machines()["a100-80gb"]
+    unknown = measure._known("another maker's")
+    assert unknown.devices == ("another maker's",)
+    assert unknown.between == machines()["h100"].between

@@ -429,3 +429,4 @@ def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
     _, *steps = records(tmp_path)
     assert [one["step"] for one in steps] == list(range(1, len(found["losses"]) + 1))
     assert [one["loss"] for one in steps] == pytest.approx(found["losses"].tolist(), rel=1e-6)
+    assert steps[-1]["reserved"] >= steps[-1]["peak"] > steps[-1]["memory"]["parameters"] > 0

@@ -281,7 +281,7 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
     _make_first(optimizer._optimizer_step_post_hooks, after)
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
+def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     """Run an optimizer's step as its class has it, without hooks, also where it calls the step of the class that it extends.
 
     torch wraps each class's method with the hooks of the object and those of all optimizers, and has no public way around it.
@@ -294,7 +294,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
-        return step(optimizer)
+        return step(optimizer, *arguments)
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 

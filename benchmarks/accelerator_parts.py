@@ -39,6 +39,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Policy
+from zeroshard.observe.memory import kept_count
 from zeroshard.planning.machine import peak_flops_of
 
 Tell = Callable[..., None]
@@ -115,14 +116,20 @@ def _time_copies(setting: Setting, tell: Tell, nbytes: int) -> None:
 
 def right(setting: Setting, tell: Tell) -> None:
     """Whether kernels repeat themselves, every policy through the backend, and the bodies of the simulated suite."""
+    accelerator_ranks.be_deterministic()
+    workspaces = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    tell(what="asked of kernels", result=f"deterministic where torch can; CUBLAS_WORKSPACE_CONFIG={workspaces}")
     is_right = True
     with tempfile.TemporaryDirectory() as folder:
         policies = accelerator_ranks.policies(folder)
         train = partial(accelerator_ranks.train, setting)
         for dtype in (torch.float32, BF16):
-            reference = train(Policy.stage(0), dtype, 0)
-            again = train(Policy.stage(0), dtype, 0)
-            said = "equal" if torch.equal(reference, again) else "kernels do not repeat themselves: bits say nothing"
+            reference, _ = train(Policy.stage(0), dtype, 0)
+            again, _ = train(Policy.stage(0), dtype, 0)
+            repeats = torch.equal(reference, again)
+            said = (
+                "equal" if repeats else "kernels do not repeat themselves: bits say nothing, so rows below may be close"
+            )
             tell(what=f"stage 0, twice, {_short(dtype)}", result=said)
             if dtype is torch.float32:
                 difference = float((reference - _plain(setting)).abs().max())
@@ -133,19 +140,21 @@ def right(setting: Setting, tell: Tell) -> None:
                 is_right &= is_close
             expected = reference
             for name, policy in policies.items():
+                row: dict[str, Any] = {"what": f"{setting.backend} forced: {name}, {_short(dtype)}"}
                 if setting.left < 30:
-                    tell(what=f"forced: {name}, {_short(dtype)}", result="left out: no time")
+                    tell(**row, result="left out: no time")
                     continue
                 try:
-                    trained = train(policy, dtype, 0, forced=setting)
-                    result = accelerator_ranks.compare(trained, expected, exact="optimizer on" not in name)
+                    trained, row["kept"] = train(policy, dtype, 0, forced=setting)
+                    exact = repeats and "optimizer on" not in name
+                    result = accelerator_ranks.compare(trained, expected, exact=exact)
                 except Exception as error:
                     traceback.print_exc()
                     result = f"WRONG: {first_line(error)}"
                 else:
                     if expected is reference:  # the forced stage 0 itself was compared with the one that sends nothing
                         expected = trained
-                tell(what=f"{setting.backend} forced: {name}, {_short(dtype)}", result=result)
+                tell(**row, result=result)
                 is_right &= not result.startswith("WRONG")
     is_right &= _bodies(setting, tell)
     if setting.left > 120 or setting.rehearse:
@@ -166,22 +175,18 @@ def _plain(setting: Setting) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
 
 
-NEED_PYDANTIC = {"checkpoints", "asynchronous_checkpoints"}
-"""The bodies that write files which pydantic describes: a stand-in for it writes none."""
-SLOW_BODIES = {"parking", "checkpoints", "whole_parameters", "freezing"}
-"""A rehearsal leaves them out: each takes ten times as long as most others."""
+NEED_PYDANTIC = {"checkpoints", "asynchronous_checkpoints", "engine", "failing_disk"}
+"""The bodies that read a config, or write files which pydantic describes: a stand-in for it does neither."""
 
 
 def _bodies(setting: Setting, tell: Tell) -> bool:
     """The features that tests on the simulated device train, on this one; its kernels round otherwise than the CPU's."""
-    from simgpu import bodies, device  # type: ignore[import-not-found, unused-ignore]
+    from simgpu import device, rare  # type: ignore[import-not-found, unused-ignore]
 
     setting.alone()
     device.use(setting.device)
     is_right = True
-    for name, body in bodies.BODIES.items():
-        if setting.rehearse and name in SLOW_BODIES:
-            continue
+    for name, body in rare.EVERY_BODY.items():
         if name in NEED_PYDANTIC and _version("pydantic") is None:
             tell(what=f"body: {name}", result="left out: no pydantic")
             continue
@@ -216,26 +221,33 @@ def memory(setting: Setting, tell: Tell) -> None:
     """The memory of a Llama after a step: by the plan, our report, the allocator, and the driver."""
     shape = setting.shape("1.3 B")
     batch, length = setting.tokens(4, 2048)
-    for number, masters_only in ((0, False), (1, False), (2, False), (3, False), (3, True)):
-        name = f"{number}, rests as masters" if masters_only else str(number)
+    rows: dict[str, dict[str, Any]] = {str(number): {"number": number} for number in range(4)}
+    rows["3, rests as masters"] = {"number": 3, "masters_only": True}
+    rows |= {f"{number}, collectives forced": {"number": number, "forced": True} for number in range(4)}
+    for name, options in rows.items():
         row: dict[str, Any] = {"stage": name, "parameters_b": shape.parameters / 1e9}
         if setting.left < 30:
             tell(**row, left_out="no time")
             continue
-        tell(**row, **attempted(partial(_trained, setting, number, batch, length, masters_only=masters_only)))
+        tell(**row, **attempted(partial(_trained, setting, batch=batch, length=length, **options)))
 
 
-def _trained(setting: Setting, number: int, batch: int, length: int, *, masters_only: bool = False) -> dict[str, float]:
+def _trained(
+    setting: Setting, *, number: int, batch: int, length: int, masters_only: bool = False, forced: bool = False
+) -> dict[str, float]:
     shape = setting.shape("1.3 B")
     torch.accelerator.reset_peak_memory_stats()
     model = llama(setting, shape)
-    one = sharded(model, policy_of(number, masters_only=masters_only), BF16)
+    policy = policy_of(number, masters_only=masters_only)
+    one = sharded(model, policy, BF16, forced=setting if forced else None)
     data = batch_of(setting, shape, batch, length)
     for step in range(3):
         if step == 2:
             torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
-        model(data[:, :-1], data[:, 1:]).backward()
+        loss = model(data[:, :-1], data[:, 1:])
+        after_forward = torch.accelerator.memory_allocated()
+        loss.backward()
         if step == 2:
             reported = sum(value for kind, value in one.memory_report().items() if kind not in ("cpu", "disk"))
         one.optimizer.step()
@@ -249,21 +261,22 @@ def _trained(setting: Setting, number: int, batch: int, length: int, *, masters_
         "peak_allocated_gib": torch.accelerator.max_memory_allocated(),
         "peak_reserved_gib": torch.accelerator.max_memory_reserved(),
         "driver_used_gib": total - free,
+        "after_forward_gib": after_forward,
     }
+    kept = kept_count(one._schedule.units)
     one.remove()
-    planned = _planned(shape, planned_config(number, batch, masters_only=masters_only), batch, length)
-    if planned is not None:
-        found = {"plan_gib": planned, **found}
-    return {key: value / GIB for key, value in found.items()}
+    if not forced:  # a plan of one rank has no collectives
+        found = _planned(shape, planned_config(number, batch, masters_only=masters_only), batch, length) | found
+    return {**{key: value / GIB for key, value in found.items()}, "kept": kept}
 
 
-def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> float | None:
-    """Live bytes at the peak, by a dry run; None where the libraries that read configs are missing."""
+def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> dict[str, float]:
+    """Return the bytes of a dry run, allocated and reserved; none where the libraries that read configs are missing."""
     if _version("pydantic") is None or _version("json5") is None:
-        return None
+        return {}
     tokens = torch.zeros(batch, length, dtype=torch.long)
     made = zeroshard.plan(lambda: Llama(shape), config, world_size=1, batch=(tokens, tokens), micro_batch=batch)
-    return float(made.peak_nbytes)
+    return {"plan_gib": made.peak_nbytes, "plan_reserved_gib": made.reserved_nbytes}
 
 
 def planned_config(number: int, batch: int, *, masters_only: bool = False) -> dict[str, Any]:

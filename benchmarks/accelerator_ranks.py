@@ -19,13 +19,23 @@ import torch.distributed as dist  # noqa: E402
 from accelerator_setting import Setting  # noqa: E402
 from accelerator_systems import sharded, small_batch, small_model  # noqa: E402
 
-from zeroshard import Place, Policy, Precision, unsharded  # noqa: E402, F401
+from zeroshard import Place, Policy  # noqa: E402
+from zeroshard.observe.memory import kept_count  # noqa: E402
 
 STEPS = 4
 
 
+def be_deterministic() -> None:
+    """Have kernels repeat themselves where torch has such kernels, since bits are compared.
+
+    cuBLAS does with CUBLAS_WORKSPACE_CONFIG, which it reads when the device is used first: accelerator.py sets it.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would launch kernels that no training launches
+
+
 def policies(folder: str) -> dict[str, Policy]:
-    """By name; the first of each precision is the one that the others are compared with."""
+    """By name. All are compared with a first training at stage 0; stage 0 itself shows whether kernels repeat themselves."""
     found = {f"stage {number}": Policy.stage(number) for number in range(4)}
     for number, optimizer, parameters in (
         (1, Place.CPU, None), (2, Place.CPU, None), (3, Place.CPU, None), (2, None, Place.CPU), (3, None, Place.CPU),
@@ -37,8 +47,8 @@ def policies(folder: str) -> dict[str, Policy]:
     return found
 
 
-def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **options: Any) -> torch.Tensor:
-    """All parameters [n] after some steps, in CPU memory."""
+def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **options: Any) -> tuple[torch.Tensor, int]:
+    """Return all parameters [n] after some steps, in CPU memory, and how often memory was kept that was to be given back."""
     model = small_model(setting)
     one = sharded(model, policy, dtype, bucket_numel=1 << 18, **options)
     for number in range(STEPS):
@@ -47,8 +57,9 @@ def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **opt
         one.clip_grad_norm_(1.0)
         one.optimizer.step()
         one.optimizer.zero_grad()
+    kept = kept_count(one._schedule.units)
     one.remove()
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().float().cpu()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().float().cpu(), kept
 
 
 def compare(one: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str:
@@ -62,19 +73,22 @@ def compare(one: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str:
 
 def _rank(rank: int, world: int, store: str, folder: str, rehearse: bool, queue: Any) -> None:
     try:
+        be_deterministic()
         setting = Setting.make(Path(), math.inf, rehearse=rehearse)
         gloo = f"cpu:gloo,{setting.device.type}:gloo"
         dist.init_process_group(
             gloo, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         for dtype in (torch.float32, torch.bfloat16):
-            reference = None
+            reference, _ = train(setting, Policy.stage(0), dtype, rank)
+            repeats = True
             for name, policy in policies(folder).items():
-                trained = train(setting, policy, dtype, rank)
-                reference = trained if reference is None else reference
+                trained, _ = train(setting, policy, dtype, rank)
+                if name == "stage 0":
+                    repeats = torch.equal(trained, reference)
                 if rank == 0:
-                    steps_there = "optimizer on" not in name
-                    queue.put((f"{name}, {dtype}", compare(trained, reference, exact=steps_there)))
+                    exact = repeats and "optimizer on" not in name
+                    queue.put((f"{name}, {dtype}", compare(trained, reference, exact=exact)))
         dist.barrier()
         if rank == 0:
             queue.put(None)

@@ -7,14 +7,17 @@ both are turned off here, as on a kernel that offers them not, and torch's alloc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.planning import dry_run, ledger
 from zeroshard.planning.machine import Machine, machine_of
 from zeroshard.storage import accelerator, storages
 from zeroshard.testing import run_ranks
@@ -69,11 +72,19 @@ def machine_for(case: Case) -> Machine:
     return machine.model_copy(update={"computes_on_cpu": not case.apart, "memory": 1 if case.apart else machine.memory})
 
 
+@contextmanager
+def to_the_byte() -> Iterator[None]:
+    """Plan inside for a CPU's allocator, which rounds nothing, and where optimizers take no `foreach` by default."""
+    with patch.object(ledger, "Segments", lambda: None), patch.object(dry_run, "_take_foreach", lambda _: None):
+        yield
+
+
 def planned(case: Case) -> zeroshard.Plan:
     """What the dry run says."""
-    return zeroshard.plan(
-        case.factory, case.config, world_size=case.ranks, batch=case.batch, machine=machine_for(case), **case.extra
-    )
+    with to_the_byte():
+        return zeroshard.plan(
+            case.factory, case.config, world_size=case.ranks, batch=case.batch, machine=machine_for(case), **case.extra
+        )
 
 
 def measured(case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from insides import GRACE_SECONDS_OF_RANKS
 
 from zeroshard.testing import RankError, run_ranks
 from zeroshard.testing.ranks import join_store
@@ -76,7 +77,7 @@ def run_until_all_end(function: Callable[..., Any], world_size: int, **options: 
     The timeout of collectives is longer, so a rank that waits for that is reported as hung.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("zeroshard.testing.ranks._GRACE_SECONDS", float("inf"))
+        patched.setattr(GRACE_SECONDS_OF_RANKS, float("inf"))
         return run_ranks(function, world_size, **{"timeout": 180.0, "collective_timeout": 600.0, **options})
 
 

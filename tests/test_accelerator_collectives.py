@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from insides import is_posted
 from models import Stack, Untied, tokens
 from ranks import on_ranks
 from simgpu import device as simgpu
@@ -206,7 +207,7 @@ def test_what_a_device_waits_for_in_vain_is_told_before_its_backend_gives_up(mon
             assert said.lines[0].startswith("rank 0 has waited ")
             assert "for all-gather of h.2; rank 1 is not waiting for any rank" in said.lines[0]
             late.set()
-            while watch._is_posted:
+            while is_posted(watch):
                 time.sleep(0.02)
         dist.barrier()
         assert len(said.lines) == (rank == 0)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from insides import staged_copy
 
 from zeroshard.policy import Place, Policy
 from zeroshard.storage import cpu
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.cpu import CpuStorage, slab_nbytes
 from zeroshard.storage.storages import Storages
-from zeroshard.storage.transfers import LANDED, STAGED_COUNT, STAGED_NBYTES, Copies
+from zeroshard.storage.transfers import STAGED_COUNT, STAGED_NBYTES, Copies
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -22,7 +23,7 @@ MB = 1 << 20
 def test_what_is_cast_on_its_way_passes_through_few_buffers(numel: int) -> None:
     copies, source, target = Copies(CPU), torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
     for _ in range(3):
-        copies._staged(target, source, LANDED)
+        staged_copy(copies, target, source)
         assert torch.equal(target, source.bfloat16())
     assert copies.nbytes <= STAGED_COUNT * STAGED_NBYTES
 

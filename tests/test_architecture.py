@@ -211,6 +211,53 @@ def test_the_package_named_deepspeed_needs_public_names_alone() -> None:
     assert seen > 10
 
 
+TESTS = Path(__file__).parent
+OTHERS_NAMES = {
+    "_", "_buffers", "_is_fsdp_managed_module", "_zero3_consolidated_16bit_state_dict", "_register_deepspeed_module",
+    "_invalidate_trace",
+}  # fmt: skip
+"""Names of torch's, transformers' and DeepSpeed's, which zeroshard has to have."""
+OWN_INSIDES = {
+    "insides.py": "owns such looks",
+    "mutants.py": "reads sources",
+    "faults.py": "reads sources",
+    "test_torch_private.py": "tests the module with torch's names, and its table",
+    "test_plan_search.py": "counts dry runs by a subclass of the search",
+}
+
+
+def private_names() -> set[str]:
+    """Names with one leading underscore that the package gives: to functions, classes, attributes, variables."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - OTHERS_NAMES
+
+
+def test_tests_look_inside_in_one_file() -> None:
+    """A rename inside of a room breaks `tests/insides.py`, and no other file; nor do strings name insides, for patches."""
+    private = private_names()
+    assert len(private) > 1000
+    for path in TESTS.rglob("*.py"):
+        if path.name in OWN_INSIDES:
+            continue
+        for node in nodes(path):
+            name = ""
+            if isinstance(node, ast.Attribute) and _dotted(node.value) not in ("self", "cls"):
+                name = node.attr
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("zeroshard"):
+                name = next((alias.name for alias in node.names if alias.name.startswith("_")), "")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+                name = node.value.rpartition(".")[2]
+            assert name not in private, f"{path.name}:{node.lineno} uses {name}: look inside in tests/insides.py"  # type: ignore[attr-defined]
+
+
 def test_public_names_are_documented() -> None:
     for name in zeroshard.__all__:
         assert inspect.getdoc(getattr(zeroshard, name)), name

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from insides import write_manifest
 from torch import Tensor
 from twin import build, same, step, whole
 
@@ -304,7 +305,7 @@ def test_a_manifest_of_another_version_is_refused(saved: tuple[Path, dict[str, T
     del body["checksum"]
     body["version"] = 9
     try:
-        path.write_text(json.dumps({**body, "checksum": files._digest(body)}))
+        write_manifest(path, body)
         with pytest.raises(CheckpointError, match="has version 9; this zeroshard reads versions 1 and 2"):
             SHARDED.load(folder)
     finally:
@@ -319,7 +320,7 @@ def test_a_manifest_cannot_name_files_elsewhere(saved: tuple[Path, dict[str, Ten
     del body["checksum"]
     body["files"][0]["name"] = "../../victim.safetensors"
     try:
-        path.write_text(json.dumps({**body, "checksum": files._digest(body)}))
+        write_manifest(path, body)
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
             SHARDED.load(folder)
     finally:

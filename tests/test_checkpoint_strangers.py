@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import sharded_of, write_manifest
 from ranks import on_ranks
 from twin import build, step
 from typer.testing import CliRunner
@@ -41,7 +42,7 @@ def change(checkpoint: Path, what: Callable[[dict[str, Any]], object]) -> None:
     body = json.loads(path.read_text())
     del body["checksum"]
     what(body)
-    path.write_text(json.dumps({**body, "checksum": files._digest(body)}))
+    write_manifest(path, body)
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])
@@ -122,7 +123,7 @@ def test_a_folder_that_was_not_meant_is_named_in_full(tmp_path: Path) -> None:
         engine = zeroshard.initialize(
             model=torch.nn.Linear(3, 4), config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
         )[0]
-        sharded = engine._sharded
+        sharded = sharded_of(engine)
         sharded.save("ckpt", "end")
         with pytest.raises(CheckpointError, match=f"{tmp_path}/wrong has no file 'latest': there is no such folder"):
             sharded.load("wrong")

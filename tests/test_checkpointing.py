@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from insides import addresses, slots_of
 from models import tokens
 from ranks import on_ranks
 from rich.console import Console
@@ -132,7 +133,7 @@ def test_partitioned_inputs_are_gathered_for_the_recompute(contiguous: bool) -> 
             gradients.append([p.grad for p in model.parameters()])
         assert all(map(torch.equal, *gradients))
         if contiguous:
-            assert checkpointer._slots.nbytes == DEPTH * (3 * 5 * WIDTH * 4) // 2
+            assert slots_of(checkpointer).nbytes == DEPTH * (3 * 5 * WIDTH * 4) // 2
 
     on_ranks(body, 2)
 
@@ -155,7 +156,7 @@ def test_what_is_kept_elsewhere_comes_back_as_it_was(keeper: Any) -> None:
         (gradient,) = torch.autograd.grad(sum(one.sum() for one in out), leaf)
         torch.testing.assert_close(gradient, 2 * (2 * leaf).exp().detach())
         del out
-        slots = keeper._slots if isinstance(keeper, HostCopies) else keeper
+        slots = slots_of(keeper)
         if slots is not None:
             slots.begin()
 
@@ -165,11 +166,11 @@ def test_contiguous_memory_is_allocated_once_and_its_end_is_an_error() -> None:
     checkpointer = Checkpointer(options)
     model = Model(checkpointer.checkpoint)
     model(*tokens(0, 0)).backward()
-    slots = checkpointer._slots
-    addresses = {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
+    slots = slots_of(checkpointer)
+    before = addresses(slots)
     assert slots.nbytes == DEPTH * 3 * 5 * WIDTH * 4  # of x alone: positions and the scale are no activations
     model(*tokens(0, 1)).backward()
-    assert {key: buffer.data_ptr() for key, buffer in slots._buffers.items()} == addresses
+    assert addresses(slots) == before
     kept = model(*tokens(0, 2))
     with pytest.raises(UsageError, match="number_checkpoints is 4"):
         model(*tokens(0, 3))

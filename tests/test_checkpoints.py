@@ -19,7 +19,7 @@ from models import MODELS, Stack, floats, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import same
+from twin import everything, same
 
 import zeroshard
 from zeroshard import CheckpointError, Policy, Precision, UsageError
@@ -58,20 +58,6 @@ def train(model: nn.Module, sharded: zeroshard.Sharded, rank: int, steps: range,
     return losses
 
 
-def everything(model: nn.Module, sharded: zeroshard.Sharded) -> dict[str, Tensor]:
-    """The whole of every model state, by name. A collective."""
-    states = sharded.states
-    found = {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    for fqn, _ in model.named_parameters():
-        for state in ("parameters", *states.optimizer_names()):
-            value = states.get(fqn, state)
-            if value is not None:
-                found[f"{fqn} {state}"] = value.clone()
-    with zeroshard.unsharded(model):
-        found |= {f"{fqn} shown": p.detach().clone() for fqn, p in model.named_parameters()}
-    return found
-
-
 def holds(model: nn.Module, sharded: zeroshard.Sharded, whole: dict[str, Tensor]) -> bool:
     """Whether this rank's parts, and what the model shows, are those of `everything`. Quick: two messages, not hundreds."""
     parts = [
@@ -98,7 +84,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
             model, sharded = build(stage, dtype=DTYPES[dtype])
             train(model, sharded, rank, range(2))
             sharded.save(folder, "step2")
-            whole = everything(model, sharded)
+            whole = everything(sharded)
             if rank == 0:
                 torch.save(whole, folder / "whole.pt")
 
@@ -144,14 +130,14 @@ def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
         sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
         train(model, sharded, rank, range(2))
         sharded.save(tmp_path, "a")
-        before = everything(model, sharded)
+        before = everything(sharded)
         for target, dtype in DTYPES.items():
             torch.manual_seed(8)
             other = Stack()
             optimizer = two_groups(other, True, lr=7.0, weight_decay=3.0)
             again = zeroshard.shard(other, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
             again.load(tmp_path)
-            after = everything(other, again)
+            after = everything(again)
             for key, value in before.items():
                 if not key.endswith("shown"):
                     assert torch.equal(after[key], value), (target, key)
@@ -171,12 +157,12 @@ def test_models_of_every_kind_go_on_as_if_nothing_had_been(name: str, tmp_path: 
         train(model, sharded, rank, range(2), name)
         sharded.save(tmp_path, "a", {"note": [1, "x"]})
         expected = train(model, sharded, rank, range(2, 4), name)
-        final = everything(model, sharded)
+        final = everything(sharded)
         for stage in range(4):
             other, again = build(stage, name, seed=3)
             assert again.load(tmp_path).values == {"note": [1, "x"]}
             assert all(map(torch.equal, train(other, again, rank, range(2, 4), name), expected)), stage
-            assert same(everything(other, again), final), stage
+            assert same(everything(again), final), stage
 
     on_ranks(body, 2)
 
@@ -462,10 +448,10 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
         train(model, sharded, rank, range(2))
         sharded.save(tmp_path, "whole")
         sharded.save(tmp_path, "adapters", exclude_frozen=True)
-        after = everything(model, sharded)
-        again, loaded = build(3, "frozen base")  # the same base, by the same seed
+        after = everything(sharded)
+        _, loaded = build(3, "frozen base")  # the same base, by the same seed
         loaded.load(tmp_path)
-        assert same(everything(again, loaded), after)
+        assert same(everything(loaded), after)
 
     on_ranks(body, 2)
     sizes = {tag: sum(path.stat().st_size for path in (tmp_path / tag).iterdir()) for tag in ("whole", "adapters")}
@@ -557,14 +543,14 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(stage: int, tmp_
     def body(rank: int) -> None:
         model, sharded = build(stage)
         train(model, sharded, rank, range(2))
-        before = everything(model, sharded)
+        before = everything(sharded)
         sharded.save(tmp_path, "a", {"x": 1}, asynchronous=True)
         train(model, sharded, rank, range(2, 6))
         sharded.save(tmp_path, "b", asynchronous=True)  # waits for the first
         assert "a" in files.tags(tmp_path)
         sharded.checkpoints.wait()
         assert sharded.load(tmp_path, "a").values == {"x": 1}
-        assert same(everything(model, sharded), before)
+        assert same(everything(sharded), before)
         sharded.remove()
 
     on_ranks(body, 2)
@@ -637,7 +623,7 @@ def test_the_manifest_says_where_everything_is(tmp_path: Path) -> None:
         model, sharded = build(2)
         train(model, sharded, rank, range(2))
         sharded.save(tmp_path, "a")
-        return everything(model, sharded)
+        return everything(sharded)
 
     expected = on_ranks(body, 2)[0]
     told = json.loads((tmp_path / "a" / "manifest.json").read_text())

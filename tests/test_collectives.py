@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from insides import STAGED, is_posted, read_others, transport_of
 from models import Stack, tokens, workload
 from ranks import RankError, on_ranks, run_ranks
 from torch import nn
@@ -28,7 +29,6 @@ from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, sum_into
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Neighbours
-from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.report import Told, describe_failure, spell
 from zeroshard.collectives.watch import NOTICE_VARIABLE
 from zeroshard.testing import train
@@ -133,7 +133,7 @@ def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int) -> None:
         work = workload("untied", steps=3)
         plain = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
-        monkeypatch.setattr(PointToPoint, "_is_staged", True)
+        monkeypatch.setattr(*STAGED, True)
         for stage in range(4):
             assert train(rank, work, Policy.stage(stage)).equals(plain[stage])
 
@@ -403,11 +403,11 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
         if rank == 1:
             until(tmp_path / "said")
         sharded.save(tmp_path, "x")
-        watch = sharded._context.collectives.watch  # type: ignore[attr-defined]
-        while watch._is_posted:
+        watch = transport_of(sharded).watch  # type: ignore[attr-defined]
+        while is_posted(watch):
             time.sleep(0.02)
         dist.barrier()
-        assert watch._read_others() == {} if rank == 0 else True
+        assert read_others(watch) == {} if rank == 0 else True
         sharded.load(tmp_path)
         sharded.remove()
 

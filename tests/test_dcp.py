@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Stack, Untied, tokens
+from models import Untied
 from ranks import on_ranks
+from twin import build, every_state, same, step
 
 import zeroshard
 from zeroshard import Policy
@@ -36,44 +37,25 @@ def test_boxes_are_the_range(data: st.DataObject) -> None:
     assert torch.equal(rebuilt.view(-1), expected)
 
 
-def build(stage: int, seed: int = 0, steps: int = 0, rank: int = 0) -> tuple[Stack, zeroshard.Sharded]:
-    torch.manual_seed(seed)
-    model = Stack()
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
-    for step in range(steps):
-        model(*tokens(rank, step)).backward()
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-    return model, sharded
-
-
-def states(sharded: zeroshard.Sharded, model: Stack) -> dict[str, torch.Tensor]:
-    names = ("parameters", "exp_avg", "exp_avg_sq", "step")
-    found = {(fqn, name): sharded.states.get(fqn, name) for fqn, _ in model.named_parameters() for name in names}
-    return {f"{fqn} {name}": value.clone() for (fqn, name), value in found.items() if value is not None}
-
-
 @pytest.mark.parametrize("target", [(1, 0), (2, 3), (4, 2), (3, 1)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple[int, int], tmp_path: Path) -> None:
     def save(rank: int) -> dict[str, torch.Tensor]:
-        model, sharded = build(stage, steps=2, rank=rank)
+        model, sharded = build(stage)
+        for number in range(2):
+            step(model, sharded, rank, number)
         dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
-        return states(sharded, model)
+        return every_state(sharded)
 
     expected = on_ranks(save, 2)[0]
 
     def load(rank: int) -> None:
-        model, sharded = build(target[1], seed=4)
+        model, sharded = build(target[1])
         dcp.load({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
-        got = states(sharded, model)
-        assert got.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.equal(got[key], value), key
+        assert same(every_state(sharded), expected)
         with zeroshard.unsharded(model):
             assert torch.equal(model.head.weight, expected["embedding.weight parameters"])
-        model(*tokens(rank, 2)).backward()
-        sharded.optimizer.step()
+        step(model, sharded, rank, 2)
 
     on_ranks(load, target[0])
 
@@ -81,15 +63,15 @@ def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple
 @pytest.mark.parametrize("value", ["x", None, torch.zeros(3)], ids=repr)
 def test_a_value_of_another_type_is_refused_and_nothing_is_taken(value: Any) -> None:
     def body(rank: int) -> None:
-        model, sharded = build(2, steps=1, rank=rank)
-        before = states(sharded, model)
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        before = every_state(sharded)
         state = zeroshard.DistributedState(sharded)
         read = state.state_dict()
         read["optim"]["embedding.weight"]["step"] = value
         with pytest.raises(zeroshard.CheckpointError, match=r"optim\.embedding\.weight\.step of the checkpoint"):
             state.load_state_dict(read)
-        after = states(sharded, model)
-        assert all(torch.equal(after[key], one) for key, one in before.items())
+        assert same(every_state(sharded), before)
 
     on_ranks(body, 1)
 
@@ -99,8 +81,7 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
     zeroshard.DistributedState(sharded).state_dict()
     other, plain = build(0)
     for one, trained in ((model, sharded), (other, plain)):
-        one(*tokens(0, 0)).backward()
-        trained.optimizer.step()
+        step(one, trained, 0, 0)
     assert torch.equal(model.head.weight, other.head.weight)
 
 

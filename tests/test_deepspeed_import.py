@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import Fragment, LossScaler, load_of_deepspeed, sharded_of
 from ranks import on_ranks
 from typer.testing import CliRunner
 
@@ -22,7 +23,6 @@ import zeroshard
 from zeroshard import CheckpointError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.cli.main import app
-from zeroshard.formats import deepspeed
 from zeroshard.formats.deepspeed import import_deepspeed
 
 sys.path.insert(0, str(Path(__file__).parent / "recorded"))
@@ -141,7 +141,7 @@ def _copy(name: str, folder: Path) -> Path:
 
 def _change(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change what a file of torch.save holds. The stand-ins are saved under names of their own."""
-    content = deepspeed._load(path)
+    content = load_of_deepspeed(path)
     change(content)
     copy = path.with_suffix(".new")  # the file itself is mapped into memory
     torch.save(content, copy)
@@ -150,7 +150,7 @@ def _change(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def stand_ins_are_read() -> Iterator[None]:
-    with torch.serialization.safe_globals([deepspeed._LossScaler, deepspeed._Fragment]):
+    with torch.serialization.safe_globals([LossScaler, Fragment]):
         yield
 
 
@@ -188,7 +188,7 @@ def test_a_load_of_deepspeeds_own_folder_names_the_import(name: str, tag: str | 
     def body(rank: int) -> None:
         model = make_model()
         engine, *_ = zeroshard.initialize(model=model, optimizer=make_optimizer(model), config=config(2, {}))
-        for load in (engine.load_checkpoint, engine._sharded.load):
+        for load in (engine.load_checkpoint, sharded_of(engine).load):
             with pytest.raises(CheckpointError, match=says):
                 load(folder, tag)
 
@@ -295,7 +295,7 @@ def test_wrong_contents_are_a_sentence_that_names_the_file(
     refused = set()
     for file in (MODEL[name], OPTIMIZER.format(1)):
         original = (folder / file).read_bytes()
-        content = deepspeed._load(folder / file)
+        content = load_of_deepspeed(folder / file)
         keys = list(content.get("optimizer_state_dict", content))
         for key in keys:
             _change(folder / file, lambda c, k=key: _put(c.get("optimizer_state_dict", c), k, value))

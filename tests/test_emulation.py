@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from insides import print_machine
 from ranks import on_ranks
 from rich.console import Console
 from torch import nn
 
 import zeroshard
 from zeroshard import Policy, Precision, emulation
-from zeroshard.cli.doctor import _print_machine
 
 BF16 = {
     "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -96,5 +96,5 @@ def test_the_cpu_here_has_what_the_kernel_says() -> None:
 
 def test_doctor_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pretend(monkeypatch)
-    _print_machine(Console(width=200))
+    print_machine(Console(width=200))
     assert "bfloat16: this CPU has no instructions for it" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import units
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ def test_masters_keep_their_digits_and_references_die() -> None:
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
         before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
-        old = weakref.ref(sharded._schedule.units[1])
+        old = weakref.ref(units(sharded)[1])
         model.blocks[0].up.requires_grad_(False)
         sharded.update_trainable()
         gc.collect()

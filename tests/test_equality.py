@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from insides import CONNECT, transport_of
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
 from oracles import ranks_agree, train_ddp, train_reference
 from ranks import on_ranks, run_ranks
@@ -19,6 +20,7 @@ from twin import (
     DISK,
     LARGE_BUCKETS,
     LOSS_SCALES,
+    PRECISIONS,
     PROMISES,
     SMALL_BUCKETS,
     STAGES,
@@ -30,6 +32,7 @@ from twin import (
     in_one_memory,
     places,
     run,
+    same,
 )
 from unusual import UNUSUAL, unusual
 
@@ -43,7 +46,6 @@ MICROBATCHES = pytest.mark.parametrize("microbatches", [1, 3])
 CLIPPING = pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
 LAYOUTS = {"2x2": (4, 2), "2x1": (2, 1), "1x4": (4, 4)}
 """Hosts x ranks of a host: (ranks in all, within)."""
-INT8 = Wire(gradients="int8")
 
 
 def few_are_quick(models: list[str], count: int = 1) -> list[Any]:
@@ -59,6 +61,31 @@ def test_each_promise_has_a_test() -> None:
         for test in tests.values():
             file, name = test.split("::")
             assert f"\ndef {name}(" in (here / f"{file}.py").read_text(), test
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("state", ["parameters", "exp_avg_sq", "step"])
+def test_a_state_counts_that_no_parameter_shows(state: str, stage: int) -> None:
+    """Master weights in fp32 below the digits of bf16, and states that only the next step would use."""
+
+    def body(rank: int) -> bool:
+        def change(sharded: Sharded) -> None:
+            if state == "step":
+                for held in sharded.optimizer.state.values():
+                    held["step"] += 1
+                return
+            value = sharded.states.get("head.weight", state)
+            assert value is not None
+            sharded.states.set("head.weight", state, value * (1 + 2.0**-20))
+
+        runs = [
+            train(rank, workload("untied", steps=1), Policy.stage(stage), precision=PRECISIONS["bf16"], inspect=inspect)
+            for inspect in (None, change)
+        ]
+        assert same(runs[0].parameters, runs[1].parameters)
+        return runs[0].equals(runs[1])
+
+    assert not all(on_ranks(body, 2))
 
 
 # ---------------------------------------------------------------------- stages and transports
@@ -297,7 +324,7 @@ def test_the_table_names_the_transport_that_ranks_use() -> None:
             raise PermissionError(1, "Operation not permitted")
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(meeting, "_connect", refuse)
+            patched.setattr(*CONNECT, refuse)
             with pytest.raises(AssertionError, match="the setting says shared memory"):
                 run(rank, workload(steps=1), STAGES["stage 2"])
             run(rank, workload(steps=1), TRANSPORTS["stage 2 over gloo"])
@@ -316,8 +343,7 @@ def test_ranks_that_share_memory_in_pairs(ranks: int, stage: int, monkeypatch: p
         for transport in ("0", "1"):
 
             def talks_over_both(sharded: Sharded, expected: bool = transport == "1") -> None:
-                collectives = sharded._context.collectives
-                assert isinstance(collectives, OverHosts) == expected
+                assert isinstance(transport_of(sharded), OverHosts) == expected
 
             os.environ["ZEROSHARD_SHARED_MEMORY"] = transport
             with pytest.MonkeyPatch.context() as patched:
@@ -333,15 +359,17 @@ def test_ranks_that_share_memory_in_pairs(ranks: int, stage: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
+@pytest.mark.parametrize("codes", ["int8", "int4"])
 @MICROBATCHES
-def test_lossy_gradients(microbatches: int, precision: str) -> None:
+def test_lossy_gradients(microbatches: int, codes: Literal["int8", "int4"], precision: str) -> None:
     """The codes are the topology's, as the order of sums is: settings of one `within` and one wire give the same bits."""
 
     def body(rank: int) -> None:
         work = workload("tied", steps=3, microbatches=microbatches, max_norm=0.5)
-        first = expect_equal(rank, work, hosts(2, INT8), precision)
+        first = expect_equal(rank, work, hosts(2, Wire(gradients=codes)), precision)
         exact = run(rank, work, hosts(2)["stage 2"], precision=precision)
         assert not exact.equals(first[microbatches > 1])
-        torch.testing.assert_close(first[microbatches > 1].losses, exact.losses, rtol=0.05, atol=0.05)
+        near = 0.05 if codes == "int8" else 0.2
+        torch.testing.assert_close(first[microbatches > 1].losses, exact.losses, rtol=near, atol=near)
 
     on_ranks(body, 4)

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
+from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 
@@ -80,6 +82,55 @@ def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
         assert "rank 0 waited for" in message
         assert "rank 1 waited for" in message
         assert "blocks" in message
+
+
+@pytest.mark.parametrize("alone", ["state_dict", "save", "states", "forward"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_rank_alone_over_gloo_is_named_long_before_the_timeout(
+    ranks: int, alone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that wait for each other in vain would be reported as hung."""
+    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0")
+    monkeypatch.setenv("ZEROSHARD_NOTICE_SECONDS", "2")
+
+    def body(rank: int) -> str:
+        model = Stack()
+        sharded = zeroshard.shard(model, sgd(model), 3)
+        calls: dict[str, Callable[[], object]] = {
+            "state_dict": model.state_dict,
+            "save": lambda: sharded.save(tmp_path, "one"),
+            "states": lambda: sharded.states.get("head.weight"),
+            "forward": lambda: model(*tokens(rank, 9)),
+        }
+        with pytest.raises(CollectiveError) as caught:
+            for number in range(3):
+                if rank == 0 and number == 1:
+                    calls[alone]()
+                model(*tokens(rank, number)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            sharded.sum_over_ranks(torch.zeros(1))
+        return str(caught.value)
+
+    messages = run_ranks(body, ranks, timeout=100, collective_timeout=600)
+    assert any("waits for this one meanwhile, for" in message for message in messages), messages
+    for message in messages:
+        assert "rank 0 waited for" in message and "rank 1 waited for" in message, message
+
+
+@pytest.mark.parametrize("mistake", ["none", "another connection", "begun here", "begun there", "not for this rank"])
+def test_ranks_wait_in_vain_only_where_neither_has_begun_what_the_other_waits_for(mistake: str) -> None:
+    channel = 1 << SEQUENCE_BITS
+    code = 3 << OPERATION_SHIFT
+    mine, theirs = 2 * channel + 1, code + 5 * channel + 255
+    here = {2: mine, 5: theirs if mistake == "begun here" else theirs - 1}
+    there = [5 * channel + 255 + code, mine if mistake == "begun there" else code + mine]
+    report = [
+        "b" if mistake == "another connection" else "a", theirs, [7] if mistake == "not for this rank" else [0], there,
+    ]  # fmt: skip
+    pairing = Pairing("a", mine, [1], here, lambda: None)
+    assert pairing.report() == ["a", mine, [1], [*here.values()]]
+    assert pairing.is_in_vain(0, 1, report) is (mistake == "none")
 
 
 def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:

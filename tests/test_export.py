@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from insides import sharded_of
 from models import MODELS, tokens
 from ranks import on_ranks
 from safetensors.torch import load_file
@@ -49,7 +50,7 @@ def saved(
         engine.save_checkpoint(tmp_path / "ckpt")
         if live is not None:
             live[0](engine)
-        states = engine._sharded.states
+        states = sharded_of(engine).states
         whole = {fqn: states.get(fqn).clone() for fqn, _ in model.named_parameters()}
         state_dict_keys = model.state_dict().keys()
         return whole | {fqn: b.clone() for fqn, b in model.named_buffers() if fqn in state_dict_keys}

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from insides import meeting_point
 from models import Stack
 from ports import free_port
 
 import zeroshard
 from zeroshard import UsageError
-from zeroshard.launch import Launch, _meeting_point, first_host, join_ranks, read_launch, trap_of_restarts
+from zeroshard.launch import Launch, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
 from zeroshard.uncaught import Hook, report_uncaught, restore
 
@@ -138,14 +139,14 @@ def test_a_store_that_outlives_its_ranks_is_told_of() -> None:
         ("10.0.0.1", "tcp://10.0.0.1:7"),
     ],
 )
-def test_an_address_becomes_a_meeting_point(address: str, point: str) -> None:
-    assert _meeting_point(Launch("Slurm", 0, 2, None, address, 7)) == point
+def test_an_address_becomes_ameeting_point(address: str, point: str) -> None:
+    assert meeting_point(Launch("Slurm", 0, 2, None, address, 7)) == point
 
 
 @pytest.mark.parametrize("address", ["/", "a b", "http://a", "host:29500", "[", "a?rank=3"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="is no address: set it to the machine of rank 0"):
-        _meeting_point(Launch("Slurm", 0, 2, None, address, 7))
+        meeting_point(Launch("Slurm", 0, 2, None, address, 7))
 
 
 @pytest.mark.parametrize("address", ["", ",a", "[", "[,", "a[", "²/"])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from insides import scratch_nbytes, settle, units
 from torch import Tensor, nn
 from twin import gpt_batch as batch
 
@@ -55,8 +58,7 @@ def test_transient_buffers_are_bounded_and_do_not_grow(stage: int, transport: st
 
         def inspect(sharded: zeroshard.Sharded) -> None:
             seen.append(sharded.memory_report()["buffers"])
-            units = sharded._schedule.units
-            largest.append(max(unit.layout.numel for unit in units) * 4)
+            largest.append(max(unit.layout.numel for unit in units(sharded)) * 4)
 
         train(rank, work(steps=6), Policy.stage(stage), inspect=inspect)
         assert seen[-1] <= 4 * 2 * largest[0]
@@ -75,22 +77,22 @@ def test_a_clipped_step_sends_one_message(stage: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
         sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
-        collectives = sharded._context.collectives
-        original, labels = collectives.exchange, list[str]()
+        waits: list[str] = []
 
-        def exchange(data: bytes, label: str) -> list[bytes]:
-            labels.append(label)
-            return original(data, label)
+        @contextmanager
+        def measure(kind: str) -> Iterator[None]:
+            waits.append(kind)
+            yield
 
         for number in range(3):
             model(torch.full((2, 8), rank + 1.0)).sum().backward()
-            collectives.exchange = exchange  # type: ignore[method-assign]
+            sharded.measure_waits(measure)
+            waits.clear()
             sharded.clip_grad_norm_(1.0)
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
             if number:  # in the first step the ranks also agree on the order of buckets
-                assert len(labels) == 1, labels
-            labels.clear()
+                assert waits.count("exchange") == 1, waits
 
     run_ranks(body, 2)
 
@@ -117,7 +119,7 @@ def test_a_large_root_does_not_let_the_blocks_gradients_wait(stage: int) -> None
         model = _LargeRoot()
         sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
         seen: list[int] = []
-        model.blocks[0].register_full_backward_hook(lambda *_: seen.append(sharded._context.pool.nbytes))
+        model.blocks[0].register_full_backward_hook(lambda *_: seen.append(scratch_nbytes(sharded)))
         model(batch(rank, 0)[0]).backward()  # of the root nothing has come yet when its first block is done
         block = (2 * 64 * 256 + 320) * 4
         assert 0 < seen[0] <= 4 * 2 * block < 24 * block
@@ -137,7 +139,7 @@ def test_bytes_on_the_wire(ranks: int, stage: int, transport: str) -> None:
         counted: list[int] = []
 
         def inspect(sharded: zeroshard.Sharded) -> None:
-            sharded._schedule.settle()  # stages 1 and 2 gather behind the step: wait until all is over
+            settle(sharded)  # stages 1 and 2 gather behind the step: wait until all is over
             dist.barrier()
             marks.append(sent_bytes())
             counted.append(sum(sharded.comm_report().values()))
@@ -163,21 +165,18 @@ def test_bytes_on_the_wire(ranks: int, stage: int, transport: str) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_deleting_everything_frees_everything(stage: int) -> None:
     def body(rank: int) -> None:
+        before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
         model = GPT(CONFIG)
         sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
         for step in range(2):
             model(*batch(rank, step)).backward()
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
-        buckets = [bucket for unit in sharded._schedule.units for bucket in unit.buckets]
-        dead = [
-            weakref.ref(tensor)
-            for b in buckets
-            for kind in ("parameters", "gradients", "master")
-            for tensor in b.tensors(kind)
-        ]
-        dead += [weakref.ref(model), weakref.ref(sharded), weakref.ref(buckets[0])]
-        del model, sharded, buckets
+        gc.collect()
+        made = [one for one in gc.get_objects() if isinstance(one, Tensor) and id(one) not in before]
+        assert len(made) > len(list(model.parameters()))
+        dead = [weakref.ref(one) for one in [*made, model, sharded, units(sharded)[0]]]
+        del model, sharded, made
         gc.collect()
         assert [ref() for ref in dead if ref() is not None] == []
 

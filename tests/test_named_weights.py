@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, llama, text
+from insides import settle, transport_of, units
 from models import MODELS, Stack, floats, tokens
 from ranks import RankError, on_ranks, run_ranks
 from safetensors.torch import load_file
@@ -203,13 +204,12 @@ def test_at_most_the_shards_and_two_units(stage: int) -> None:
             model(*gpt_batch(rank, number)).backward()
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
-        sharded._schedule.settle()
-        units = sharded._schedule.units
-        largest = max(unit.flat.tensor.nbytes for unit in units)
+        settle(sharded)
+        largest = max(unit.flat.tensor.nbytes for unit in units(sharded))
         at_rest = sharded.memory_report()
 
         def look() -> int:
-            assert sum(unit.sharded_at_rest and unit.flat.nbytes > 0 for unit in units) == (stage == 3)
+            assert sum(unit.sharded_at_rest and unit.flat.nbytes > 0 for unit in units(sharded)) == (stage == 3)
             return sum(sharded.memory_report().values()) - sum(at_rest.values())
 
         seen = [look() for _ in sharded.named_weights()]
@@ -228,9 +228,9 @@ def test_the_messages_are_those_of_one_forward(stage: int, precision: str, trans
 
     def body(rank: int) -> None:
         model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
-        unit = sharded._schedule.units[0]
+        collectives: Any = transport_of(sharded)
         calls: list[tuple[int, ...]] = []
-        gather = unit.collectives.all_gather
+        gather = collectives.all_gather
 
         def count(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
             calls.append(tuple(rows.shape))
@@ -238,16 +238,16 @@ def test_the_messages_are_those_of_one_forward(stage: int, precision: str, trans
 
         def taken(run: Callable[[], object]) -> tuple[Counter[str], list[tuple[int, ...]]]:
             calls.clear()
-            before = Counter(unit.collectives.sent)
+            sharded.comm_report()
             run()
-            sharded._schedule.settle()
-            sent = Counter(unit.collectives.sent) - before
+            settle(sharded)
+            sent = Counter(sharded.comm_report())
             del sent["exchange"]  # a byte a unit, by which ranks agree to go on
             return sent, sorted(calls)
 
         with torch.no_grad():
             model(*gpt_batch(rank, 0))  # the first finds the order of units
-            unit.collectives.all_gather = count
+            collectives.all_gather = count
             forward = taken(lambda: model(*gpt_batch(rank, 0)))
         handed_over = taken(lambda: kept(sharded.named_weights()))
         assert handed_over == forward

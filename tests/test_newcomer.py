@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import pickle
 import subprocess
@@ -335,7 +336,9 @@ def test_type_checkers_see_the_public_names() -> None:
     for node in ast.walk(ast.parse((package / "__init__.py").read_text())):
         if isinstance(node, ast.ImportFrom) and node.module not in ("importlib", "typing", "zeroshard.version"):
             imports |= {(alias.name, node.module) for alias in node.names if alias.asname == alias.name}
-    assert imports == {(name, f"zeroshard.{module}") for name, module in zeroshard._MODULE_OF.items()}
+    assert [name for name, _ in sorted(imports)] == sorted(zeroshard.__all__)
+    for name, module in imports:
+        assert getattr(importlib.import_module(module), name) is getattr(zeroshard, name), name
     modules = {path.stem for path in package.glob("*.py")} | {
         path.parent.name for path in package.glob("*/__init__.py")
     }

@@ -16,12 +16,12 @@ import torch
 from models import Stack, two_groups
 from ranks import on_ranks
 from test_offload import BUCKETS, DISK, keep_places_apart, take_step
-from test_offload_states import build, everything, policies, same
+from test_offload_states import build, policies, same
 from torch import Tensor, nn
+from twin import every_state
 
 import zeroshard
 from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
-from zeroshard.schedule.unit import UnitState
 from zeroshard.step.travelling import Frame
 from zeroshard.storage.direct_file import Requests
 
@@ -90,7 +90,7 @@ def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
             apply(sharded)
             with zeroshard.unsharded(sharded.model):
                 shown = {f"shown {fqn}": p.detach().clone() for fqn, p in sharded.model.named_parameters()}
-            results.append(everything(sharded) | shown)
+            results.append(every_state(sharded) | shown)
             sharded.remove()
         for result in results[1:]:
             assert same(result, results[0])
@@ -121,7 +121,7 @@ def test_an_optimizer_that_counts_by_group_counts_steps(tmp_path: Path) -> None:
         for step in range(3):
             take_step(sharded, work, step)
         assert [group["count"] for group in optimizer.param_groups] == [3, 3]
-        results.append(everything(sharded))
+        results.append(every_state(sharded))
     assert all(same(result, results[0]) for result in results)
 
 
@@ -145,7 +145,7 @@ def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, m
     sharded.save(tmp_path / "checkpoints", "last")
     for step in (2, 3):
         take_step(sharded, work, step)
-    expected = everything(sharded)
+    expected = every_state(sharded)
     monkeypatch.setattr(os, call, failing)
     raised = 0
     for number in range(1, 120, 6):
@@ -161,7 +161,7 @@ def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, m
         sharded.load(tmp_path / "checkpoints")
         for step in (2, 3):
             take_step(sharded, work, step)
-        assert same(everything(sharded), expected), number
+        assert same(every_state(sharded), expected), number
         sharded.load(tmp_path / "checkpoints")
     assert raised >= 5
 
@@ -213,10 +213,11 @@ def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         keep_places_apart()
         sharded, work = build(policies(tmp_path)["stage 2, whole in CPU memory"], model="tied", steps=0)
-        units = sharded._schedule.units
+        parameters = list(sharded.model.parameters())
 
         def away() -> bool:
-            return all(unit.state is UnitState.OFFLOADED and unit.flat.nbytes == 0 for unit in units)
+            here = any(zeroshard.parameter_states(parameter).is_here for parameter in parameters)
+            return not here and not sharded.memory_report()["parameters"]
 
         assert away(), "after shard"
         sum(p.numel() for p in sharded.model.parameters() if p.requires_grad and p.shape and p.dtype == torch.float32)
@@ -235,8 +236,8 @@ def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
 def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> None:
     how = Offload(str(tmp_path), ratio=0.5, buffer_numel=4096, block_nbytes=4096)
     sharded, work = build(Policy.stage(2).offloaded(optimizer=DISK, offload=how), model="tied")
-    homes = {unit.label: unit.policy.optimizer.place for unit in sharded._schedule.units}
-    assert len(set(homes.values())) == 2
+    report = sharded.memory_report()
+    assert report["disk"] and report["optimizer"], "each place has a part"
     sizes = []
     for step in range(6):
         sharded.model.get_submodule("blocks.0").requires_grad_(step % 2 == 1)
@@ -245,18 +246,17 @@ def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> No
         gc.collect()
         sizes.append(sharded.memory_report()["disk"])
     assert sizes[1] == sizes[3] == sizes[5]
-    assert {unit.label: unit.policy.optimizer.place for unit in sharded._schedule.units} == homes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sharded, _ = build(Policy.stage(2), precision)
-    expected = everything(sharded)
+    expected = every_state(sharded)
     with zeroshard.unsharded(sharded.model), pytest.raises(UsageError, match="Call it outside"):
         sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
     with pytest.raises(ZeroshardError, match="no folder is named"):
         sharded.offload_states(place=DISK)
-    assert same(everything(sharded), expected)
+    assert same(every_state(sharded), expected)
     sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
     sharded.optimizer.zero_grad()
     for use in (sharded.optimizer.state_dict, lambda: sharded.optimizer.load_state_dict({})):
@@ -270,7 +270,7 @@ def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: 
         sharded.reload_states()
     monkeypatch.setattr(os, "preadv", real)
     sharded.reload_states()
-    assert same(everything(sharded), expected)
+    assert same(every_state(sharded), expected)
     sharded.offload_states(["optimizer"], place=DISK, offload=Offload(str(tmp_path)))
     with pytest.raises(UsageError, match="parked"), zeroshard.unsharded(sharded.model, modifier_rank=0):
         pass
@@ -293,5 +293,5 @@ def test_more_states_than_were_thought(tmp_path: Path) -> None:
         _, work = build(Policy.stage(2), steps=0)
         for step in range(3):
             take_step(sharded, work, step)
-        results.append(everything(sharded))
+        results.append(every_state(sharded))
     assert same(*results) and any("max_exp_avg_sq" in name for name in results[0])

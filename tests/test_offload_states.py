@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from insides import sharded_of
 from models import VOCABULARY, Stack, two_groups, workload
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_config import ZERO2
 from test_offload import BUCKETS, CPU, DISK, PRECISIONS, keep_places_apart, refusal, take_step
 from torch import Tensor
-from twin import same
+from twin import every_state, same
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, ZeroshardError
-from zeroshard.schedule.unit import UnitState
 from zeroshard.step.model_states import PARAMETERS, Range
 from zeroshard.testing import train
 
@@ -51,16 +51,6 @@ def build(policy: Policy, precision: str = "fp32", model: str = "frozen", steps:
     return sharded, work
 
 
-def everything(sharded: Sharded) -> dict[str, Tensor]:
-    found = {}
-    for fqn, _ in sharded.model.named_parameters():
-        for name in [PARAMETERS, *sharded.states.optimizer_names()]:
-            value = sharded.states.get(fqn, name)
-            if value is not None:
-                found[f"{fqn} {name}"] = value.clone()
-    return found
-
-
 PLACES = list(policies(Path()))
 
 
@@ -77,9 +67,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
             sharded, work = build(policies(folder)[source], precision)
             sharded.save(folder, "a")
             sharded.export(folder / "export")
-            states = [everything(sharded)]
+            states = [every_state(sharded)]
             take_step(sharded, work, 2)
-            states.append(everything(sharded))
+            states.append(every_state(sharded))
             if rank == 0:
                 torch.save(states, folder / "states.pt")
 
@@ -103,9 +93,9 @@ def test_checkpoints_go_from_any_place_to_any(
         saved, expected = torch.load(folder / "states.pt")
         fresh, work = build(policies(tmp_path)[target], precision, steps=1)
         fresh.load(folder, "a")
-        assert same(everything(fresh), saved)
+        assert same(every_state(fresh), saved)
         take_step(fresh, work, 2)
-        assert same(everything(fresh), expected), "a step later"
+        assert same(every_state(fresh), expected), "a step later"
 
     on_ranks(body, 2)
 
@@ -142,7 +132,7 @@ def test_states_by_name(tmp_path: Path) -> None:
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
             take_step(sharded, work, 3)
-            results.append(everything(sharded) | {"gradient": gradient, "norm": torch.tensor(norm)})
+            results.append(every_state(sharded) | {"gradient": gradient, "norm": torch.tensor(norm)})
             sharded.remove()
         for result in results[1:]:
             assert same(result, results[0])
@@ -160,7 +150,7 @@ def test_frozen_and_freed(tmp_path: Path) -> None:
                 sharded.model.get_submodule("blocks.0").requires_grad_(trains)
                 sharded.update_trainable()
                 take_step(sharded, work, 2 + trains)
-            results.append(everything(sharded))
+            results.append(every_state(sharded))
             sharded.remove()
         for result in results[1:]:
             assert same(result, results[0])
@@ -172,15 +162,15 @@ def test_optimizer_state_dicts(tmp_path: Path) -> None:
     for name, policy in policies(tmp_path).items():
         sharded, work = build(policy)
         saved = copy.deepcopy(sharded.optimizer.state_dict())
-        before = everything(sharded)
+        before = every_state(sharded)
         assert all(not v.isnan().any() for s in saved["state"].values() for v in s.values()), name
         masters = {fqn: sharded.states.get(fqn) for fqn, _ in sharded.model.named_parameters()}
         take_step(sharded, work, 2)
-        assert not same(everything(sharded), before)
+        assert not same(every_state(sharded), before)
         sharded.optimizer.load_state_dict(saved)
         for fqn, value in masters.items():
             sharded.states.set(fqn, PARAMETERS, value)
-        assert same(everything(sharded), before), name
+        assert same(every_state(sharded), before), name
         take_step(sharded, work, 2)
 
 
@@ -392,7 +382,7 @@ def test_overflows_in_the_middle(microbatches: int, tmp_path: Path) -> None:
                 engine.step()
                 losses.append(loss.detach())
                 applied.append(engine.was_step_applied())
-            runs.append((torch.stack(losses), applied, everything(engine._sharded)))
+            runs.append((torch.stack(losses), applied, every_state(sharded_of(engine))))
             engine.destroy()
             keep_places_apart()
         for losses_, applied, states in runs[1:]:
@@ -415,13 +405,12 @@ def test_both_offloads_of_a_stage_2_config_do_something() -> None:
         for step in range(3):
             loss = engine(*work.make_batch(rank, step))
             engine.backward(loss)
-            unsharded.append(sum(unit.flat.nbytes for unit in engine._sharded._schedule.units))
+            unsharded.append(engine.memory_report()["parameters"])
             engine.step()
             losses.append(loss.detach())
-            states = {unit.state for unit in engine._sharded._schedule.units}
-            unsharded.append(sum(unit.flat.nbytes for unit in engine._sharded._schedule.units))
+            unsharded.append(engine.memory_report()["parameters"])
         report = engine.memory_report()
-        if UnitState.OFFLOADED in states:
+        if not unsharded[-1]:
             first = next(iter(engine.module.parameters()))
             assert not first.isnan().any(), "whoever reads a parameter gets its values, without another rank"
         return losses, unsharded, report

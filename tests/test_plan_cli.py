@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from command_line import zeroshard
+from insides import progress_of_plan
 from typer.testing import CliRunner
 
-from zeroshard.cli import plan
+from zeroshard.cli import measure, plan
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
-from zeroshard.planning.machine import TABLE
+from zeroshard.planning.machine import TABLE, machines
 from zeroshard.planning.report import size
 
 LLAMA = {
@@ -232,7 +233,7 @@ def test_progress_is_logged_where_stderr_is_no_terminal(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(plan, "monotonic", lambda: now[0])
-    with plan._progress("searching") as told:
+    with progress_of_plan("searching") as told:
         for done in range(25):
             now[0] += 1
             told(done, 25)
@@ -281,3 +282,10 @@ def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
     assert "does not describe a machine" in refused(
         "factory.py:make", "--machine", "here.json", "--config", "zero.json"
     )
+
+
+def test_a_measured_machine_takes_the_rest_from_the_nearest_known_one() -> None:
+    assert measure._known("NVIDIA A100-SXM4-80GB") is machines()["a100-80gb"]
+    unknown = measure._known("another maker's")
+    assert unknown.devices == ("another maker's",)
+    assert unknown.between == machines()["h100"].between

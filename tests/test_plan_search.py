@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 import torch
+from insides import last_that_fits
 from torch import Tensor, nn
 
-from zeroshard.planning import search
 from zeroshard.planning.dry_run import Figures
 from zeroshard.planning.machine import Machine, Unseen, machines
 from zeroshard.planning.planner import Plan, job_of
@@ -126,9 +126,9 @@ def test_the_largest_micro_batch_is_found_where_the_first_samples_add_nothing(fi
             return max(start, per_sample * micro)
 
         expected = limit // per_sample if start <= limit else 0
-        assert search._last_that_fits(need, limit, first) == expected
+        assert last_that_fits(need, limit, first) == expected
         assert len({*asked}) <= 20
 
 
 def test_what_never_exceeds_is_not_looked_for_for_ever() -> None:
-    assert search._last_that_fits(lambda _: 1, 10, 1) == 1 << 16
+    assert last_that_fits(lambda _: 1, 10, 1) == 1 << 16

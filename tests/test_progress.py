@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from insides import throughput
 from models import Stack, tokens
 from ranks import on_ranks
 from simgpu import budgets, server
@@ -244,8 +244,7 @@ def test_ranks_that_divide_tensors_count_in_mfu(monkeypatch: pytest.MonkeyPatch)
     dtypes = SimpleNamespace(param=torch.float32)
     fake: Any = SimpleNamespace(model=Stack(), world_size=4, dtypes=dtypes, _context=SimpleNamespace(everyone=everyone))
     row = TrainingRow(fake, Sizes(None, None, None, flops=8e9, peak_flops=1e9), 0, 0, Display(speaks=False))
-    row._sampled = deque([(0.0, 0), (10.0, 5)])
-    assert row._throughput() == ["0.5 samples/s", "MFU 50.0%"]
+    assert throughput(row, [(0.0, 0), (10.0, 5)]) == ["0.5 samples/s", "MFU 50.0%"]
 
 
 def test_the_line_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,3 +429,4 @@ def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
     _, *steps = records(tmp_path)
     assert [one["step"] for one in steps] == list(range(1, len(found["losses"]) + 1))
     assert [one["loss"] for one in steps] == pytest.approx(found["losses"].tolist(), rel=1e-6)
+    assert steps[-1]["reserved"] >= steps[-1]["peak"] > steps[-1]["memory"]["parameters"] > 0

@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from insides import STAND_INS, Fragment, LossScaler, checksum, print_checkpoint
 from models import Stack
 from torch.distributed.checkpoint.api import CheckpointException
 from twin import build, step
@@ -70,7 +71,7 @@ def _opened(node: Any) -> Any:
     """Return a dict or list that may be changed: of an object, its attributes; None of anything else."""
     if isinstance(node, dict | list):
         return node
-    is_object = is_dataclass(node) or isinstance(node, deepspeed._LossScaler | deepspeed._Fragment)
+    is_object = is_dataclass(node) or isinstance(node, LossScaler | Fragment)
     return vars(node) if is_object and not isinstance(node, type) else None
 
 
@@ -154,7 +155,7 @@ def _mutate_json(path: Path, tmp_path: Path, pick: random.Random) -> None:
     is_manifest = body.pop("checksum", None) is not None
     _mutate_tree(body, tmp_path, pick)
     if is_manifest:
-        body["checksum"] = files._digest(body)
+        body["checksum"] = checksum(body)
     path.write_text(json.dumps(body))
 
 
@@ -210,7 +211,7 @@ def _mutate_pickled(path: Path, tmp_path: Path, pick: random.Random) -> None:
                 content = before.read(name)
                 after.writestr(name, _mutate_bytes(content, pick, depth) if name.endswith("data.pkl") else content)
     else:
-        with torch.serialization.safe_globals(deepspeed._STAND_INS):
+        with torch.serialization.safe_globals(STAND_INS):
             content = torch.load(io.BytesIO(data), weights_only=True)
         _mutate_tree(content, tmp_path, pick, _strange_tensor)
         with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):  # what cannot be pickled
@@ -252,7 +253,7 @@ def _read_checkpoint(folder: Path, out: Path, sharded: Any, pick: random.Random)
     how = pick.randrange(6)
     if how == 0:
         with contextlib.redirect_stdout(io.StringIO()):
-            checkpoints._print(checkpoints.describe(open_checkpoint(folder), verify=True))
+            print_checkpoint(checkpoints.describe(open_checkpoint(folder), verify=True))
     elif how == 1:
         export(open_checkpoint(folder), out, max_shard_nbytes=2000)
     elif how == 2:
@@ -285,7 +286,7 @@ def _good_files(folder: Path) -> tuple[Any, torch.nn.Module]:
         adapters={"": {f"base.{name}": name}},
         files={"adapter_config.json": config, "config.json": {"dtype": "float32"}},
     )
-    path.write_text(json.dumps({**body, "checksum": files._digest(body)}))
+    path.write_text(json.dumps({**body, "checksum": checksum(body)}))
     export(open_checkpoint(folder / "ckpt"), folder / "model", max_shard_nbytes=2000)
     return sharded, Stack()
 
@@ -403,7 +404,7 @@ def test_a_mutated_file_is_refused_or_read(seeds: range, tmp_path: Path) -> None
 def test_a_mutated_file_of_deepspeed_is_refused_or_imported(seeds: range, tmp_path: Path) -> None:
     def body(rank: int) -> dict[str, list[int]]:
         _good_files_of_deepspeed(tmp_path / "good")
-        with torch.serialization.safe_globals([deepspeed._LossScaler, deepspeed._Fragment]):
+        with torch.serialization.safe_globals([LossScaler, Fragment]):
             return _run(seeds, tmp_path, DEEPSPEEDS, lambda folder, work, pick: _import(work / folder, work / "out"))
 
     _refuse(run_ranks(body, 1, timeout=600)[0])

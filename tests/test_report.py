@@ -32,7 +32,8 @@ def step(number: int, **more: Any) -> dict[str, Any]:
         "step": number, "samples": 8 * number, "at": 1.7e9 + number, "loss": 5.0 / number, "lr": 1e-3, "loss_scale": 2.0**16,
         "grad_norm": None if skipped else 1.0, "applied": not skipped, "samples_per_second": 100.0, "tokens_per_second": 12800.0,
         "seconds": {"forward": 0.01, "backward": 0.02}, "sent": {"reduce_scatter": 2 << 20},
-        "memory": {"parameters": 30 << 20, "optimizer": 60 << 20}, "peak": 200 << 20, **more,
+        "memory": {"parameters": 30 << 20, "optimizer": 60 << 20}, "peak": 200 << 20,
+        "reserved": 256 << 20, **more,
     }  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "sent by rank 0 in a step by collective, MiB",
     ]  # fmt: skip
     assert text.count("<svg") == 8
+    assert "256 MiB" in text
     assert "<script" not in text and "@import" not in text
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text.replace("xlink:href", "href")), "it needs the network"
     assert "10.0 M parameters, 2 ranks, sharded: gradients, optimizer, bfloat16, &lt;cpu&gt;, torch 2.13" in text

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import LAUNCH
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -210,8 +211,6 @@ def test_a_mistake_is_a_sentence(
 
 def test_accelerators_are_counted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many processes as accelerators; more are refused, and so is the CPU beside them."""
-    from zeroshard.cli import run as module
-
     started: list[Any] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(script.parent)
@@ -219,7 +218,7 @@ def test_accelerators_are_counted(script: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ZEROSHARD_RUN_MARK", "")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(module, "_launch", started.append)
+    monkeypatch.setattr(*LAUNCH, started.append)
     Path("zero.json").write_text("{}")
     for arguments, sentence in (
         (["--nproc-per-node", "5", "train.py"], "this machine has 4 accelerator(s)"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import SIZES, bert, llama, mixtral, t5
+from insides import set_slice
 from ranks import RankError, on_ranks, run_ranks
 from sequences import Case, Outcome, alone, batch, counted, expect_close, llama4, make, same_bits, train
 from torch import Tensor, nn
@@ -363,7 +364,7 @@ def test_masks_see_what_each_pattern_says(pattern: str, positions: Tensor, core:
         "chunks": masking_utils.create_chunked_causal_mask,
     }
     attention = CutAttention(SequenceRanks(), model)
-    attention._slice = Slice(positions)
+    set_slice(attention, Slice(positions))
     made = makers[pattern](
         config=config, inputs_embeds=torch.zeros(2, length // 2, 32), past_key_values=None,
         attention_mask=torch.ones(2, length // 2, dtype=torch.bool), position_ids=positions[:, : length // 2],

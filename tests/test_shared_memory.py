@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from insides import CONNECT, LISTENER, kept_messages, settle, transport_of
 from models import Stack, Untied, tokens, workload
 from ranks import on_ranks, run_until_all_end
 from torch import Tensor
@@ -57,10 +58,6 @@ def end(collectives: Collectives) -> None:
     """Close them when the others are done: an early close breaks connections that another rank still makes, or reads from."""
     collectives.exchange(b"\0", "the end")
     collectives.close()
-
-
-def collectives_of(sharded: zeroshard.Sharded) -> Collectives:
-    return sharded._context.collectives
 
 
 def descriptors() -> int:
@@ -145,7 +142,7 @@ def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, wit
             for number in range(1, 100_000):
                 step(model, sharded, rank, number)
         sharded.abandon()
-        collectives_of(sharded).close()
+        transport_of(sharded).close()
         del model, sharded
         gc.collect()
         assert falls(descriptors_within, before)
@@ -376,14 +373,13 @@ def test_a_thousand_engines_leave_nothing() -> None:
 def test_forwards_without_a_step_keep_no_messages(count: int) -> None:
     def body(rank: int) -> None:
         model, sharded = build(3)
-        collectives = collectives_of(sharded)
+        collectives = transport_of(sharded)
         assert isinstance(collectives, SharedMemory)
         sizes = []
         with torch.no_grad():
             for number in range(100):
                 model(*tokens(rank, 0))
-                inbox = collectives._here.neighbours._inbox
-                sizes.append(len(collectives._lending._lent) + sum(len(one) for one in inbox.values()))
+                sizes.append(kept_messages(collectives))
                 if number == 20:
                     before, nbytes = descriptors_within(), collectives.buffers_nbytes
         assert max(sizes[20:]) <= 12 * count
@@ -678,7 +674,7 @@ def test_forked_children_change_nothing(stage: int) -> None:
         children = []
         for number in range(2):
             step(model, sharded, rank, number)
-            sharded._schedule.settle()  # what gloo still brings, no child can wait for
+            settle(sharded)  # what gloo still brings, no child can wait for
             pid = os.fork()
             if not pid:
                 new = torch.ones(9 << 20)  # more than malloc keeps: it is mapped where there is room
@@ -959,7 +955,7 @@ def test_a_rank_that_cannot_connect_keeps_nobody_waiting(
                 def refuse(*_: object) -> None:
                     raise PermissionError(1, "Operation not permitted")
 
-                monkeypatch.setattr(meeting, "_connect", refuse)
+                monkeypatch.setattr(*CONNECT, refuse)
         with pytest.raises(meeting.NotShared) as caught:
             meeting.meet(members)
         why = str(caught.value)
@@ -977,7 +973,7 @@ def test_a_rank_that_cannot_connect_keeps_nobody_waiting(
 
 def test_strangers_that_call_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, one that says nonsense, one that is gone again; and the ranks meet as if there were none."""
-    listen = meeting._listener
+    listen = getattr(*LISTENER)
 
     def body(_: int) -> None:
         strangers = []
@@ -993,7 +989,7 @@ def test_strangers_that_call_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> 
                     caller.close()
             return listener
 
-        monkeypatch.setattr(meeting, "_listener", called)
+        monkeypatch.setattr(*LISTENER, called)
         gc.collect()
         before = descriptors()
         collectives = shared()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from fuzzing import Boom, Setting
 from fuzzing_sides import Plain, Sharded
+from insides import has_noticed_the_end, schedule, units
 from twin import Setting as SettingOfPlaces
 from twin import as_set, build, step
 
@@ -75,7 +76,7 @@ def lead_to(side: Sharded, state: StepState) -> None:
 
 def no_gradient(side: Sharded) -> None:
     """Break a backward off before it has given a gradient; the next forward notices."""
-    if side.sharded._schedule.state is not StepState.BACKWARD:  # it is one that broke off, and only to be noticed
+    if schedule(side.sharded).state is not StepState.BACKWARD:  # it is one that broke off, and only to be noticed
         with pytest.raises(Boom):
             side.broken_loss(2)
     side.evaluate(3)
@@ -117,30 +118,30 @@ def expected(state: StepState, move: Move) -> StepState | str:
 def test_a_real_model_moves_as_the_table_says(state: StepState, move: Move, stage: int, tmp_path: Path) -> None:
     side = Sharded(Setting(stage), tmp_path)
     lead_to(side, state)
-    schedule = side.sharded._schedule
-    assert schedule.state is state
-    if move is Move.END_BACKWARD and schedule._backward_ended:
+    moves = schedule(side.sharded)
+    assert moves.state is state
+    if move is Move.END_BACKWARD and has_noticed_the_end(side.sharded):
         side.sharded.finish_backward()  # of the backward that ended; the next one counts
     there = expected(state, move)
     if isinstance(there, str):
         with pytest.raises(UsageError, match=re.escape(there)):
             DONE[move](side)
-        assert schedule.state in (state, StepState.BROKEN)
+        assert moves.state in (state, StepState.BROKEN)
     else:
         DONE[move](side)
-        assert schedule.state is there
+        assert moves.state is there
     side.zero_grad(0)
-    assert schedule.state is StepState.CLEAN
+    assert moves.state is StepState.CLEAN
     side.train(4)
     side.step(0)  # and training goes on
-    assert schedule.state is StepState.STEPPED
+    assert moves.state is StepState.STEPPED
 
 
 def test_states_in_the_middle_of_a_backward(tmp_path: Path) -> None:
     side = Sharded(Setting(2), tmp_path)
     seen: list[StepState] = []
     first = dict(side.named)["first.bias"]
-    first.register_post_accumulate_grad_hook(lambda _: seen.append(side.sharded._schedule.state))
+    first.register_post_accumulate_grad_hook(lambda _: seen.append(schedule(side.sharded).state))
     side.train(1)
     assert seen == [StepState.BACKWARD]
 
@@ -202,15 +203,15 @@ def changes_of(policy: Policy, folder: Path) -> set[tuple[str, str]]:
     SEEN.clear()
     with as_set(SettingOfPlaces(policy, apart=True)):
         model, sharded = build(policy)
-        units = sharded._schedule.units
-        for unit in units:
+        own = units(sharded)
+        for unit in own:
             unit.__class__ = Watched
         for number in range(3):
             step(model, sharded, dist.get_rank(), number)
-        units[-1].start_unshard()  # as a prefetch that turns out to be for nothing
-        units[-1].settle()
-        units[-1].reshard()
-        units[-1].offload()
+        own[-1].start_unshard()  # as a prefetch that turns out to be for nothing
+        own[-1].settle()
+        own[-1].reshard()
+        own[-1].offload()
         for states in (("parameters",), ("optimizer",)):
             sharded.offload_states(states, Place.DISK, Offload(str(folder)))
             sharded.reload_states()

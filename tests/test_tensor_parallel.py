@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from insides import across_model, padded_numel
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -544,12 +545,12 @@ def test_one_more_small_message_a_step_and_the_bytes_of_the_local_model() -> Non
     def body(rank: int) -> tuple[dict[str, int], dict[str, int], int, int]:
         mesh = meshed(2, 2)
         sharded = sharded_on(mesh, 3, vocabulary_too)
-        others = sharded._context.others
+        others = across_model(sharded)
         take_steps(sharded, mesh, [0])
         sharded.comm_report()
         others.sent.clear()
         take_steps(sharded, mesh, [1])
-        numel = sum(unit.layout.numel for unit in sharded._schedule.units)
+        numel = padded_numel(sharded)
         flags = len(list(sharded.model.parameters()))
         report = sharded.comm_report(), dict(others.sent), numel, flags
         sharded.remove()

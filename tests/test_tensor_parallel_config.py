@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import sharded_of
 from ranks import on_ranks
 from test_tensor_parallel import STEPS, divide_layers, expect_near, llama, meshed, refusal, tokens
 from torch import nn
@@ -72,7 +73,7 @@ def trained(engine: Any, data_rank: int) -> dict[str, Any]:
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    states = engine._sharded.states
+    states = sharded_of(engine).states
     return {"norms": norms, "values": {name: states.get(name) for name, _ in engine.module.named_parameters()}}
 
 
@@ -109,7 +110,7 @@ def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tm
         engine.load_checkpoint(tmp_path)
         assert engine.global_steps == STEPS
         for name, value in values.items():
-            assert torch.equal(engine._sharded.states.get(name), value), name
+            assert torch.equal(sharded_of(engine).states.get(name), value), name
         engine.destroy()
 
 
@@ -157,7 +158,7 @@ def test_bf16_leaves_buffers_as_they_are() -> None:
         engine, *_ = zeroshard.initialize(model=llama(), config=settings(2, optimizer=ADAMW, bf16={"enabled": True}))
         assert {one.dtype for one in engine.module.parameters()} == {torch.bfloat16}
         assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
-        assert engine._sharded.states.get("lm_head.weight").dtype == torch.float32
+        assert sharded_of(engine).states.get("lm_head.weight").dtype == torch.float32
         norms = trained(engine, 0)["norms"]
         assert norms == pytest.approx(in_one_process(llama(), 1)["norms"], rel=0.05)
         state = engine.module_state_dict()

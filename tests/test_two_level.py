@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from insides import padded_numel
 from ranks import on_ranks
 from twin import build, gpt_batch, same, step, whole
 
@@ -168,7 +169,7 @@ def test_bytes_and_memory_are_what_the_formulas_say(precision: str, transport: s
         sizes: list[int] = []
 
         def inspect(sharded: zeroshard.Sharded) -> None:
-            sizes.append(sum(unit.layout.numel for unit in sharded._schedule.units))
+            sizes.append(padded_numel(sharded))
 
         work = zeroshard.testing.Workload(lambda: GPT(config), gpt_batch, steps=3)
         run = train(rank, work, Policy.stage(3, within=2), precision=how, inspect=inspect)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import counted_looks, units
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from twin import same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
-from zeroshard.parameters import parameter_bucket
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 
@@ -676,33 +676,25 @@ def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(stage: int) -> None:
     on_ranks(body, 2)
 
 
-def test_hidden_writes_are_looked_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_writes_are_looked_for_once_a_step() -> None:
     """By comparing parameters with master weights, from the first read of `.data` on."""
 
     def body(rank: int) -> None:
-        looks = 0
-        compare = parameter_bucket._shows
-
-        def counting(*args: Any) -> bool:
-            nonlocal looks
-            looks += 1
-            return compare(*args)
-
-        monkeypatch.setattr(parameter_bucket, "_shows", counting)
         torch.manual_seed(0)
         model = Stack().bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         sharded = zeroshard.shard(model, optimizer, 2)
         counts = []
-        for number in range(3):
-            model(*tokens(rank, number)).backward()
-            sharded.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append(looks)
-            looks = 0
-            model.head.weight.data  # noqa: B018
-        buckets = sum(len(unit.buckets) for unit in sharded._schedule.units)
+        with counted_looks() as looks:
+            for number in range(3):
+                model(*tokens(rank, number)).backward()
+                sharded.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                counts.append(len(looks))
+                looks.clear()
+                model.head.weight.data  # noqa: B018
+        buckets = sum(len(unit.buckets) for unit in units(sharded))
         assert counts == [0, buckets, buckets]
 
     on_ranks(body, 2)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from insides import transport_of
 from models import OPTIMIZERS, Stack, tokens
 from oracles import ranks_agree
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.two_level import TwoLevel
 from zeroshard.storage import storages
 from zeroshard.testing import Run, Workload, train, whole_parameters
-from zeroshard.testing.parity import same
+from zeroshard.testing.parity import buffers_of, same
 
 __all__ = ["ranks_agree", "same"]
 
@@ -199,7 +200,7 @@ def run(
     """Train the workload under a setting, over its transport; every rank ends with finite losses and the same parameters."""
 
     def inspect(sharded: Sharded) -> None:
-        _expect_transport(sharded._context.collectives, setting.transport)
+        _expect_transport(transport_of(sharded), setting.transport)
         if setting.parks is not None:
             sharded.offload_states(place=setting.parks)
             sharded.reload_states()
@@ -280,6 +281,24 @@ def step(model: nn.Module, sharded: Sharded, rank: int, number: int) -> None:
 
 
 whole = whole_parameters
+
+
+def every_state(sharded: Sharded) -> dict[str, Tensor]:
+    """Copies of the whole of each master weight and optimizer state, by name. A collective."""
+    found = {}
+    states = sharded.states
+    for fqn, _ in sharded.model.named_parameters():
+        for state in ("parameters", *states.optimizer_names()):
+            value = states.get(fqn, state)
+            if value is not None:
+                found[f"{fqn} {state}"] = value.clone()
+    return found
+
+
+def everything(sharded: Sharded) -> dict[str, Tensor]:
+    """The same, with buffers, and with the parameters that a forward sees."""
+    shown = {f"{fqn} shown": value for fqn, value in whole(sharded.model).items()}
+    return every_state(sharded) | shown | buffers_of(sharded.model)
 
 
 def same_on_all_ranks(values: Mapping[str, Tensor]) -> bool:

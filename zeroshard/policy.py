@@ -375,7 +375,8 @@ class Precision:
         Args:
             sum_dtype: the dtype in which a transport sends gradients of a dtype, see `reduce_dtype`.
         """
-        if not own_dtype.is_floating_point:
+        # Nothing is computed in 8 bits: such parameters stay as they are.
+        if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
         # A double-precision parameter keeps its digits: the master is never narrower than the user's parameter.

@@ -287,7 +287,7 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
     _make_first(optimizer._optimizer_step_post_hooks, after)
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
+def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     """Run the step of an optimizer's class without hooks, even if it calls the step of its base class.
 
     torch wraps each class's method with the hooks of the object and those of all optimizers, and has no public way around it.
@@ -300,7 +300,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
-        return step(optimizer)
+        return step(optimizer, *arguments)
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 

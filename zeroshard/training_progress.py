@@ -30,7 +30,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.progress import StepReport, about, device_name
 from zeroshard.errors import UsageError
 from zeroshard.observe.display import Display, Row, clock
-from zeroshard.observe.memory import peak_nbytes
+from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Sent, StepFigures
 from zeroshard.observe.readings import Readings
 from zeroshard.sharded import Sharded
@@ -251,6 +251,7 @@ class TrainingProgress:
             counted["sent"] = self._sent.take(self._sharded.comm_report(clear=False))
             counted["memory"] = self._sharded.memory_report()
             counted["peak"] = peak_nbytes(self._row.device)
+            counted["reserved"] = reserved_nbytes(self._row.device)
         if self._sizes.tokens is not None:
             counted["tokens_per_second"] = speed * self._sizes.tokens
         return StepFigures(

@@ -7,5 +7,6 @@ simccl      a process group with NCCL's semantics, over gloo
 server      the process in which all of that lives, and forks ranks: nothing of it is ever in the process of the tests
 bodies      what is trained on it
 rare        what a plain training does not do: reads at once after writes, late files, failures
+plans       trainings whose memory is held against a plan
 faults      waits of zeroshard's that are taken out, one at a time
 """

@@ -560,11 +560,48 @@ def slots(rank: int) -> None:
         storages.close()
 
 
+def engine(rank: int) -> None:
+    """A config's engine, which clips: every stage, alike."""
+    results = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        }  # fmt: skip
+        model = Untied()
+        made, *_ = zeroshard.initialize(model=model, config=config)
+        losses = []
+        for step in range(3):
+            loss = made(tokens(rank, step)[0].to(simgpu.device()))
+            made.backward(loss)
+            made.step()
+            losses.append(loss.detach())
+        made._sharded.remove()
+        flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+        results.append((torch.stack(losses).float().cpu(), flat))
+    assert all(same(one, results[0]) for one in results)
+
+
+def compiled(rank: int) -> None:
+    """Blocks are compiled, by inductor on a real device. For the simulated one it makes no kernels: graphs are only traced."""
+    backend = "aot_eager" if simgpu.device().type == "simgpu" else "inductor"
+
+    def make() -> nn.Module:
+        model = Untied()
+        for block in model.blocks:
+            block.compile(backend=backend)
+        return model
+
+    for stage in (2, 3):
+        on_both(Policy.stage(stage), make=make)
+
+
 BODIES: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
         stages, stages_in_16_bits, without_overlap, cpu_memory, cpu_memory_in_16_bits, disk, sub_groups, parking, sharded_init,
         checkpoints, asynchronous_checkpoints, activation_checkpointing, overflow, whole_parameters, freezing, error_roads,
-        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, lossy_wires,
+        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, engine, compiled, lossy_wires,
     )
 }  # fmt: skip

@@ -85,7 +85,8 @@ def _module(native: Any) -> types.ModuleType:
     module.Stream = lambda _device=None, priority=0: torch.Stream(device())
     module.stream = lambda stream: nullcontext() if stream is None else stream
     module.Event = torch.Event
-    module.memory_allocated = lambda _device=None: torch.accelerator.memory_allocated()
+    for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
+        setattr(module, name, getattr(torch.accelerator, name))
     return module  # type: ignore[no-any-return]
 
 

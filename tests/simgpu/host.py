@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from insides import WRITE_BEHIND
 from models import Stack
 
 import zeroshard
@@ -63,14 +64,14 @@ def asynchronous_save(rank: int, stage: int) -> dict[str, Any]:
     """Count what an asynchronous save makes the host wait for, the first and the second."""
     training = Training(simgpu.device(), Policy.stage(stage), BF16)
     checkpoints: Any = training.sharded.checkpoints
-    write_behind = checkpoints._write_behind
+    write_behind = getattr(checkpoints, WRITE_BEHIND)
     may_write = threading.Event()
 
     def write(*arguments: Any) -> None:
         may_write.wait()  # the thread that writes waits for copies, and is not counted
         write_behind(*arguments)
 
-    checkpoints._write_behind = write
+    setattr(checkpoints, WRITE_BEHIND, write)
     found = []
     with folder_of_all() as folder:
         for tag in ("one", "two"):

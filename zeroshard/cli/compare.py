@@ -128,7 +128,7 @@ def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, withi
         for run in runs:
             result = run.as_dict()
             result["same"] = run.equals(runs[0])
-            del result["parameters"]
+            del result["parameters"], result["states"]
             results.append(result)
         return results
 

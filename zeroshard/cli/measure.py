@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.meeting import host_id
+from zeroshard.engine.progress import device_name
 from zeroshard.launch import join_ranks
 from zeroshard.planning.machine import Machine, machines
 from zeroshard.policy import Offload, Place, Policy
@@ -92,7 +93,8 @@ def measure(folder: Path | None, nbytes: int) -> Speeds:
 
 
 def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
-    """Measure the fields of `Machine`. Those that cannot be measured here (links to other hosts) are the nearest known machine's.
+    """Measure the fields of `Machine`. Links to other hosts, which cannot be measured here, are those of the known machine with
+    such accelerators, or with H100s.
 
     Args:
         folder, nbytes: see `measure`.
@@ -107,7 +109,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
             made["device"] = made["host"] = _processor(CPU)
         made |= {"memory": memory // ranks, "accelerators": ranks, "inside": _link()}
     else:
-        made = machines()["h100"].model_dump(exclude={"name"})
+        made = _known(device_name(accelerator)).model_dump(exclude={"name"})
         made |= {"device": _processor(accelerator), "host": _processor(CPU)}
         made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
     made["host_memory"] = memory
@@ -116,6 +118,14 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
     if speeds.disk_write and speeds.disk_read:
         made |= {"disk_write": speeds.disk_write, "disk_read": speeds.disk_read}
     return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
+
+
+def _known(device: str) -> Machine:
+    """Return the known machine with accelerators that torch names so, or one with H100s, as of accelerators of that name."""
+    for machine in machines().values():
+        if device in machine.devices:
+            return machine
+    return machines()["h100"].model_copy(update={"devices": (device,)})
 
 
 @contextmanager
@@ -138,7 +148,7 @@ def _processor(device: torch.device) -> dict[str, Any]:
         dtypes = dtypes[:2]
     flops = {}
     for dtype in dtypes:
-        a = torch.ones(size, size, dtype=dtype, device=device)
+        a = torch.randn(size, size, device=device).to(dtype)  # ones take less power, and so less time
         flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / _seconds(lambda a=a: a @ a)  # type: ignore[misc]
     flops.setdefault("float16", flops["bfloat16"])
     source = torch.ones(numel, device=device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from zeroshard.collectives.base import Collectives, Work
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.report import describe_failure
+from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, ZeroshardError
 
@@ -137,11 +138,15 @@ def _closed_peers(works: Sequence[Posted]) -> set[int]:
 
 
 class Transfer(Work):
-    """The works of one operation, None until `begin`. `land` is called when they are done."""
+    """The works of one operation, None until `begin`. `land` is called when they are done.
+
+    Args:
+        pairing: where waits can be in vain without a notice.
+    """
 
     def __init__(
         self, collectives: Grouped, works: Sequence[Posted] | None, kind: str, label: str,
-        land: Callable[[], None] | None = None,
+        land: Callable[[], None] | None = None, pairing: Pairing | None = None,
     ) -> None:  # fmt: skip
         self._collectives = collectives
         self._works = works
@@ -149,6 +154,20 @@ class Transfer(Work):
         self._label = label
         self._land = land
         self._failed: CollectiveError | None = None
+        self._peer: int | None = None
+        self._why_interrupted = ""
+        self.pairing = pairing
+
+    @property
+    def awaited(self) -> int:
+        """The rank, among all, that is waited for."""
+        return self._collectives.members.ranks[self._peer or 0]
+
+    def interrupt(self, why: str) -> None:
+        """Let the wait of another thread fail."""
+        assert self.pairing is not None
+        self._why_interrupted = why
+        self.pairing.interrupt()
 
     def begin(self, works: Sequence[Posted]) -> None:
         """Record the works of the launched operations."""
@@ -162,15 +181,15 @@ class Transfer(Work):
         works = self._works
         self._works = ()
         with collectives.measure(self._kind):
-            collectives.watch.enter(self._label)
+            collectives.watch.enter(self._label, self)
             done = 0
-            peer = None
             try:
-                for work, peer in works:  # noqa: B007  (the report names it)
+                for work, self._peer in works:
                     work.wait()
                     done += 1
             except RuntimeError as error:
-                self._failed = collectives.failure(self._label, error, peer, works[done + 1 :])
+                cause = RuntimeError(self._why_interrupted) if self._why_interrupted else error
+                self._failed = collectives.failure(self._label, cause, self._peer, works[done + 1 :])
                 raise self._failed from error
             finally:
                 collectives.watch.leave()

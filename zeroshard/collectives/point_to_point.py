@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,13 +17,12 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Posted, Transfer
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.waits import code_of
+from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing, code_of
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 
-_SEQUENCE_BITS = 8
-_OPERATION_SHIFT = 26
-"""gloo's tags have 31 bits, and `TRANSFER_TAG` the highest of them: 87,000 buckets."""
+_MADE = Counter[tuple[int, ...]]()
+"""By members, how many connections were made in this process. Their order is the same on every rank."""
 
 
 class PointToPoint(Grouped):
@@ -39,7 +41,10 @@ class PointToPoint(Grouped):
         # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
         turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.peers = [peer for peer in turned if peer in others]
-        self._sequence: Counter[int] = Counter()
+        self._begun: dict[int, int] = {}
+        """By channel, the last tag."""
+        _MADE[members.ranks] += 1
+        self._identity = f"{crc32(repr(members.ranks).encode())}/{_MADE[members.ranks]}"
         self._made_engine: Any = self._made(members.gloo)  # torch's stubs lack its send, recv and broadcast
 
     @property
@@ -57,12 +62,12 @@ class PointToPoint(Grouped):
     def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
         """Return the next tag of an operation on a bucket, which is the same on every rank. `name` is that of a message."""
         channel = bucket * 3 + kind
-        self._sequence[channel] += 1
-        number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
+        number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
         code = self.watch.operation_code
         if name is not None and not code:  # gloo ends the process where two messages of unequal lengths meet
             code = code_of(name)
-        return code << _OPERATION_SHIFT | number
+        self._begun[channel] = code << OPERATION_SHIFT | channel << SEQUENCE_BITS | number
+        return self._begun[channel]
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
         # The engine's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
@@ -79,7 +84,17 @@ class PointToPoint(Grouped):
                 works.append((engine.send([tensor], peer, tag), peer))
         except RuntimeError as error:
             raise self.failure(label, error, peer, works) from error
-        return Transfer(self, works, kind, label, land)
+        pairing = None
+        if tag != TRANSFER_TAG:
+            ranks = [self.members.ranks[peer] for peer in receive]
+            pairing = Pairing(self._identity, tag, ranks, self._begun, self._interrupt)
+        return Transfer(self, works, kind, label, land, pairing)
+
+    def _interrupt(self) -> None:
+        """Close all connections of gloo's, as a wait that times out does."""
+        nothing_comes = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self._engine.recv([nothing_comes], self.peers[0], TRANSFER_TAG + 1).wait(timedelta(milliseconds=1))
 
     @property
     def _is_staged(self) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Told(NamedTuple):
@@ -15,12 +15,14 @@ class Told(NamedTuple):
     Attributes:
         operation: the whole operation that this belongs to, such as `save "step_10"`, or None: a forward, a backward, a step.
         place: the line of the user's program, as `train.py:12`, or "".
+        pairing: the report of the wait's `Pairing`, or ().
     """
 
     text: str
     has_failed: bool
     operation: str | None = None
     place: str = ""
+    pairing: Sequence[Any] = ()
 
     @property
     def line(self) -> str:

@@ -5,10 +5,59 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
+
+if TYPE_CHECKING:
+    from zeroshard.collectives.grouped import Transfer
+
+
+SEQUENCE_BITS = 8
+OPERATION_SHIFT = 26
+"""A tag has a number in its channel, the channel, and from this bit on the code of the operation. gloo's have 31 bits."""
+
+
+class Pairing(NamedTuple):
+    """The place of an operation among those of other ranks, over connections that do not notice that ranks wait in vain.
+
+    Attributes:
+        connections: identify them on every rank.
+        tag: of the operation.
+        ranks: all others that must begin it, among all.
+        begun: by channel, the last tag that this rank has begun.
+        interrupt: closes the connections, so that waits fail on all ranks; from any thread.
+    """
+
+    connections: str
+    tag: int
+    ranks: Sequence[int]
+    begun: dict[int, int]
+    interrupt: Callable[[], None]
+
+    def report(self) -> list[Any]:
+        """Return what another rank needs for `is_in_vain`."""
+        return [self.connections, self.tag, self.ranks, [*self.begun.values()]]
+
+    def is_in_vain(self, own: int, rank: int, reported: Sequence[Any]) -> bool:
+        """Return whether this rank and another wait for each other, and neither has begun what the other waits for.
+
+        Neither goes on before the other does. So what the other reported still holds.
+        """
+        connections, tag, ranks, begun = reported
+        if connections != self.connections or own not in ranks or rank not in self.ranks:
+            return False
+        return _lacks([*self.begun.values()], tag) and _lacks(begun, self.tag)
+
+
+def _lacks(begun: Sequence[int], tag: int) -> bool:
+    """Return whether no operation with this tag was begun. One of the same number and another code never pairs with it."""
+    channel = tag % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS
+    for last in begun:
+        if last % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS == channel:
+            return last != tag and (tag - last) % (1 << SEQUENCE_BITS) < 1 << SEQUENCE_BITS - 1
+    return True
 
 
 class Wait(NamedTuple):
@@ -17,6 +66,7 @@ class Wait(NamedTuple):
     operation: str | None
     label: str
     since: float
+    transfer: Transfer | None = None
 
     @property
     def text(self) -> str:
@@ -67,9 +117,9 @@ class Waits:
         finally:
             self._operations.name = None
 
-    def enter(self, label: str) -> None:
+    def enter(self, label: str, transfer: Transfer | None = None) -> None:
         """Record that this thread begins to wait."""
-        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic())
+        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic(), transfer)
 
     def leave(self) -> None:
         """Record that this thread no longer waits."""

@@ -17,14 +17,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from zeroshard.collectives.report import Told, sentence
-from zeroshard.collectives.waits import Waits, spelled
+from zeroshard.collectives.waits import Pairing, Waits, spelled
 from zeroshard.errors import UsageError
 from zeroshard.uncaught import is_users
+
+if TYPE_CHECKING:
+    from zeroshard.collectives.grouped import Transfer
 
 NOTICE_SECONDS = 30.0
 NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
@@ -210,7 +214,12 @@ class Watch(Waits):
             return
         places = [place for place in map(place_of, self.threads()) if place]
         told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
-        self._post(told)
+        transfer = next((wait.transfer for wait in long if wait.transfer is not None), None)
+        if transfer is not None and transfer.pairing is not None:
+            self._post(told._replace(pairing=transfer.pairing.report()))
+            self._interrupt_in_vain(transfer, transfer.pairing)
+        else:
+            self._post(told)
         self._is_posted = True
         overdue = [wait for wait in long if now - wait.since >= self._notice_seconds + self._stagger()]
         if overdue and now >= self._quiet_until and self._may_speak():
@@ -218,6 +227,14 @@ class Watch(Waits):
             logging.getLogger("zeroshard").warning(
                 sentence(self._own, now - overdue[0].since, overdue[0].text, self.ranks, self._read_others())
             )
+
+    def _interrupt_in_vain(self, transfer: Transfer, pairing: Pairing) -> None:
+        """End a wait for a rank that waits for this one meanwhile."""
+        rank = transfer.awaited
+        text = self._read(self._key(rank))
+        other = Told(*json.loads(text)) if text else None
+        if other is not None and other.pairing and pairing.is_in_vain(self._own, rank, other.pairing):
+            transfer.interrupt(f"rank {rank} waits for this one meanwhile, for {other.text}")
 
     def _may_speak(self) -> bool:
         """Return whether this rank may log: no other rank of the group has just done so."""

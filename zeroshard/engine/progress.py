@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import __version__ as torch_version
 
 from zeroshard.config.load import Config
-from zeroshard.observe.memory import peak_nbytes
+from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Monitor, Sent, StepFigures, create_monitors
 from zeroshard.sharded import Sharded
 from zeroshard.version import __version__
@@ -225,6 +225,7 @@ class Progress:
             sent=self._sent.take(self._sharded.comm_report(clear=False)),
             memory=self._sharded.memory_report(),
             peak=peak_nbytes(self._device),
+            reserved=reserved_nbytes(self._device),
         )
         self._seconds.clear()
         self.start_at(samples)

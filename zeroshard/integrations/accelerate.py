@@ -1,4 +1,4 @@
-"""Owns the setting of accelerate's backend on CPUs, and the refusal of its tensor parallelism.
+"""Owns the setting of accelerate's backend on CPUs, and the refusals of what accelerate would do wrong beside tensor parallelism.
 
 On a CPU, accelerate has no backend for DeepSpeed. It lets `deepspeed.comm.init_distributed(None)` join the ranks, and
 then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Every rank would load all data
@@ -8,10 +8,13 @@ and write all files.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from zeroshard.errors import UsageError
+from zeroshard.schedule.module_hooks import module_hook
 
 
 def tell_backend() -> None:
@@ -49,6 +52,37 @@ def refuse_divided_by_transformers() -> None:
             "ParallelismConfig(tp_size=...)), and the Trainer passes such a model to no engine: load it without, and set the "
             f'config\'s tensor_parallel.autotp_size instead, "tensor_parallel": {{"autotp_size": {size}}}.'
         )
+
+
+def refuse_dispatched_batches(model: nn.Module, ranks: int) -> None:
+    """Raise in a model's forward where accelerate's loader in use dispatches batches, and gives some ranks a wrong one.
+
+    Such a loader reads on rank 0, and sends each rank a part, or the same batch to all. It sees the ranks that divide one model,
+    and none that are data-parallel beside them. Its length is one of several batches for each step.
+
+    Args:
+        model: divided.
+        ranks: how many divide it.
+    """
+    hook = module_hook()(_refuse_dispatched, ranks)
+    model.register_forward_pre_hook(hook, prepend=True)
+
+
+def _refuse_dispatched(ranks: int, *_: Any) -> None:
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    if state is None:
+        return
+    loader = state().active_dataloader
+    if type(loader).__name__ != "DataLoaderDispatcher":
+        return
+    is_same_for_all = loader.submesh_tp is not None and not loader.split_batches
+    if is_same_for_all and dist.get_world_size() == ranks and not hasattr(loader.dataset, "__len__"):
+        return
+    raise UsageError(
+        f"accelerate dispatches this loader's batches from rank 0 over all {dist.get_world_size()} ranks. Of these, each {ranks} "
+        "divide one model and need the same batches, and others need different ones. Let each rank read: "
+        'TrainingArguments(accelerator_config={"dispatch_batches": False}), or DataLoaderConfiguration(dispatch_batches=False).'
+    )
 
 
 def _tensor_parallel_size() -> int:

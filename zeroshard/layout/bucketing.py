@@ -184,5 +184,8 @@ def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
                          "dense.")  # fmt: skip
     if parameter.is_complex():
         raise UsageError(f"parameter {fqn} is complex ({parameter.dtype}); store it as real with torch.view_as_real.")
+    if parameter.requires_grad and parameter.dtype.itemsize == 1:
+        raise UsageError(f"parameter {fqn} of {parameter.dtype} cannot be trained: freeze it (requires_grad_(False)), or train it "
+                         "in 16 or 32 bits.")  # fmt: skip
     if parameter.grad is not None:
         raise UsageError(f"parameter {fqn} already has a gradient: call zero_grad() before zeroshard takes the model.")

@@ -88,6 +88,14 @@ def peak_nbytes(device: torch.device) -> int:
     return int(module.max_memory_allocated(device))
 
 
+def reserved_nbytes(device: torch.device) -> int:
+    """Return the most bytes that the accelerator's allocator had taken from the driver; 0 on a CPU, or where it does not count."""
+    module = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "max_memory_reserved"):
+        return 0
+    return int(module.max_memory_reserved(device))
+
+
 def formula(
     policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int | None = None
 ) -> dict[str, float]:

@@ -28,7 +28,7 @@ _ALWAYS = ("step", "samples", "loss", "lr", "loss_scale", "grad_norm", "applied"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """The figures of a step. `seconds`, `sent`, `memory` and `peak` are this rank's; `loss` is the mean over ranks.
+    """The figures of a step. `seconds`, `sent`, `memory`, `peak` and `reserved` are this rank's; `loss` is the mean over ranks.
 
     Attributes:
         samples: since the start.
@@ -39,6 +39,7 @@ class StepFigures:
         seconds: of one step, by part.
         memory: bytes of live storage by model state.
         peak: the peak in bytes of the accelerator's allocator, or of the process if there is no accelerator.
+        reserved: the peak in bytes that the accelerator's allocator took from the driver; 0 if there is no accelerator.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepFigures:
     sent: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     peak: int = 0
+    reserved: int = 0
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:

@@ -119,9 +119,10 @@ def summary(run: RunLog) -> dict[str, str]:
         speeds = run.get(f"{name}_per_second").finite
         if speeds:
             found[f"median {name}/s"] = f"{statistics.median(speeds):,.4g}"
-    peaks = run.get("peak").finite
-    if peaks:
-        found["peak memory of rank 0"] = f"{max(peaks) / MIB:,.0f} MiB"
+    for name, what in (("peak", "peak memory of rank 0"), ("reserved", "reserved for it by the allocator")):
+        most = run.get(name).finite
+        if most:
+            found[what] = f"{max(most) / MIB:,.0f} MiB"
     times = run.get("at").finite
     if len(times) > 1:
         found["from first to last"] = str(timedelta(seconds=round(times[-1] - times[0])))

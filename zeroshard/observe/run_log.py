@@ -16,7 +16,7 @@ from typing import Any
 from zeroshard.errors import UsageError
 from zeroshard.observe.monitors import STEPS
 
-_PLAIN = ("loss", "lr", "loss_scale", "grad_norm", "samples_per_second", "tokens_per_second", "peak", "at")
+_PLAIN = ("loss", "lr", "loss_scale", "grad_norm", "samples_per_second", "tokens_per_second", "peak", "reserved", "at")
 _GROUPS = ("memory", "seconds", "sent")
 _LARGEST = 1e300
 """A larger number counts as not finite: no axis could be drawn that far."""
@@ -54,8 +54,8 @@ class RunLog:
     Attributes:
         path: the file.
         about: the run's policy, versions and so on, if the log has them.
-        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, at; and by part,
-            such as memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
+        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, reserved, at; and by
+            part, such as memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
         applied: 1, or 0 for a step that was skipped.
         notes: sentences about parts that were left out.
     """

@@ -25,6 +25,8 @@ METADATA = {
 """Operations of torch that describe a tensor without its values; getters and setters of attributes among them."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values, where all others describe the tensor."""
+CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+"""Operations that return the tensor itself where it is already what they make of it."""
 DATA: Any = torch.Tensor.data
 """The slot of `data`, past the properties of subclasses."""
 
@@ -160,7 +162,7 @@ def classes_of(
             attribute = _attribute_of(func)
             if func.__name__ not in METADATA or attribute in VALUES:
                 touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
-                if func.__name__ == "to" and _is_there_already(touched, args, kwargs):
+                if _changes_nothing(func, args, kwargs):
                     return args[0]
                 if func.__name__ == "__repr__" and not _readable(owner, touched):
                     return (
@@ -212,10 +214,14 @@ def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
     return found
 
 
-def _is_there_already(touched: list[Any], args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Return whether `parameter.to(...)` would return the parameter itself; `module.to(device)` checks this for each."""
+def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Return whether a conversion returns the tensor itself, or sets `data` to it, as `module.to(device)` does."""
+    if func.__name__ == "__set__":
+        return _attribute_of(func) == "data" and args[0] is args[1]
+    if func.__name__ not in CONVERSIONS:
+        return False
     with past_torch_function():
-        return len(touched) == 1 and torch.Tensor.to(*args, **(kwargs or {})) is args[0]
+        return func(*args, **(kwargs or {})) is args[0]
 
 
 def _readable(owner: Owner, touched: list[Any]) -> bool:
@@ -246,7 +252,7 @@ class TakenGradient(Tensor):
             with past_torch_function():
                 return func(*args, **(kwargs or {}))
         own = args[0] if args else None
-        if attribute == "data" or func.__name__ == "detach":
+        if attribute == "data" or func.__name__ == "detach" or _changes_nothing(func, args, kwargs):
             return own  # there is no graph to leave
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)

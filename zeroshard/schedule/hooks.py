@@ -196,6 +196,11 @@ class Hooks:
             schedule.break_off()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module not in self._units:  # a copy has the very hooks of its original
+            raise UsageError(
+                f"this {type(module).__name__} is a copy.copy() of a module of a sharded model, which shares its parameters and "
+                "hooks: call the module itself, or take copy.deepcopy()."
+            )
         recompute = in_backward()
         is_root = module is self._root
         if recompute:

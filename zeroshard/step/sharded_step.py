@@ -41,7 +41,7 @@ from zeroshard.step.sub_groups import SubGroups
 from zeroshard.step.travelling import resident_of
 from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
-from zeroshard.torch_private import step_without_hooks
+from zeroshard.torch_private import in_backward, step_without_hooks
 
 
 class ShardedStep:
@@ -244,8 +244,21 @@ class ShardedStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._step_of(users)
+            self._update(users, lambda: loss)
             return loss
+        return self._update(users)
+
+    def _update(self, users: UsersOptimizer, evaluated: Callable[[], Any] | None = None) -> Any:
+        """Update parameters, see `_step_of`.
+
+        Args:
+            evaluated: returns the value that the closure had.
+        """
+        if in_backward():
+            raise UsageError(
+                "optimizer.step() inside a backward, as in a hook on gradients: other gradients of the step are missing, and "
+                "the backward's end reduces them over ranks. Step after the backward."
+            )
         if self.driver is not None and not self._is_driven:
             return self.driver()
         self.groups.leave_shards()  # an exception of the optimizer's own may have left them there
@@ -271,7 +284,7 @@ class ShardedStep:
                 self.schedule.sync_parameters(unit)
 
         if not self.residents:
-            self.step_inner(users)  # nothing to update; a `NoOptimizer` raises
+            self.step_inner(users, evaluated)  # nothing to update; a `NoOptimizer` raises
         for residents in self.sub_groups.run(sync):
             # To the optimizer it is one step: its values of a whole group are reset to those before.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -280,19 +293,26 @@ class ShardedStep:
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident, steps)
-            self.step_inner(users)
+            self.step_inner(users, evaluated)
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
         self.schedule.end_step()
         return None
 
-    def step_inner(self, users: UsersOptimizer | None = None) -> None:
-        """Call the step of an optimizer's class once, or of all of them, with the gradients that their tensors have."""
+    def step_inner(self, users: UsersOptimizer | None = None, evaluated: Callable[[], Any] | None = None) -> None:
+        """Call the step of an optimizer's class once, or of all of them, with the gradients that their tensors have.
+
+        Args:
+            evaluated: returns the value of the closure that ran before; None where the step got none.
+        """
         with self.groups.on_shards():
             stepping = self._optimizers if users is None else [users]
             for one in stepping:
-                step_without_hooks(one.optimizer)
+                if evaluated is None:
+                    step_without_hooks(one.optimizer)
+                else:
+                    step_without_hooks(one.optimizer, _once(evaluated, one.optimizer))
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Move our hooks to their places on an optimizer of this model, which is about to step.
@@ -553,6 +573,21 @@ class ShardedStep:
         """Register another param group of the user's parameters. `lay_out` gives it their views."""
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
+
+
+def _once(evaluated: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return the closure for an optimizer whose gradients are those of an evaluation that is over: it cannot make others."""
+    left = [evaluated]
+
+    def closure() -> Any:
+        if not left:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "
+                "the update: then parameters are in shards. Evaluate in the loop instead, each time with a step."
+            )
+        return left.pop()()
+
+    return closure
 
 
 _TAKEN = weakref.WeakSet[ShardedStep]()

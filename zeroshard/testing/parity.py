@@ -69,7 +69,8 @@ class Workload:
 class Run:
     """The outcome of a training: this rank's losses, the whole parameters and the buffers by fqn, and the costs.
 
-    Memory is that after the last step, with its gradients.
+    Memory is that after the last step, with its gradients. `states` are this rank's parts of the master weights and of the
+    optimizer's states, by the parameter's fqn and the range of elements.
     """
 
     losses: Tensor
@@ -80,18 +81,25 @@ class Run:
     formula: dict[str, float] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
+    states: dict[str, Tensor] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, as `run_ranks` sends back."""
         return asdict(self)
 
     def equals(self, other: Run) -> bool:
-        """Return whether losses, norms, parameters and buffers are the same to the last bit."""
+        """Return whether losses, norms, parameters, buffers and states are the same to the last bit.
+
+        Norms are compared where both have them, and states where both runs keep them on this rank.
+        """
         return (
             torch.equal(self.losses, other.losses)
             and (self.norms == other.norms or not self.norms or not other.norms)
             and same(self.parameters, other.parameters)
             and same(self.buffers, other.buffers)
+            and all(
+                torch.equal(self.states[name], other.states[name]) for name in self.states.keys() & other.states.keys()
+            )
         )
 
 
@@ -109,6 +117,24 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the whole parameters by fqn. A collective where they are sharded."""
     with unsharded(model):
         return {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
+
+
+def states_held(sharded: Sharded) -> dict[str, Tensor]:
+    """Return copies of this rank's parts of the master weights and of the optimizer's states."""
+    found = {}
+    for held in sharded.states.held():
+        if held.view is None:
+            continue
+        part = f"{held.span.name}[{held.span.start}:{held.span.stop}]"
+        with held.shard.opened():
+            for state in held.states:
+                value = held.tensor(state)
+                assert value is not None
+                found[f"{part} {state}"] = value.detach().clone()
+            for state, number in held.beside.items():
+                if isinstance(number, Tensor):
+                    found[f"{part} {state}"] = number.clone()
+    return found
 
 
 def train(
@@ -153,6 +179,7 @@ def train(
     formula = sharded.memory_formula()
     whole = whole_parameters(model)
     buffers = buffers_of(model)
-    run = Run(torch.stack(losses).float(), whole, buffers, norms, memory, formula, sent, times)
+    states = states_held(sharded)
+    run = Run(torch.stack(losses).float(), whole, buffers, norms, memory, formula, sent, times, states)
     sharded.remove()
     return run

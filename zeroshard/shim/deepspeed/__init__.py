@@ -27,7 +27,7 @@ from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
 from zeroshard.config.load import read, tensor_parallel_ranks
 from zeroshard.construction.tensor_parallel import divide, mesh_of_model, tensor_mesh
-from zeroshard.integrations.accelerate import refuse_tensor_parallel
+from zeroshard.integrations.accelerate import refuse_dispatched_batches, refuse_tensor_parallel
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
 __implementation__ = f"zeroshard {_zeroshard_version}"
@@ -67,6 +67,9 @@ def initialize(
         lr_scheduler=lr_scheduler, dist_init_required=dist_init_required, collate_fn=collate_fn, config=given,
         auto=_samples_of_a_microbatch(given), group=_data_parallel_group(mpu), attributes=DeepSpeedParameter,
     )  # fmt: skip
+    divided = mesh_of_model(made[0].module)
+    if divided is not None and divided.size() > 1:
+        refuse_dispatched_batches(made[0].module, divided.size())
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return made
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest
@@ -21,6 +22,7 @@ from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
+from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
 from zeroshard.parameters import parameter_bucket
@@ -147,6 +149,16 @@ def kept_messages(collectives: SharedMemory) -> int:
 def is_posted(watch: Watch) -> bool:
     """Whether this rank's wait is in the store, for others to read."""
     return watch._is_posted
+
+
+message_key = Watch._key
+"""Where a rank's message lies in the store: a test posts for a rank that is not there."""
+
+
+def interrupt_in_vain(watch: Watch, store: Store, pairing: Pairing) -> None:
+    """One look of its thread, at a moment that the test chooses."""
+    watch._store = store
+    watch._interrupt_in_vain(pairing)
 
 
 def read_others(watch: Watch) -> dict[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import random
 import re
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from insides import interrupt_in_vain, message_key
 from models import Stack, tokens, workload
 from ranks import on_ranks, run_until_all_end
 from torch import Tensor, nn
@@ -25,7 +28,9 @@ import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
+from zeroshard.collectives.report import Told
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing
+from zeroshard.collectives.watch import Watch
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 
@@ -129,8 +134,25 @@ def test_ranks_wait_in_vain_only_where_neither_has_begun_what_the_other_waits_fo
         "b" if mistake == "another connection" else "a", theirs, [7] if mistake == "not for this rank" else [0], there,
     ]  # fmt: skip
     pairing = Pairing("a", mine, [1], here, lambda: None)
+    pairing.awaited = 1
     assert pairing.report() == ["a", mine, [1], [*here.values()]]
-    assert pairing.is_in_vain(0, 1, report) is (mistake == "none")
+    assert pairing.is_in_vain(0, report) is (mistake == "none")
+
+
+def test_a_message_of_an_earlier_wait_interrupts_no_wait() -> None:
+    """Only one that was posted again meanwhile is of a wait that is still in progress."""
+    store, closed = dist.HashStore(), list[int]()
+    watch = Watch(store, [0, 1], 0, 30.0)
+    theirs = 5 << SEQUENCE_BITS
+    pairing = Pairing("a", 2 << SEQUENCE_BITS, [1], {}, lambda: closed.append(1))
+    pairing.awaited = 1
+    for post, ends in ((7, False), (7, False), (8, True)):
+        message = Told("all-gather", False, pairing=[post, "a", theirs, [0], []])
+        store.set(message_key(1), json.dumps(message))
+        interrupt_in_vain(watch, store, pairing)
+        assert bool(closed) is ends, post
+    assert pairing.why_interrupted == "rank 1 waits for this one meanwhile, for all-gather"
+    watch.close()
 
 
 def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:

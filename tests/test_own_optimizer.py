@@ -478,7 +478,7 @@ def test_add_param_group_frees_parameters(stage: int) -> None:
 def test_a_group_that_cannot_be_added_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
         model, own, _ = sharded_of(stage)
-        with pytest.raises(UsageError, match="1 of the new param group's parameters are not of the model"):
+        with pytest.raises(UsageError, match="1 of the new param group's parameters are not in the model"):
             own.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         with pytest.raises(UsageError, match="in a group of the optimizer already"):
             own.add_param_group({"params": [model.embedding.weight]})

@@ -285,7 +285,7 @@ def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
 
 
 def test_a_measured_machine_takes_the_rest_from_the_nearest_known_one() -> None:
-    assert measure._known("NVIDIA A100-SXM4-80GB") is machines()["a100-80gb"]
-    unknown = measure._known("another maker's")
+    assert measure.known_machine("NVIDIA A100-SXM4-80GB") is machines()["a100-80gb"]
+    unknown = measure.known_machine("another maker's")
     assert unknown.devices == ("another maker's",)
     assert unknown.between == machines()["h100"].between

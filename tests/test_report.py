@@ -199,7 +199,7 @@ def test_bytes_of_a_step_where_not_every_step_says_them(tmp_path: Path) -> None:
         ({"steps.jsonl": ""}, "holds no step: it is empty"),
         (
             {"steps.jsonl": json.dumps({"run": ABOUT}) + "\n"},
-            "holds no step: it is empty, or the run has not ended its first step",
+            "holds no step: it is empty, or the run has not finished its first step",
         ),
         ({"steps.jsonl": "what\n"}, "holds no step: line 1 is not a JSON object of a step"),
         ({"job/steps.jsonl": "{}"}, "but these below it do: {run}/job. Give one of them."),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from insides import WRITE_BEHIND
+from insides import WRITE_BEHIND, units
 from models import Stack
 
 import zeroshard
@@ -134,11 +134,11 @@ def memory_that_is_kept(rank: int, stage: int) -> list[int]:
     training = Training(simgpu.device(), Policy.stage(stage), BF16)
     found = []
     training.step(2)
-    found.append(kept_count(training.sharded._schedule.units))
+    found.append(kept_count(units(training.sharded)))
     with zeroshard.unsharded(training.model):
         alias = training.model.get_parameter("blocks.1.up.weight").detach()
     training.step(1)
-    found.append(kept_count(training.sharded._schedule.units))
+    found.append(kept_count(units(training.sharded)))
     del alias
     training.end()
     return found

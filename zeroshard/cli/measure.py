@@ -109,7 +109,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
             made["device"] = made["host"] = _processor(CPU)
         made |= {"memory": memory // ranks, "accelerators": ranks, "inside": _link()}
     else:
-        made = _known(device_name(accelerator)).model_dump(exclude={"name"})
+        made = known_machine(device_name(accelerator)).model_dump(exclude={"name"})
         made |= {"device": _processor(accelerator), "host": _processor(CPU)}
         made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
     made["host_memory"] = memory
@@ -120,7 +120,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
     return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
 
 
-def _known(device: str) -> Machine:
+def known_machine(device: str) -> Machine:
     """Return the known machine with accelerators that torch names so, or one with H100s, as of accelerators of that name."""
     for machine in machines().values():
         if device in machine.devices:

@@ -154,20 +154,7 @@ class Transfer(Work):
         self._label = label
         self._land = land
         self._failed: CollectiveError | None = None
-        self._peer: int | None = None
-        self._why_interrupted = ""
-        self.pairing = pairing
-
-    @property
-    def awaited(self) -> int:
-        """The rank, among all, that is waited for."""
-        return self._collectives.members.ranks[self._peer or 0]
-
-    def interrupt(self, why: str) -> None:
-        """Let the wait of another thread fail."""
-        assert self.pairing is not None
-        self._why_interrupted = why
-        self.pairing.interrupt()
+        self._pairing = pairing
 
     def begin(self, works: Sequence[Posted]) -> None:
         """Record the works of the launched operations."""
@@ -180,16 +167,22 @@ class Transfer(Work):
         assert self._works is not None, f"{self._label} was waited for before it was launched"
         works = self._works
         self._works = ()
+        pairing = self._pairing
         with collectives.measure(self._kind):
-            collectives.watch.enter(self._label, self)
+            collectives.watch.enter(self._label, pairing)
             done = 0
+            peer = None
             try:
-                for work, self._peer in works:
+                for work, peer in works:
+                    if pairing is not None and peer is not None:
+                        pairing.awaited = collectives.members.ranks[peer]
                     work.wait()
                     done += 1
             except RuntimeError as error:
-                cause = RuntimeError(self._why_interrupted) if self._why_interrupted else error
-                self._failed = collectives.failure(self._label, cause, self._peer, works[done + 1 :])
+                cause: RuntimeError = error
+                if pairing is not None and pairing.why_interrupted:
+                    cause = RuntimeError(pairing.why_interrupted)
+                self._failed = collectives.failure(self._label, cause, peer, works[done + 1 :])
                 raise self._failed from error
             finally:
                 collectives.watch.leave()

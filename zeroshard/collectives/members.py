@@ -118,20 +118,27 @@ class Members:
         """Choose some of the members by their places here, in this order; this process is one of them."""
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
 
-    def gloo(self) -> dist.ProcessGroupGloo:
+    def gloo(self, name: str) -> dist.ProcessGroupGloo:
         """Make gloo connections, which end with the object. Every member must call it; it waits for them.
+
+        Args:
+            name: of `counted_name`.
 
         torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
         number would wait for each other under different names, and a subgroup's resources are never freed. The store
         counts instead, for these members and each of them, so any ranks may make groups in any order.
         """
-        return dist.ProcessGroupGloo(self.counted_store("gloo"), self.rank, len(self.ranks), self.timeout)
+        return dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, len(self.ranks), self.timeout)
 
     def counted_store(self, purpose: str) -> PrefixStore:
         """Return a part of the store only for these members, this purpose and this time."""
+        return PrefixStore(self.counted_name(purpose), self.store)
+
+    def counted_name(self, purpose: str) -> str:
+        """Return a name, the same on each of these members, only for this purpose and this time."""
         family = f"zeroshard/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{purpose}"
         number = self.store.add(f"{family}/count/{self.rank}", 1)
-        return PrefixStore(f"{family}/{number}", self.store)
+        return f"{family}/{number}"
 
     def registered(self) -> dist.ProcessGroup:
         """Make a group of the members' own backend, registered with torch. Every member must call it."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,6 @@ from zeroshard.collectives.members import Members
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing, code_of
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
-
-_MADE = Counter[tuple[int, ...]]()
-"""By members, how many connections were made in this process. Their order is the same on every rank."""
 
 
 class PointToPoint(Grouped):
@@ -43,9 +38,10 @@ class PointToPoint(Grouped):
         self.peers = [peer for peer in turned if peer in others]
         self._begun: dict[int, int] = {}
         """By channel, the last tag."""
-        _MADE[members.ranks] += 1
-        self._identity = f"{crc32(repr(members.ranks).encode())}/{_MADE[members.ranks]}"
-        self._made_engine: Any = self._made(members.gloo)  # torch's stubs lack its send, recv and broadcast
+        self._name = members.counted_name("gloo")
+        self._made_engine: Any = self._made(
+            lambda: members.gloo(self._name)
+        )  # torch's stubs lack its send, recv and broadcast
 
     @property
     def _engine(self) -> Any:
@@ -87,7 +83,7 @@ class PointToPoint(Grouped):
         pairing = None
         if tag != TRANSFER_TAG:
             ranks = [self.members.ranks[peer] for peer in receive]
-            pairing = Pairing(self._identity, tag, ranks, self._begun, self._interrupt)
+            pairing = Pairing(self._name, tag, ranks, self._begun, self._interrupt)
         return Transfer(self, works, kind, label, land, pairing)
 
     def _interrupt(self) -> None:

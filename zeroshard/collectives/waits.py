@@ -5,50 +5,64 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
-
-if TYPE_CHECKING:
-    from zeroshard.collectives.grouped import Transfer
-
 
 SEQUENCE_BITS = 8
 OPERATION_SHIFT = 26
 """A tag has a number in its channel, the channel, and from this bit on the code of the operation. gloo's have 31 bits."""
 
 
-class Pairing(NamedTuple):
+class Pairing:
     """The place of an operation among those of other ranks, over connections that do not notice that ranks wait in vain.
 
-    Attributes:
-        connections: identify them on every rank.
+    Args:
+        connections: a name for them, the same on every rank.
         tag: of the operation.
-        ranks: all others that must begin it, among all.
-        begun: by channel, the last tag that this rank has begun.
-        interrupt: closes the connections, so that waits fail on all ranks; from any thread.
+        ranks: the others that must begin it, by their numbers among all ranks.
+        begun: by channel, the last tag that this rank has begun; kept up to date.
+        close: closes the connections, so that waits fail on all ranks. Any thread may call it.
+
+    Attributes:
+        awaited: the rank among all ranks that is waited for now.
+        why_interrupted: the reason, after `interrupt`.
     """
 
-    connections: str
-    tag: int
-    ranks: Sequence[int]
-    begun: dict[int, int]
-    interrupt: Callable[[], None]
+    def __init__(
+        self, connections: str, tag: int, ranks: Sequence[int], begun: Mapping[int, int], close: Callable[[], None]
+    ) -> None:
+        self._connections = connections
+        self._tag = tag
+        self._ranks = ranks
+        self._begun = begun
+        self._close = close
+        self.awaited = -1
+        self.why_interrupted = ""
+
+    def interrupt(self, why: str) -> None:
+        """Let the wait of another thread fail."""
+        self.why_interrupted = why
+        self._close()
 
     def report(self) -> list[Any]:
         """Return what another rank needs for `is_in_vain`."""
-        return [self.connections, self.tag, self.ranks, [*self.begun.values()]]
+        return [self._connections, self._tag, self._ranks, [*self._begun.values()]]
 
-    def is_in_vain(self, own: int, rank: int, reported: Sequence[Any]) -> bool:
-        """Return whether this rank and another wait for each other, and neither has begun what the other waits for.
+    def is_in_vain(self, own: int, reported: Sequence[Any]) -> bool:
+        """Return whether this rank and the awaited one wait for each other, and neither has begun what the other waits for.
 
-        Neither goes on before the other does. So what the other reported still holds.
+        Neither goes on before the other does.
+
+        Args:
+            own: the number of this rank among all ranks.
+            reported: by the awaited rank, about a wait that is still in progress.
         """
         connections, tag, ranks, begun = reported
-        if connections != self.connections or own not in ranks or rank not in self.ranks:
+        if connections != self._connections or own not in ranks or self.awaited not in self._ranks:
             return False
-        return _lacks([*self.begun.values()], tag) and _lacks(begun, self.tag)
+        return _lacks([*self._begun.values()], tag) and _lacks(begun, self._tag)
 
 
 def _lacks(begun: Sequence[int], tag: int) -> bool:
@@ -66,7 +80,7 @@ class Wait(NamedTuple):
     operation: str | None
     label: str
     since: float
-    transfer: Transfer | None = None
+    pairing: Pairing | None = None
 
     @property
     def text(self) -> str:
@@ -117,9 +131,9 @@ class Waits:
         finally:
             self._operations.name = None
 
-    def enter(self, label: str, transfer: Transfer | None = None) -> None:
+    def enter(self, label: str, pairing: Pairing | None = None) -> None:
         """Record that this thread begins to wait."""
-        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic(), transfer)
+        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic(), pairing)
 
     def leave(self) -> None:
         """Record that this thread no longer waits."""

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -26,9 +25,6 @@ from zeroshard.collectives.report import Told, sentence
 from zeroshard.collectives.waits import Pairing, Waits, spelled
 from zeroshard.errors import UsageError
 from zeroshard.uncaught import is_users
-
-if TYPE_CHECKING:
-    from zeroshard.collectives.grouped import Transfer
 
 NOTICE_SECONDS = 30.0
 NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
@@ -109,6 +105,10 @@ class Watch(Waits):
         self.reaches_store = True
         """Whether it did at the last check."""
         self._is_posted = self._has_failed = self._is_closed = False
+        self._posts = 0
+        """The number of messages about waits that have a pairing."""
+        self._seen: tuple[Pairing, int, int] | None = None
+        """A wait of this rank, the rank that it waits for, and the number of that one's last message."""
         self._quiet_until = 0.0
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
@@ -214,12 +214,13 @@ class Watch(Waits):
             return
         places = [place for place in map(place_of, self.threads()) if place]
         told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
-        transfer = next((wait.transfer for wait in long if wait.transfer is not None), None)
-        if transfer is not None and transfer.pairing is not None:
-            self._post(told._replace(pairing=transfer.pairing.report()))
-            self._interrupt_in_vain(transfer, transfer.pairing)
-        else:
+        pairing = next((wait.pairing for wait in long if wait.pairing is not None), None)
+        if pairing is None:
             self._post(told)
+        else:
+            self._posts += 1
+            self._post(told._replace(pairing=[self._posts, *pairing.report()]))
+            self._interrupt_in_vain(pairing)
         self._is_posted = True
         overdue = [wait for wait in long if now - wait.since >= self._notice_seconds + self._stagger()]
         if overdue and now >= self._quiet_until and self._may_speak():
@@ -228,13 +229,20 @@ class Watch(Waits):
                 sentence(self._own, now - overdue[0].since, overdue[0].text, self.ranks, self._read_others())
             )
 
-    def _interrupt_in_vain(self, transfer: Transfer, pairing: Pairing) -> None:
+    def _interrupt_in_vain(self, pairing: Pairing) -> None:
         """End a wait for a rank that waits for this one meanwhile."""
-        rank = transfer.awaited
+        rank = pairing.awaited
         text = self._read(self._key(rank))
         other = Told(*json.loads(text)) if text else None
-        if other is not None and other.pairing and pairing.is_in_vain(self._own, rank, other.pairing):
-            transfer.interrupt(f"rank {rank} waits for this one meanwhile, for {other.text}")
+        if other is None or not other.pairing:
+            return
+        post, *reported = other.pairing
+        # A message may be of an earlier wait. One that was posted again since is of a wait that is still in progress.
+        before = self._seen
+        self._seen = pairing, rank, post
+        is_present = before is not None and before[:2] == (pairing, rank) and before[2] < post
+        if is_present and pairing.is_in_vain(self._own, reported):
+            pairing.interrupt(f"rank {rank} waits for this one meanwhile, for {other.text}")
 
     def _may_speak(self) -> bool:
         """Return whether this rank may log: no other rank of the group has just done so."""

@@ -222,7 +222,7 @@ def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
     def refuse_outside(name: str, dtype: str, file: int, offset: int, numel: int) -> None:
         itemsize = dtype_of(dtype).itemsize
         if file >= len(nbytes) or offset + numel * itemsize > nbytes[file]:
-            raise CheckpointError(f"{path} is damaged: {name} has bytes that lie in none of its files. {ANOTHER}")
+            raise CheckpointError(f"{path} is damaged: {name} has bytes that are in none of its files. {ANOTHER}")
         if offset % itemsize:
             raise CheckpointError(f"{path} is damaged: {name} begins in the middle of an element. {ANOTHER}")
 
@@ -459,7 +459,7 @@ def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> N
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds nothing."""
+    """Remove a folder if it is empty."""
     if not any(folder.iterdir()):
         folder.rmdir()
 

@@ -89,7 +89,9 @@ def peak_nbytes(device: torch.device) -> int:
 
 
 def reserved_nbytes(device: torch.device) -> int:
-    """Return the most bytes that the accelerator's allocator had taken from the driver; 0 on a CPU, or where it does not count."""
+    """Return the most bytes that the accelerator's allocator had taken from the driver; 0 on a CPU, or if the allocator
+    does not count.
+    """
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "max_memory_reserved"):
         return 0

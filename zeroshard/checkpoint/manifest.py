@@ -7,7 +7,7 @@
             rank_00000.<save>.safetensors   rank 0's part
             rank_00001.<save>.safetensors
 
-Files have names that were never used before, and the manifest replaces its predecessor in one step: saving again under a tag
+Files have new names in each save, and the manifest replaces its predecessor in one step. So a save under the same tag
 leaves the old checkpoint whole until the new one is. docs/checkpoint_format.md describes the format for other programs.
 """
 

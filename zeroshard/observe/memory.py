@@ -47,7 +47,7 @@ def memory_report(
 
 
 def kept_count(units: Sequence[Unit]) -> int:
-    """Count how often memory of these units, or of their gradients, stayed when it was to be given back, since user code, autograd
+    """Count how often memory of these units, or of their gradients, could not be freed, since user code, autograd
     or a collective still looked at it.
     """
     buffers = [unit.flat for unit in units]

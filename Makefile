@@ -66,7 +66,7 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/offload.py
 
 # Measures on one accelerator, into $(OUT): PART=facts, right, memory, speed or offload, each $(MINUTES) minutes at most; default: all.
-# ROWS="7 8" runs these rows of the part offload, and keeps the others. docs/accelerators.md says what each part measures.
+# ROWS="7 8" runs these rows of the part offload, and keeps the others. docs/accelerators.md lists the measurements of each part.
 accelerator:
 	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) $(if $(ROWS),--rows $(ROWS)) --minutes $(MINUTES) --out $(OUT)
 

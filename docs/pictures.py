@@ -97,7 +97,7 @@ def architecture() -> str:
 
 
 def timeline() -> str:
-    """Draw a step at stage 3 of a model with three blocks: what runs, and when each block is unsharded."""
+    """Draw a step at stage 3 of a model with three blocks: the computation, and the time in which each block is unsharded."""
     left = 84
     arrow = f"M{left + 26} 15 h{9 * SLOT - 34} m-5 -3 l5 3 l-5 3"
     parts = [text("time", left, 18, "small", "start"), f'<path class="line" d="{arrow}"/>']

@@ -86,7 +86,7 @@ def _site_path(path: str) -> str:
 
 
 def _notebook(path: Path) -> str:
-    """Turn a notebook into Markdown: its text and code, and what each cell printed and drew."""
+    """Turn a notebook into Markdown: its text and code, and the output of each cell."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])

@@ -51,7 +51,7 @@ class Model(lightning.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The norm of all gradients, which every rank asks for."""
+        """Log the norm of all gradients, which every rank must compute."""
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         self.log("norm", torch.nn.utils.get_total_norm(gradients), prog_bar=True)
 

@@ -7,8 +7,8 @@ With --checkpoints FOLDER it saves regularly, also at Ctrl-C, and resumes where 
 stage. Samples are numbered, and a step takes the next ones, however many ranks share them. So torchrun may restart it with more
 machines or fewer, see docs/elastic_hosts.md.
 
-The text is the Python standard library's own source, unless --text names a file or a folder. At the end it draws the loss: as a PNG
-where matplotlib is installed (`pip install 'zeroshard[plots]'`), else in the terminal.
+The text is the Python standard library's own source, unless --text names a file or a folder. At the end it draws the
+loss: as a PNG if matplotlib is installed (`pip install 'zeroshard[plots]'`), otherwise in the terminal.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Whether any rank was asked to stop. Every rank must call it."""
+        """Return whether any rank got a request to stop. Every rank must call it."""
         pressed = torch.tensor(float(self.pressed), device=device)
         dist.all_reduce(pressed)
         return bool(pressed > 0)
 
 
 def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> None:
-    """Save, say how to go on, and end as programs do that Ctrl-C ended: with exit code 130."""
+    """Save, print how to resume, and exit with code 130, as programs do after Ctrl-C."""
     if folder is None:
         console.print(f"stopped after step {engine.global_steps}; nothing was saved: --checkpoints FOLDER would have.")
     else:
@@ -139,7 +139,7 @@ def evaluate(engine: zeroshard.Engine, data: Windows, count: int) -> float:
 
 @torch.no_grad()
 def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: float = 0.6) -> str:
-    """Continue a prompt. Every rank runs it: under stage 3 each forward brings the parameters together."""
+    """Continue a prompt. Every rank must run it: at stage 3 each forward gathers the parameters."""
     tokens = torch.tensor([list(prompt.encode())], device=engine.device)
     generator = torch.Generator(engine.device).manual_seed(1)
     for _ in range(length):
@@ -175,7 +175,7 @@ def is_emulated_on_any_rank(dtype: torch.dtype) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """What the command line says."""
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
     parser.add_argument("--stage", type=int, choices=range(4), help="takes the place of the config's stage")
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
-    parser.add_argument("--fp16", action="store_true", help='where the config says "auto"')
+    parser.add_argument("--fp16", action="store_true", help='if the config has "auto"')
     return parser.parse_args()
 
 
@@ -256,7 +256,7 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
         for step in range(engine.global_steps, options.steps):
             start = time.perf_counter()
             for microbatch in range(engine.gradient_accumulation_steps()):
-                # A step takes the next train_batch_size() samples, whoever takes which of them.
+                # A step takes the next train_batch_size() samples, divided over any ranks.
                 first = engine.global_samples + (microbatch * world_size + rank) * batch
                 loss = engine(*data.batch(first, engine))
                 engine.backward(loss)
@@ -306,7 +306,7 @@ def main() -> None:
     ranks = f"{dist.get_world_size()} ranks, a step of {engine.train_batch_size()} sequences"
     console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {ranks}")
 
-    if options.checkpoints is not None:  # every rank asks, also on a host that has none
+    if options.checkpoints is not None:  # every rank must call it, also on a host without a checkpoint
         path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
         console.print("no checkpoint yet" if path is None else f"going on from {path}")
 

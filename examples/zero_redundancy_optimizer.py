@@ -2,7 +2,8 @@
 
     python examples/zero_redundancy_optimizer.py [--ranks 2]
 
-Peak memory is the accelerator's, or on a CPU the process's; the parameters' sum and bits show that nothing else changed.
+Peak memory is the accelerator's, or on a CPU the process's. The parameters' sum and bits show that results are the
+same.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from zeroshard.step.model_states import GRADIENTS, PARAMETERS, ModelStates, Rang
 class ParameterStates:
     """The model states of one parameter. `parameter_states` makes it; make it again after the model is sharded again.
 
-    The states are "parameters" (master weights), "gradients" (their mean over ranks, between the last backward of a
-    step and `zero_grad`), and those of the optimizer, by its own names, such as "exp_avg".
+    The states are "parameters" (master weights), "gradients", and the optimizer's, by its own names, such as "exp_avg".
+    "gradients" are their mean over ranks, between the last backward of a step and `zero_grad`.
 
     Attributes:
         fqn: its first name in the model; "" for one made under `sharded_init` that is in no sharded model yet.

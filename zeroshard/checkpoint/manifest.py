@@ -7,7 +7,7 @@
             rank_00000.<save>.safetensors   rank 0's part
             rank_00001.<save>.safetensors
 
-Files have names that were never used before, and the manifest replaces its predecessor in one step: saving again under a tag
+Files have new names in each save, and the manifest replaces its predecessor in one step. So a save under the same tag
 leaves the old checkpoint whole until the new one is. docs/checkpoint_format.md describes the format for other programs.
 """
 
@@ -222,7 +222,7 @@ def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
     def refuse_outside(name: str, dtype: str, file: int, offset: int, numel: int) -> None:
         itemsize = dtype_of(dtype).itemsize
         if file >= len(nbytes) or offset + numel * itemsize > nbytes[file]:
-            raise CheckpointError(f"{path} is damaged: {name} has bytes that lie in none of its files. {ANOTHER}")
+            raise CheckpointError(f"{path} is damaged: {name} has bytes that are in none of its files. {ANOTHER}")
         if offset % itemsize:
             raise CheckpointError(f"{path} is damaged: {name} begins in the middle of an element. {ANOTHER}")
 
@@ -459,7 +459,7 @@ def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> N
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds nothing."""
+    """Remove a folder if it is empty."""
     if not any(folder.iterdir()):
         folder.rmdir()
 

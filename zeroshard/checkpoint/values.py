@@ -132,7 +132,7 @@ def storable(tensor: Tensor, path: str) -> Tensor:
     end = (tensor.storage_offset() + steps + 1) * tensor.itemsize  # of its last element, in its storage
     if tensor.numel() and end > tensor.untyped_storage().nbytes():
         raise CheckpointError(
-            f"{path} is an alias of memory that was given back, such as `parameter.data` from inside a forward: clone it there."
+            f"{path} is an alias of freed memory, such as `parameter.data` from inside a forward: clone it there."
         )
     return tensor.detach().resolve_conj().resolve_neg()
 

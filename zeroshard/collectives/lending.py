@@ -45,7 +45,8 @@ class Lending:
         """Keep a contiguous tensor for these ranks.
 
         Returns:
-            Where its first element lies in the file; whether in place: then it must stay as it is until all have read it.
+            The place of its first element in the file, and whether it is read in place: then it must not change until
+            all have read it.
         """
         offset = self._file.offset_of(tensor) if tensor.numel() else 0
         room = None

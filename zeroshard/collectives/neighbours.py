@@ -167,7 +167,7 @@ class Neighbours:
             self._take_in(min(self._timeout - waited, self._timeout if told else _STUCK_SECONDS) + 0.001)
 
     def _refuse_silence(self, peer: int) -> None:
-        """Raise if this rank would wait for this peer in vain."""
+        """Raise if this rank would wait for this peer forever."""
         self._refuse_absent(peer)
         stuck = self._stuck.get(peer)
         if stuck is not None and stuck.heard == self._sent[peer]:

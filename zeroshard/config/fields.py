@@ -1,8 +1,9 @@
 """Owns the description of a config key (its type as people write it, and its effect here), and the check of a block's
 `params`.
 
-Every key has an `Effect`. It works; or it has no meaning here (it is accepted, and the resolved config lists it); or it
-would change the result and is not offered (it is refused when it is switched on). No key is ignored silently.
+Every key has an `Effect`. It works, has no meaning here, or is not offered. A key without meaning is accepted, and the
+resolved config lists it. A key that is not offered would change the result, and is refused if it is switched on. No key
+is ignored silently.
 """
 
 from __future__ import annotations

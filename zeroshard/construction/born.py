@@ -1,7 +1,8 @@
 """Owns parameters that are born sharded: they are divided over ranks before a unit has them.
 
-Until `shard` takes the model, such a parameter has a class that gathers its parts for every torch operation on it, and
-divides them again if the operation wrote to it. So models that initialise all parameters again at the end work too.
+Until `shard` takes the model, such a parameter has its own class. The class gathers the parts for every torch
+operation, and divides them again if the operation wrote to the parameter. So models that initialise all parameters
+again at the end work too.
 """
 
 from __future__ import annotations

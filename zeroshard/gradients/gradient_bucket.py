@@ -156,7 +156,9 @@ class GradientBucket:
         self._scratch: list[Tensor] = []
         self._flight: _Flight | None = None
         self._sum: Tensor | None = None
-        """The mean over ranks so far, on the accelerator, where it rests elsewhere and stays here until the last microbatch."""
+        """The mean over ranks so far, on the accelerator, if its place is elsewhere and it stays here until the last
+        microbatch.
+        """
         self._lent: Sent | None = None
         """The last reduction of `_rows`, which other ranks may still read."""
         self._gathering: Work | None = None
@@ -241,7 +243,7 @@ class GradientBucket:
         for piece, gradient in gradients:
             target = whole[piece.start : piece.start + piece.numel]
             part = gradient
-            if piece.numel != gradient.numel():  # a large parameter lies in several buckets
+            if piece.numel != gradient.numel():  # a large parameter is in several buckets
                 part = _part(piece, gradient)
             if piece.index in added:
                 target.add_(part)

@@ -59,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one range of the flat buffer. Offsets are in elements."""
+    """The part of one parameter in one range of the flat buffer. Offsets are in elements."""
 
     index: int
     """Which parameter of the unit."""

@@ -10,7 +10,7 @@ _WRAPPED = "_orig_mod"
 
 
 def name_of(fqn: str) -> str:
-    """Remove from a dotted name of torch's the parts that `torch.compile` put into it."""
+    """Remove the parts of a dotted name that `torch.compile` inserted."""
     if _WRAPPED not in fqn:
         return fqn
     return ".".join(part for part in fqn.split(".") if part != _WRAPPED)

@@ -47,7 +47,7 @@ def memory_report(
 
 
 def kept_count(units: Sequence[Unit]) -> int:
-    """Count how often memory of these units, or of their gradients, stayed when it was to be given back, since user code, autograd
+    """Count how often memory of these units, or of their gradients, could not be freed, since user code, autograd
     or a collective still looked at it.
     """
     buffers = [unit.flat for unit in units]
@@ -89,7 +89,9 @@ def peak_nbytes(device: torch.device) -> int:
 
 
 def reserved_nbytes(device: torch.device) -> int:
-    """Return the most bytes that the accelerator's allocator had taken from the driver; 0 on a CPU, or where it does not count."""
+    """Return the most bytes that the accelerator's allocator had taken from the driver; 0 on a CPU, or if the allocator
+    does not count.
+    """
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "max_memory_reserved"):
         return 0

@@ -1,7 +1,8 @@
 """Owns the report of underflow: the gradients that vanish in fp16, at this loss scale and at others.
 
-A backward is run again at every scale. An element that is zero at one scale and not at the largest scale whose gradients are
-all finite has underflowed there; one that is zero even then counts as truly zero, so the shares are lower bounds.
+A backward is run again at every scale. An element underflows at a scale if it is zero there, and not zero at the
+largest scale whose gradients are all finite. An element that is zero at that one too counts as truly zero, so the
+shares are lower bounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Owns the loss scale of fp16 training: the factor of the loss, and the rules by which it changes.
 
-fp16 holds nothing between 0 and 6e-8: small gradients would vanish. The loss is multiplied by a scale before the backward, the
-gradients are divided by that same scale after, and the scale grows while all gradients are finite (Micikevicius et al.,
-"Mixed Precision Training", arXiv:1710.03740, section 3.2).
+fp16 holds nothing between 0 and 6e-8: small gradients would vanish. The loss is multiplied by a scale before the
+backward, and the gradients are divided by the same scale after it. The scale grows while all gradients are finite
+(Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2).
 
     scaler = zeroshard.DynamicLossScaler()
     (loss.float() * scaler.scale).backward()

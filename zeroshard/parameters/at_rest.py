@@ -22,7 +22,7 @@ class AtRest:
         blocks: the unsharded rows, by holder.
         own_block: this rank's of these.
         block: the slot of the block at rest; None where the parameters are not sharded at rest.
-        are_rows: the unsharded rows are themselves what rests.
+        are_rows: whether the unsharded rows themselves are stored.
         held: the slots of the shards that this rank updates or holds, by number.
         rests: the shards among these that this rank updates.
         masters: the slots of their master weights; the same slot where one serves as both.

@@ -104,7 +104,7 @@ def classes_of(
     """By `id` of a parameter, the tensor that its `grad` is while its gradient is taken."""
 
     class Taken(whole):  # type: ignore[misc, valid-type]
-        """An `nn.Parameter` whose `grad` stands for a gradient that lies in shards. Operations on it have no overhead."""
+        """An `nn.Parameter` whose `grad` represents a gradient in shards. Operations on it have no overhead."""
 
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -236,7 +236,7 @@ def _readable(owner: Owner, touched: list[Any]) -> bool:
 class TakenGradient(Tensor):
     """The `parameter.grad` from the last backward of a step to `zero_grad`: it has shape and dtype, and no values.
 
-    The mean over ranks lies in shards. Norms, factors and bounds, which torch's clipping uses, are operations on it.
+    The mean over ranks is in shards. Norms, factors and bounds, which torch's clipping uses, are operations on it.
     """
 
     fqn: str

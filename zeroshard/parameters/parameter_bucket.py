@@ -6,9 +6,9 @@ Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
     resting    [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
                        holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
 
-and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: what rests, and the
-master weights. They are one slot where the dtype allows, and where the policy keeps only master weights (`rests_as_masters`):
-then these are rounded on their way to the rows.
+and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: the stored
+parameters, and the master weights. They are one slot where the dtype allows, and where the policy keeps only master
+weights (`rests_as_masters`): then these are rounded on their way to the rows.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class ParameterBucket:
         self._pool = context.pool
         self._accelerator = context.storages.accelerator
         self.at_rest = make_rests(spec, rows, whole, whole_at_rest, context)
-        # On their way to the rows: this rank's part from where it rests, and the other ranks' parts.
+        # On their way to the rows: this rank's part from its place, and the other ranks' parts.
         self._reloading: Transfer | None = None
         self.gathering: Work | None = None
         """The all-gather of the parameters that is in flight."""
         self._spreading: Work | None = None
-        """The other hosts' rows of the block, on their way to where it rests."""
+        """The other hosts' rows of the block, on their way to its place."""
 
     # ------------------------------------------------------------------ together
 
@@ -163,7 +163,7 @@ class ParameterBucket:
                 self._save_row(master, self.rows[rank])
 
     def masters_from_rests(self) -> None:
-        """Copy the parameters at rest here to the master weights."""
+        """Copy this rank's stored parameters to the master weights."""
         for rank, master in self.at_rest.copies.items():
             with self.at_rest.rests[rank].borrowed(self._accelerator, self._pool) as row:
                 self._save_row(master, row)
@@ -280,7 +280,7 @@ class InCpuMemory:
     """The way of parameters that are whole in CPU memory between steps. A read copies them back without other ranks.
 
     Attributes:
-        slot: where they rest.
+        slot: their slot.
         is_current: whether the slot has the parameters' values from the end of the step.
     """
 
@@ -301,7 +301,7 @@ class InCpuMemory:
         self._reloading = LANDED
 
     def leave(self, *, changed: bool) -> None:
-        """Copy the parameters to where they rest if they `changed` since `start`, and free the flat buffer."""
+        """Copy the parameters to their place if they `changed` since `start`, and free the flat buffer."""
         if changed:
             self.slot.write(self._flat.tensor)
             self.is_current = True

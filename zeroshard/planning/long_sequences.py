@@ -21,8 +21,8 @@ _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
 """Names of the modules that run in tiles, if a model has them."""
 
 MOST_TILES = 4
-"""Tiles of a tensor that are run: the first and the second, between which sums of gradients are made; one for all that follow,
-which are alike; and the last, which may be shorter."""
+"""The tiles of a tensor that are run: the first two, between which gradients are summed; one for all later ones, which
+are alike; and the last, which may be shorter."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Owns the memory that an accelerator's allocator takes for the tensors of a dry run: blocks, and the segments that they lie in.
+"""Owns the memory that an accelerator's allocator takes for the tensors of a dry run: blocks, and the segments of
+these.
 
 The rules are those of torch's caching allocator as it is by default, on one stream (torch 2.11 to 2.13: constants in
-c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never given back to the driver: torch does
-that when memory runs out, and then allocates once more.
+c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never returned to the driver:
+torch does that when memory runs out, and then allocates once more.
 """
 
 from __future__ import annotations

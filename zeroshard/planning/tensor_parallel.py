@@ -1,7 +1,7 @@
 """Owns the tensor parallelism of a dry run: each divided module has its local matrix, and its messages are counted.
 
 A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part, an ordinary
-parameter, and makes the same activations as torch's styles: a sum over ranks is a new tensor, and so is the result of a
+parameter, and makes the same activations as torch's styles. A sum over ranks is a new tensor, and so is the result of a
 gather.
 """
 

@@ -1,8 +1,8 @@
 """Owns the places of a checkpoint's saved inputs between forward and backward.
 
 torch's checkpointing passes each input that it saves to the saved-tensor hooks around it. A keeper is the first of such
-a pair of hooks: it takes a tensor in the forward, and returns a function that returns the tensor in the backward, as
-often as the graph is used. That function lives as long as the graph.
+a pair of hooks. It takes a tensor in the forward, and returns a function. In the backward that function returns the
+tensor, as often as the graph is used. That function lives as long as the graph.
 """
 
 from __future__ import annotations

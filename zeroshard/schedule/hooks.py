@@ -123,7 +123,7 @@ class Hooks:
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
                 hook: Callable[[Tensor], None] = parameter_hook_of(self._post_accumulate, number, index)
-                # Elsewhere each gradient is brought to the stream of the forward; those of DTensors may still be sums to make.
+                # Otherwise each gradient is moved to the stream of the forward; those of DTensors may still need a sum.
                 if self._stream.is_only_one and not entry.is_distributed:
                     hook = unit.waiting.joining(index, hook, unit.appearance.whole_class)
                 handle = entry.parameter.register_post_accumulate_grad_hook(hook)

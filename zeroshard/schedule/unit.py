@@ -79,7 +79,7 @@ UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
         UnitMove.REFILL: UnitState.UNSHARDED,
         UnitMove.PARK: UnitState.PARKED,
     },
-    # Parked is a unit where it rests: sharded, in CPU memory, or whole.
+    # A unit is parked in its place at rest: sharded, in CPU memory, or whole.
     UnitState.PARKED: {
         UnitMove.RESHARD: UnitState.SHARDED,
         UnitMove.OFFLOAD: UnitState.OFFLOADED,
@@ -375,7 +375,7 @@ class Unit:
         return self.writes.found
 
     def write_back(self) -> None:
-        """Copy unsharded values to where they rest if the user may have written to them."""
+        """Copy unsharded values to their place if the user may have written to them."""
         if self.state is UnitState.UNSHARDED:
             self.writes.write_back()
 

@@ -1,4 +1,5 @@
-"""Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks lies in shards.
+"""Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks is in
+shards.
 
 `torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies each by one factor; `clip_grad_value_`
 clamps each. The first norm fetches those of all parameters in one message. A factor waits for the step, or for the next

@@ -1,7 +1,7 @@
-"""Owns the mean gradients of this rank's shards as the optimizer will see them: scaled, or still to be scaled when they are lent.
+"""Owns the mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when they are lent.
 
-fp32 gradients that are memory where the optimizer steps are multiplied in place. Those in 16 bits would lose digits, and those
-elsewhere would have to be brought twice: their factors are kept, and applied as they are lent.
+fp32 gradients in the optimizer's memory are multiplied in place. Others are not: 16-bit gradients would lose digits,
+and those in other places would be copied twice. Their factors are kept, and applied when they are lent.
 """
 
 from __future__ import annotations

@@ -96,12 +96,12 @@ class Held:
     """A span of one parameter that this rank keeps at rest.
 
     Attributes:
-        owner: the rank whose shard it lies in.
-        shard: to be opened before `value` and `tensor` are used, unless it `is_here`.
-        offset: where it begins in the shard.
-        dtype: of `value`.
-        state: everything that the optimizer keeps for it, by name.
-        view: the tensor that the optimizer updates; None where the parameter is not trained.
+        owner: the rank that owns its shard.
+        shard: its shard, which must be opened before `value` and `tensor` are used, unless it `is_here`.
+        offset: its start in the shard.
+        dtype: the dtype of `value`.
+        state: all values that the optimizer keeps for it, by name.
+        view: the tensor that the optimizer updates; None if the parameter is not trained.
     """
 
     named: NamedParameter
@@ -323,7 +323,7 @@ class ModelStates:
                 return False
             self._step.gradients.set(held.shard.resident.shard, held.view, value)
             return True
-        # An all-gather across hosts may still read this shard, or write to the block that it lies in.
+        # An all-gather across hosts may still read this shard, or write to its block.
         self._find(held.named.fqn)[0].settle_at_rest()
         with held.shard.opened(write=True):
             target = held.tensor(state)

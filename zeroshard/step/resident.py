@@ -22,7 +22,7 @@ class Resident:
     """A shard whose values are all in memory where the optimizer steps.
 
     Args:
-        views: the parts of parameters that lie in it.
+        views: the parts of parameters in it.
         optimizer: has the states, by the views' tensors.
 
     Attributes:
@@ -73,7 +73,7 @@ class Resident:
             slot.wait()
 
     def leave(self, *, write: bool, update_rest: bool) -> None:
-        """Start to write changes to where they rest.
+        """Start to write changes to their place.
 
         Args:
             write: master weights and states may have changed.

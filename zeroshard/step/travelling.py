@@ -92,7 +92,7 @@ class Travelling(Resident):
     def __init__(self, shard: Shard, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
         super().__init__(shard, views, optimizer)
         self._slots: dict[str, Slot] = {}
-        """The slots of the optimizer's states, each of the shard's numel, where they rest away from the optimizer's step."""
+        """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
         self._away: dict[int, Tensor] = {}
         """The optimizer's tensors whose values are in the slots. Others were set by somebody: the next write takes them up."""
         self._frame: Frame | None = None

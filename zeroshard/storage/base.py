@@ -74,7 +74,7 @@ class Slot(ABC):
 
     @property
     def buffer(self) -> FlatBuffer | None:
-        """The memory under the slot, where that can be given back while the slot stays."""
+        """The memory under the slot, if it can be freed while the slot stays."""
         return None
 
     def empty(self) -> None:
@@ -186,11 +186,11 @@ class DeviceStorage(MemoryStorage):
 
     @abstractmethod
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot whose memory is given back while it has no content, see `Slot.empty`."""
+        """Make a slot whose memory is freed while it has no content, see `Slot.empty`."""
 
     @abstractmethod
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Make zeros [numel] whose memory can be given back: at little cost, where the buffer `comes_and_goes` often."""
+        """Make zeros [numel] whose memory can be freed, at little cost if the buffer `comes_and_goes` often."""
 
     def keep_freed_at_most(self, nbytes: int) -> None:
         """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
@@ -216,7 +216,7 @@ class MemorySlot(Slot):
     Args:
         whole: the slot of which this memory is a part. Transfers and readers of one also count for the other.
         before_write: called before the content changes, except by writes to `memory_in`.
-        buffer: of the memory, where it can be given back.
+        buffer: the buffer of the memory, if it can be freed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Owns 1-D tensors whose memory can be given back and taken again while every view of them stays valid.
+"""Owns 1-D tensors whose memory can be freed and allocated again while every view of them stays valid.
 
 [Note: freed storage]
 Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed, and before the
@@ -251,7 +251,7 @@ class BufferPool:
         self.spare_nbytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of `numel` elements with undefined content. Give it back with `release`."""
+        """Return a tensor of `numel` elements with undefined content. Return it with `release`."""
         nbytes = numel * dtype.itemsize
         fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if self.spare_nbytes:

@@ -154,7 +154,7 @@ class DirectFile:
         return start
 
     def release(self, start: int, nbytes: int) -> None:
-        """Give back a range of `allocate`."""
+        """Release a range of `allocate`."""
         self._released.setdefault(in_pages(nbytes), []).append(start)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Requests:

@@ -206,7 +206,7 @@ class DiskSlot(Slot):
 
 
 def _release(file: BlockFile, start: int, nbytes: int, writing: list[Transfer]) -> None:
-    """Give the range of a deleted slot back, once nothing writes to it any longer."""
+    """Release the range of a deleted slot, once nothing writes to it any longer."""
     for requests in writing:
         with suppress(StorageError):
             requests.wait(CPU)

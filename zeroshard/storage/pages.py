@@ -136,7 +136,7 @@ class Range:
         return torch.frombuffer(array, dtype=dtype)
 
     def pieces(self, offset: int, nbytes: int) -> range:
-        """Return the numbers of the pieces that these bytes lie in."""
+        """Return the numbers of the pieces that contain these bytes."""
         return range(bisect_right(self._starts, offset) - 1, bisect_right(self._starts, offset + nbytes - 1))
 
     def fill(self, pieces: range) -> None:
@@ -151,7 +151,7 @@ class Range:
                 self._has_memory[piece] = True
 
     def empty(self, pieces: range) -> None:
-        """Give the memory back, to the pool or the kernel."""
+        """Return the memory to the pool or the kernel."""
         for piece in pieces:
             if self._has_memory[piece]:
                 self._pages.take(*self._piece(piece))
@@ -175,7 +175,7 @@ class Arena:
         self._used = self._nbytes = 0
 
     def part(self, nbytes: int) -> Part:
-        """Cut a part of so many bytes (at least 1), without memory.
+        """Make a part of this many bytes (at least 1), without memory.
 
         Raises:
             OSError: there are no addresses.
@@ -192,7 +192,7 @@ class Arena:
 
 
 class Part:
-    """A part of an arena, made by it. Its memory is given back when neither this nor its tensor lives."""
+    """A part of an arena, made by it. Its memory is freed when neither this nor its tensor is alive."""
 
     def __init__(self, of: Range, users: list[int], offset: int, nbytes: int) -> None:
         self._range = of

@@ -40,7 +40,7 @@ class Storages:
 
     Args:
         param_itemsize: bytes of a parameter.
-        collectives: by which other ranks read the parameters that rest here, where they can.
+        collectives: the transport by which other ranks read the stored parameters, if they can.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Storages:
         return self._at(policy.optimizer.place, "optimizer")
 
     def gradient_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for a shard of gradients. Its memory on the accelerator is given back while it is empty."""
+        """Make a slot for a shard of gradients. Its memory on the accelerator is freed while it is empty."""
         storage = self._at(policy.gradients.place, "optimizer")
         if storage is self.accelerator:
             return self.accelerator.transient_slot(label, numel, dtype)
@@ -128,7 +128,7 @@ class Storages:
         return self._disks[states]
 
     def memory_under(self, label: str, tensor: Tensor) -> FlatBuffer:
-        """Return the whole storage under a tensor, as bytes, to be given back and taken again."""
+        """Return the whole storage under a tensor, as bytes, which may be freed and allocated again."""
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
         if self._collectives is not None and self._collectives.is_lent_by_system(tensor):
             return ShareableBuffer(label, memory, self._collectives, self.emptied)
@@ -152,6 +152,6 @@ class Storages:
         return {"cpu": at_rest + buffers, "disk": sum(disk.nbytes for disk in disks)}
 
     def close(self) -> None:
-        """Give back files and threads."""
+        """Release files and threads."""
         for disk in self._disks.values():
             disk.close()

@@ -1,6 +1,6 @@
 """Owns `ZeroStrategy`: zeroshard under `lightning.pytorch.Trainer`.
 
-The Trainer's precision is the run's: "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16;
+The Trainer's precision is the run's. "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16.
 "-true" makes 16-bit parameters, whose master weights are in fp32 here.
 """
 

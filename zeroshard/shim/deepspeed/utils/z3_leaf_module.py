@@ -71,7 +71,7 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names. Returns them, and the names that none has."""
+    """Mark modules by their full names. Return them, and the names without a module."""
     known = dict(model.named_modules())
     return _mark(
         model, [[name] if name in known else [] for name in module_names], module_names, flag, raise_if_not_found

@@ -10,7 +10,7 @@ their padding.)
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ from zeroshard.errors import UsageError
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
 from zeroshard.planning.machine import Arrival, Clock, Line, Link, Machine, arrives_at
 from zeroshard.policy import Offload, Policy
-from zeroshard.recompute.saved_inputs import KEPT_COUNT, Recall, Slots
+from zeroshard.recompute.saved_inputs import HostCopies, Slots
 from zeroshard.storage.accelerator import FREE_SHARE
 from zeroshard.storage.base import DeviceStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
@@ -388,76 +388,20 @@ class _Copies(Copies):
         return line.send(source.nbytes, arrives_at(after))
 
 
-class SimulatedHostCopies:
-    """The `HostCopies` of a dry run: the same inputs are on the device at the same time.
-
-    Args:
-        slots: see `HostCopies`.
-    """
+class SimulatedHostCopies(HostCopies):
+    """`HostCopies` itself, with memory that the ledger counts."""
 
     def __init__(self, slots: Slots | None, ledger: Ledger, copies: Copies) -> None:
-        self._slots = slots
+        super().__init__(slots, copies)
         self._ledger = ledger
-        self._copies = copies
-        self._kept: list[weakref.ref[_HostInput]] = []
-        self._leaving: deque[tuple[Transfer, Tensor]] = deque()
 
-    def __call__(self, tensor: Tensor) -> Recall:
+    def _host_memory(self, tensor: Tensor) -> Tensor:
         with self._ledger.purpose(ACTIVATIONS, on_host=True):
-            if self._slots is None:
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-            else:
-                memory = self._slots.take(tensor)
-        self._leaving.append((self._copies.copy(memory, tensor.detach()), tensor.detach()))
-        while len(self._leaving) > KEPT_COUNT:
-            transfer, _tensor = self._leaving.popleft()
-            transfer.wait(CPU)
-        copy = _HostInput(memory, self)
-        if self._slots is not None:
-            self._slots.hold(copy)
-        self._kept.append(weakref.ref(copy))
-        return copy.recall
+            return super()._host_memory(tensor)
 
-    def bring(self, memory: Tensor) -> tuple[Transfer, Tensor]:
-        """Start a copy back to the device."""
+    def _device_memory(self, memory: Tensor, device: torch.device) -> Tensor:
         with self._ledger.purpose(ACTIVATIONS):
-            back = torch.empty(memory.shape, dtype=memory.dtype)
-        return self._copies.copy(back, memory), back
-
-    def recalled(self, copy: _HostInput) -> None:
-        """Start the one before it, which is needed next."""
-        self._leaving.clear()
-        alive = [one for one in (reference() for reference in self._kept) if one is not None]
-        before = [one for one in alive[: alive.index(copy)] if not one.is_recalled]
-        self._kept = [weakref.ref(one) for one in alive]
-        if before:
-            before[-1].start()
-
-
-class _HostInput:
-    """An input in CPU memory."""
-
-    def __init__(self, memory: Tensor, owner: SimulatedHostCopies) -> None:
-        self._memory = memory
-        self._owner = owner
-        self._back: tuple[Transfer, Tensor] | None = None
-        self.is_recalled = False
-
-    def start(self) -> None:
-        """Start to copy it back, behind the present computation."""
-        if self._back is None:
-            self._back = self._owner.bring(self._memory)
-
-    def recall(self) -> Tensor:
-        """Return the input on the device."""
-        self.is_recalled = True
-        self.start()
-        assert self._back is not None
-        transfer, tensor = self._back
-        self._back = None
-        transfer.wait(CPU)
-        self._owner.recalled(self)
-        return tensor
+            return super()._device_memory(memory, device)
 
 
 class _Staging(Staging):

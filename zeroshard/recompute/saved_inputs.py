@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
+from zeroshard.storage.transfers import Copies, Transfer
 
 Recall = Callable[[], Tensor]
 Keeper = Callable[[Tensor], Recall]
@@ -63,104 +64,100 @@ KEPT_COUNT = 2
 
 
 class HostCopies:
-    """A keeper of inputs in (pinned) CPU memory. Copies run on a separate stream, and return one checkpoint ahead of
-    use.
-
-    All memory of the device belongs to the computing stream, which waits for a copy before the memory is freed. So it
-    is used again in that stream's order, however far the host is ahead.
+    """Keeps inputs in (pinned) CPU memory. Copies run behind the computation, and come back one checkpoint ahead of use.
 
     Args:
         slots: the memory for the copies; default: memory that torch's allocator of pinned memory keeps for reuse.
+        copies: makes the copies; default: on streams of its own.
     """
 
-    def __init__(self, slots: Slots | None = None) -> None:
+    def __init__(self, slots: Slots | None = None, copies: Copies | None = None) -> None:
         self._slots = slots
-        self._stream: torch.Stream | None = None
-        self._alive: list[weakref.ref[_HostCopy]] = []
-        self._leaving: deque[tuple[torch.Event, Tensor]] = deque()
+        self._copies = copies
+        self._kept: list[weakref.ref[_HostInput]] = []
+        self._leaving: deque[tuple[Transfer, Tensor]] = deque()
         """Inputs whose copies may still run."""
 
     def __call__(self, tensor: Tensor) -> Recall:
-        stream = self._stream_for(tensor.device)
-        self._alive = [copy for copy in self._alive if copy() is not None]
-        if self._slots is None:
-            memory = _host_memory(tensor.shape, tensor)
-        else:
-            memory = self._slots.take(tensor)
-        copy = _HostCopy(tensor, memory, stream, self._alive, self._leaving)
+        if self._copies is None:
+            self._copies = Copies(tensor.device)
+        memory = self._host_memory(tensor)
+        leaving = self._copies.copy(memory, tensor.detach())
+        self._leaving.append((leaving, tensor.detach()))
+        while len(self._leaving) > KEPT_COUNT:
+            transfer, _tensor = self._leaving.popleft()
+            # no test can miss this wait: without it the copies keep the input's memory until the host sees them over.
+            transfer.wait(tensor.device)
+        copy = _HostInput(memory, tensor.device, leaving, self)
         if self._slots is not None:
             self._slots.hold(copy)
-        self._alive.append(weakref.ref(copy))
+        self._kept = [one for one in self._kept if one() is not None]
+        self._kept.append(weakref.ref(copy))
         return copy.recall
 
-    def _stream_for(self, device: torch.device) -> torch.Stream | None:
-        if device.type != "cpu" and self._stream is None:
-            self._stream = torch.Stream(device)
-        return self._stream
+    def _host_memory(self, tensor: Tensor) -> Tensor:
+        """Return CPU memory for an input."""
+        if self._slots is None:
+            return _host_memory(tensor.shape, tensor)
+        return self._slots.take(tensor)
+
+    def _device_memory(self, memory: Tensor, device: torch.device) -> Tensor:
+        """Return memory for an input that comes back."""
+        return torch.empty_like(memory, device=device)
+
+    def bring(self, copy: _HostInput) -> tuple[Transfer, Tensor]:
+        """Start the copy back to the device."""
+        assert self._copies is not None
+        back = self._device_memory(copy.memory, copy.device)
+        return self._copies.copy(back, copy.memory, copy.left), back
+
+    def recalled(self, copy: _HostInput) -> None:
+        """Start the one before it, which is needed next."""
+        for transfer, _tensor in self._leaving:
+            # no test can miss this wait: without it the copies keep the inputs' memory until the host sees them over.
+            transfer.wait(copy.device)
+        self._leaving.clear()
+        before = None
+        for reference in self._kept:
+            one = reference()
+            if one is copy:
+                break
+            if one is not None and not one.is_recalled:
+                before = one
+        if before is not None:
+            before.start()
 
 
-class _HostCopy:
+class _HostInput:
     """An input in CPU memory.
 
-    Args:
-        earlier: the copies before it; the backward needs the last one next. The list grows.
-        leaving: see `HostCopies`.
+    Attributes:
+        left: the copy that brings it there.
+        is_recalled: whether the backward has used it.
     """
 
-    def __init__(
-        self, tensor: Tensor, host: Tensor, stream: torch.Stream | None, earlier: list[weakref.ref[_HostCopy]],
-        leaving: deque[tuple[torch.Event, Tensor]],
-    ) -> None:  # fmt: skip
-        self._host = host
-        self._device = tensor.device
-        self._stream = stream
-        self._earlier = earlier
-        self._number = len(earlier)
-        self._leaving = leaving
-        self._back: Tensor | None = None
-        self._is_recalled = False
-        if stream is None:
-            host.copy_(tensor.detach())
-            return
-        current = torch.accelerator.current_stream()
-        stream.wait_stream(current)  # type: ignore[attr-defined]
-        with stream:
-            host.copy_(tensor.detach(), non_blocking=True)
-            leaving.append((stream.record_event(), tensor.detach()))
-        while len(leaving) > KEPT_COUNT:
-            event, _kept = leaving.popleft()
-            current.wait_event(event)
-
-    def __del__(self) -> None:
-        if self._back is not None:  # the value was never used, and its copy may still be under way
-            assert self._stream is not None
-            # no test can miss this wait: a graph that is dropped in the middle of its backward needs no input any more.
-            self._back.record_stream(self._stream)
+    def __init__(self, memory: Tensor, device: torch.device, left: Transfer, owner: HostCopies) -> None:
+        self.memory = memory
+        self.device = device
+        self.left = left
+        self.is_recalled = False
+        self._owner = owner
+        self._back: tuple[Transfer, Tensor] | None = None
 
     def start(self) -> None:
-        """Start to copy it back, behind the present computation."""
-        if self._back is None and self._stream is not None:
-            self._back = torch.empty_like(self._host, device=self._device)
-            self._stream.wait_stream(torch.accelerator.current_stream())  # type: ignore[attr-defined]
-            with self._stream:
-                self._back.copy_(self._host, non_blocking=True)
+        """Bring it back, behind what is computed now."""
+        if self._back is None:
+            self._back = self._owner.bring(self)
 
     def recall(self) -> Tensor:
-        """Return the input on its own device."""
-        self._is_recalled = True
-        if self._stream is None:
-            return self._host.to(self._device)
+        """The input on its own device."""
+        self.is_recalled = True
         self.start()
-        tensor = self._back
+        assert self._back is not None
+        transfer, tensor = self._back
         self._back = None
-        assert tensor is not None
-        current = torch.accelerator.current_stream()
-        current.wait_stream(self._stream)  # type: ignore[attr-defined]
-        self._leaving.clear()
-        earlier = [reference() for reference in self._earlier[: self._number]]
-        before = [copy for copy in earlier if copy is not None and not copy._is_recalled]
-        if before:
-            before[-1].start()
+        transfer.wait(self.device)
+        self._owner.recalled(self)
         return tensor
 
 

@@ -317,6 +317,63 @@ def test_a_class_that_calls_the_step_of_the_class_that_it_extends(stage: int) ->
     on_ranks(body, 2)
 
 
+class Evaluates(torch.optim.SGD):
+    """It evaluates its closure itself, so often."""
+
+    times = 1
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        for _ in range(self.times):
+            loss = closure()
+        super().step()
+        return loss
+
+
+@STAGES
+def test_a_class_that_evaluates_its_closure(stage: int) -> None:
+    """Once is what zeroshard does before; an optimizer that compares two evaluations, as SAM does, is refused by name."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        plain = copy.deepcopy(model)
+        optimizer, expected = (Evaluates(one.parameters(), lr=0.1) for one in (model, plain))
+        sharded = zeroshard.shard(model, optimizer, stage)
+        for number in range(2):
+            losses = []
+            for one, its in ((model, optimizer), (plain, expected)):
+
+                def closure(one: nn.Module = one, its: torch.optim.Optimizer = its, number: int = number) -> Tensor:
+                    its.zero_grad()
+                    loss = one(*tokens(0, number))
+                    loss.backward()
+                    return loss.detach()
+
+                losses.append(its.step(closure))
+            assert torch.equal(*losses)
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(sharded.states.get(name, "parameters"), parameter), name
+        optimizer.zero_grad()
+        optimizer.times = 2
+        with pytest.raises(UsageError, match=r"Evaluates\.step evaluates its closure more than once"):
+            optimizer.step(lambda: model(*tokens(0, 2)).backward())
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_step_inside_a_backward_is_refused(stage: int) -> None:
+    """As in torch's tutorial on optimizers that step in hooks: the gradients of the other parameters would be lost."""
+
+    def body(rank: int) -> None:
+        model, optimizer, _ = sharded_of(stage)
+        model.embedding.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        with pytest.raises(UsageError, match=r"optimizer\.step\(\) inside a backward.*Step after the backward"):
+            model(*tokens(rank, 0)).backward()
+
+    on_ranks(body, 2)
+
+
 @STAGES
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 def test_zero_grad_drops_what_no_step_used(by: str, stage: int) -> None:

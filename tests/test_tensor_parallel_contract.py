@@ -57,6 +57,25 @@ def test_a_loop_of_accelerates_is_one_process(ranks: int, tmp_path: Path) -> Non
         assert found[what] == pytest.approx(alone[what], rel=1e-5), what
 
 
+@pytest.mark.parametrize(
+    ("ranks", "more", "works"),
+    [(2, {"iterable": True}, True), (4, {"iterable": True}, False), (2, {"dispatch": True}, False),
+     (4, {"iterable": True, "dispatch": False}, True)],
+    ids=["one batch for all", "one batch for two models", "half of a length", "each rank reads"],
+)  # fmt: skip
+def test_batches_that_accelerate_dispatches(ranks: int, more: dict[str, Any], works: bool, tmp_path: Path) -> None:
+    """It gives all ranks one batch, also those that should train on another. Its loader's length is that of one for each rank."""
+    cases = [case(2, loop=True, **more)]
+    if not works:
+        with pytest.raises(RankError, match=r"accelerate dispatches this loader's batches.*dispatch_batches=False"):
+            run(ranks, SCRIPT, cases, tmp_path / "refused")
+        return
+    (alone,) = run(1, SCRIPT, [case(None, loop=True)], tmp_path / "alone")
+    (found,) = run(ranks, SCRIPT, cases, tmp_path / "divided")
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(alone[what], rel=1e-5), what
+
+
 def test_a_model_of_transformers_own_loading_is_refused_where_training_begins(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -15,7 +15,7 @@ from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import same_on_all_ranks, step, whole
+from twin import same, same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
@@ -297,6 +297,41 @@ def test_a_conversion_after_sharding_is_refused_by_name(stage: int) -> None:
         with pytest.raises(UsageError, match=r"weight|scale|unsharded"):
             model.bfloat16()
             sharded.optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_conversion_that_changes_nothing_is_allowed(stage: int) -> None:
+    """`model.to(device)` at the beginning of an evaluation, with gradients or without."""
+
+    def body(rank: int) -> None:
+        def run(convert: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+            model, optimizer, _ = build(stage)
+            for number in range(2):
+                model(*tokens(rank, number)).backward()
+                convert(model)
+                optimizer.step()
+                convert(model)
+                optimizer.zero_grad()
+                convert(model)
+            return whole(model)
+
+        expected = run(lambda _: None)
+        for convert in (lambda model: model.to("cpu", non_blocking=True), nn.Module.float, nn.Module.cpu):
+            assert same(run(convert), expected)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_shallow_copy_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, _, sharded = build(stage)
+        for one in (model, model.blocks[0]):
+            with pytest.raises(UsageError, match=r"is a copy\.copy\(\) of a module of a sharded model"):
+                copy.copy(one)(*(tokens(rank, 0) if one is model else [torch.zeros(1, 12)]))
+        step(model, sharded, rank, 0)
 
     on_ranks(body, 2)
 

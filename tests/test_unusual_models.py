@@ -100,6 +100,40 @@ def test_an_optimised_input_of_a_frozen_model_gathers_no_hooks(stage: int) -> No
 
 
 @pytest.mark.parametrize("stage", range(4))
+def test_parameters_of_eight_bits_stay_as_they_are(stage: int) -> None:
+    """As of a quantized base model. torch cannot train them."""
+
+    def body(rank: int) -> None:
+        def model_of(trained: bool) -> nn.Module:
+            torch.manual_seed(0)
+            model = Net()
+            eighths = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank)).to(torch.float8_e4m3fn)
+            model.blocks[0].eighths = nn.Parameter(eighths, requires_grad=trained)
+            model.blocks[0].register_forward_pre_hook(lambda block, args: (args[0] + block.eighths.float().sum(0),))
+            return model
+
+        plain = model_of(False)
+        model = model_of(False)
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        if rank == 0:
+            expected = plain(batch(0, 0))
+        found = model(batch(0, 0))
+        found.backward()
+        sharded.optimizer.step()
+        if rank == 0:
+            assert torch.equal(found, expected)
+        with zeroshard.unsharded(model):
+            kept = model.blocks[0].eighths
+            assert kept.dtype == torch.float8_e4m3fn
+            assert rank > 0 or torch.equal(kept.float(), plain.blocks[0].eighths.float())
+        with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.eighths of torch\.float8_e4m3fn cannot be trained"):
+            other = model_of(True)
+            zeroshard.shard(other, torch.optim.SGD(other.parameters(), lr=0.1), stage)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
 def test_a_model_that_is_not_ready_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
         def take(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,22 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
     return {**sizes, "deepspeed": config}
 
 
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Samples without a number. accelerate reads them on rank 0 unless it is asked to let each rank read."""
+
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.samples)
+
+
 def loop(case: dict[str, Any]) -> dict[str, Any]:
     """Train in a loop of accelerate's, with the script's own optimizer and loader; on one process without it."""
     torch.manual_seed(0)
     model: Any = tiny(case)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    data = [Tokens()[n]["input_ids"] for n in range(8)]
+    data: Any = [Tokens()[n]["input_ids"] for n in range(8)]
     found: dict[str, Any] = {"losses": [], "norms": []}
     if case["stage"] is None:
         for batch in torch.utils.data.DataLoader(data, batch_size=2):  # type: ignore[arg-type]
@@ -56,9 +67,12 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             found["losses"].append(loss.item())
         return found
+    if case.get("iterable"):
+        data = Stream(data)
     config = arguments(case)
+    options = accelerate.DataLoaderConfiguration(dispatch_batches=case.get("dispatch"))
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config={**config["deepspeed"], "gradient_clipping": 0.5})
-    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, dataloader_config=options)
     samples = config["per_device_train_batch_size"]
     loader: Any = torch.utils.data.DataLoader(data, batch_size=samples)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

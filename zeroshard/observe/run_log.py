@@ -54,8 +54,8 @@ class RunLog:
     Attributes:
         path: the file.
         about: the run's policy, versions and so on, where the log has them.
-        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, reserved, at; and by part, such as
-            memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
+        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, reserved, at; and by part,
+            such as memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
         applied: 1, or 0 for a step that was skipped.
         notes: sentences on what was left out.
     """

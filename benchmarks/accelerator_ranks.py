@@ -31,7 +31,8 @@ def be_deterministic() -> None:
     cuBLAS does with CUBLAS_WORKSPACE_CONFIG, which it reads when the device is used first: accelerator.py sets it.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would launch kernels that no training launches
+    # It would launch kernels that no training launches.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined, unused-ignore]
 
 
 def policies(folder: str) -> dict[str, Policy]:

@@ -264,7 +264,7 @@ def test_what_is_parked(states: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rests_as_masters", "each"), [(False, 16), (True, 14)])
 def test_a_plan_counts_it(rests_as_masters: bool, each: int) -> None:
     def small() -> GPT:
-        return GPT(GPTConfig(layers=2, width=64, heads=2, context=16))
+        return GPT(GPTConfig(layers=2, width=256, heads=2, context=16))
 
     numel = sum(parameter.numel() for parameter in small().parameters())
     zero = {"stage": 3, "stage3_rests_as_masters": rests_as_masters}

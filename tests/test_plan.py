@@ -263,3 +263,32 @@ def test_the_first_plan_of_a_process_is_as_the_next() -> None:
     )
     first, second = done.stdout.split()
     assert first == second
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AdamW",
+        "SGD",
+        *(
+            pytest.param(name, marks=FULL)
+            for name in ("Adam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+        ),
+    ],
+)
+def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerator(name: str) -> None:
+    """It updates all tensors at once there, which takes no less memory than one after another."""
+    cls = getattr(torch.optim, name)
+
+    def peak() -> int:
+        made = zeroshard.plan(
+            partial(Encoder, copies=False), {"train_micro_batch_size_per_gpu": 1}, world_size=1, machine="h100",
+            batch=lambda n: (torch.zeros(n, 1, 16),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
+        )  # fmt: skip
+        return made.figures.peaks["step"]
+
+    at_once = peak()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dry_run, "_take_foreach", lambda _: None)
+        one_by_one = peak()
+    assert at_once > one_by_one if name == "AdamW" else at_once >= one_by_one

@@ -3,10 +3,11 @@
     python benchmarks/accelerator.py --part right --out results       # one part, on the first accelerator
     python benchmarks/accelerator.py --rehearse --out /tmp/rehearsal  # all, tiny, on the simulated one: to see that they run
 
-A part runs in a process of its own and ends by itself in its time. Each row is in `results.json` as soon as it is known; that
-file, the logs and the traces are in `results.tar.gz`, which is written again with each row. Parts that ran before stay there.
+A part runs in a process of its own and ends by itself in its time. Each row is in `results.json` as soon as it is
+measured; that file, the logs and the traces are in `results.tar.gz`, which is written again with each row. Parts that
+ran before stay there.
 
-It needs torch and this checkout. docs/accelerators.md says how to bring libraries that a machine lacks.
+It needs torch and this checkout. docs/accelerators.md describes how to supply libraries that a machine lacks.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Findings:
 
 
 def read(out: Path) -> dict[str, Any]:
-    """Return all that is known, by part."""
+    """Return all results, by part."""
     path = out / RESULTS
     if not path.exists():
         return {"parts": {}}

@@ -28,7 +28,7 @@ class Shape:
         return self.layers * block + 2 * self.vocabulary * self.width + self.width
 
     def flops(self, tokens: int, context: int) -> float:
-        """Floating-point operations of a forward and a backward over `tokens`, without what checkpointing computes twice.
+        """Return the floating-point operations of a forward and a backward over `tokens`, without recomputation.
 
         6 for each parameter of a product and token, and 6 for each pair of a causal attention and element of a head's width
         (arXiv:2204.02311, appendix B).
@@ -90,7 +90,7 @@ def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Return the mean cross-entropy of tokens [batch, length] and what follows each."""
+    """Return the mean cross-entropy of the next tokens, for tokens [batch, length]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

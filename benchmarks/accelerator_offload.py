@@ -35,11 +35,13 @@ from zeroshard.recompute.checkpointer import Checkpointer  # noqa: E402
 HOST_RESERVE = 8 * GIB
 """Bytes of CPU memory that a row leaves to the host."""
 SLAB_SHARE = 1.07
-"""What pinned memory takes beside the states: slabs are powers of two, of which a sixteenth may be left over."""
+"""The share of pinned memory besides the states: slabs are powers of two, and a sixteenth of one may be unused."""
 
 
 USABLE = 0.96
-"""The share of the device's memory that a row takes at most: the driver and what the allocator cannot use need the rest."""
+"""The largest share of the device's memory for a row: the driver, and memory that the allocator cannot use, need the
+other part.
+"""
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """For CUDA's allocator of pinned memory: several threads touch its pages, of which a row takes up to a hundred GiB."""
 
@@ -58,7 +60,7 @@ class Row:
         model: its parameters; or "base" or "largest", see `BASES` and `LARGEST`.
         where: of the states: "device", "optimizer", "all" (in CPU memory), "disk", "FSDP2" (its own CPU offload).
         ratio: the share of the optimizer that leaves the device; None: the least that must.
-        seconds: that the row takes, as far as is known: none begins with less time left.
+        seconds: the estimated time of the row, which does not begin with less time left.
     """
 
     model: str
@@ -146,7 +148,7 @@ def host_bytes(row: Row, parameters: int) -> float:
 
 
 def device_bytes(row: Row, shape: Shape) -> float:
-    """Device memory that a row takes, roughly: states, and what a forward and a backward keep."""
+    """Estimate the device memory of a row: states, and the tensors that a forward and a backward keep."""
     assert row.ratio is not None
     # FSDP2's model is made there in fp32; sums of gradients stay there only while there is room.
     each = {"device": 16, "optimizer": 2 + 14 * (1 - row.ratio), "all": 0, "disk": 4, "FSDP2": 4}[row.where]
@@ -169,7 +171,7 @@ def fitted(row: Row, device: float, host: float) -> Row | None:
 
 
 def _base(device: float) -> str:
-    """The same for each row: what the host has free does not count."""
+    """The same for each row: the host's free memory does not count."""
     for model in BASES:
         if device_bytes(Row(model, "device", 1), SHAPES[model]) <= USABLE * device:
             return model

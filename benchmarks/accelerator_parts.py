@@ -1,4 +1,6 @@
-"""Owns the parts of `make accelerator`. Each tells its rows as it finds them, and begins none for which its time is too short."""
+"""Owns the parts of `make accelerator`. Each reports its rows as it measures them, and begins none for which its time
+is too short.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ LIBRARIES = (
 
 
 def facts(setting: Setting, tell: Tell) -> None:
-    """What the machine is: versions, memory, clocks, copies, the time that pinning takes."""
+    """Describe the machine: versions, memory, clocks, copies, the time that pinning takes."""
     tell(fact="accelerator", value=setting.name)
     tell(fact="torch", value=f"{setting.version}, Python {platform.python_version()}")
     tell(fact="libraries", value=", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name))))
@@ -128,7 +130,9 @@ def right(setting: Setting, tell: Tell) -> None:
             again, _ = train(Policy.stage(0), dtype, 0)
             repeats = torch.equal(reference, again)
             said = (
-                "equal" if repeats else "kernels do not repeat themselves: bits say nothing, so rows below may be close"
+                "equal"
+                if repeats
+                else "kernels do not repeat their results: bits mean nothing, so rows below may be close"
             )
             tell(what=f"stage 0, twice, {_short(dtype)}", result=said)
             if dtype is torch.float32:
@@ -324,7 +328,7 @@ def speed(setting: Setting, tell: Tell) -> None:
 
 
 def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `work` found, or why it failed, whatever a rival raises; the device's memory is free again."""
+    """Return the result of `work`, or the reason why it failed, for any exception of a rival. The device's memory is freed."""
     try:
         found = work()
     except Exception as error:

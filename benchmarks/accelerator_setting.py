@@ -29,7 +29,7 @@ class Setting:
         backend: the accelerator's own.
         out: the folder for traces.
         end: of the part's time, by `time.monotonic`.
-        small: the model for what must be right.
+        small: the model for the checks of results.
         rehearse: on the simulated accelerator, tiny.
         rows: those of the part `offload` that run, counted from 1; none: all.
     """
@@ -97,7 +97,7 @@ class Setting:
 
 
 def simulate() -> None:
-    """Make the simulated accelerator of the tests known to torch, in this process."""
+    """Register the simulated accelerator of the tests with torch, in this process."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from simgpu import device, simccl  # type: ignore[import-not-found, unused-ignore]
 

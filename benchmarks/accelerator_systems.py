@@ -29,7 +29,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def small_model(setting: Setting) -> nn.Module:
-    """The GPT for what must be right: the same values in every system."""
+    """Make the GPT for the checks of results: the same values in every system."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         model = GPT(setting.small)

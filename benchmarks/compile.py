@@ -159,7 +159,7 @@ def main(
     only: Annotated[str, typer.Option(help="Systems by short name: ddp, fsdp2, zs0, zs1, zs2, zs3.")] = ",".join(KINDS),
     rounds: Annotated[int, typer.Option(help="How often each row has its turn.")] = 5,
     steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 3,
-    limit: Annotated[float, typer.Option(help="Seconds after which the run is ended and told.")] = 1800.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which the run is ended and reported.")] = 1800.0,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where all figures go as JSON. [default: benchmarks/results/]")

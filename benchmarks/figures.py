@@ -1,4 +1,4 @@
-"""Owns what benchmarks say of repeated runs: medians, spreads, ratios within a round, tables for a terminal and for Markdown."""
+"""Owns the statistics of repeated runs: medians, spreads, ratios within a round, tables for a terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
 Run = dict[str, Any]
-"""What one run found: "times" in seconds, one for each step, and more."""
+"""The results of one run: "times" in seconds, one for each step, and others."""
 Column = tuple[str, Callable[[str], str]]
 """A heading, and a row's cell by the row's name."""
 
@@ -84,7 +84,7 @@ def markdown_lines(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> l
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: the processor, the kernel, torch, and how busy it was when the run began."""
+    """Return the conditions of the figures: the processor, the kernel, torch, and the load when the run began."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
@@ -105,7 +105,7 @@ def save(path: Path, results: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What `save` wrote."""
+    """Load the results that `save` wrote."""
     results: dict[str, Any] = json.loads(path.read_text())
     return results
 

@@ -1,4 +1,5 @@
-"""Owns the benchmark of copies in another host's memory: what they cost a step, and how soon a lost host is made good, beside files.
+"""Owns the benchmark of copies in another host's memory, beside files: their cost for a step, and the time to restore a
+lost host.
 
 Two hosts (tests/hosts/two_hosts.py) train a GPT at stage 3, and save behind the training every few steps: nothing, a checkpoint in a folder
 that both see, or one in each host's own /dev/shm, with copies on the other host (`node_local=True`). A step is the time of all steps over
@@ -48,7 +49,7 @@ def made(job: dict[str, Any]) -> tuple[GPT, zeroshard.Sharded]:
 
 
 def check_sum(model: GPT) -> float:
-    """Equal where what was loaded is what was saved: the parameters' sum, to the bit."""
+    """Return the parameters' sum, which is equal to the bit if the load restored the saved values."""
     with zeroshard.unsharded(model):
         return float(sum(p.detach().double().sum() for p in model.parameters()))
 
@@ -89,7 +90,7 @@ def resume(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_all_ranks(job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """A job on fresh hosts, and what each rank found."""
+    """Run a job on fresh hosts, and return each rank's results."""
     from two_hosts import TwoHosts
 
     with tempfile.TemporaryDirectory() as folder, TwoHosts(job["delay_us"], job["mbit"]) as hosts:
@@ -114,7 +115,7 @@ def run(to: str, job: dict[str, Any], timeout: float) -> Run:
             shutil.rmtree(Path(memory, "host1"))
         loaded = of_all_ranks({**job, "part": "resume"}, timeout)
         assert {one["sum"] for one in loaded} == {one["sum"] for one in trained}, (
-            "what was loaded is not what was saved"
+            "the loaded values are not the saved ones"
         )
         return {**found, "load": max(one["load"] for one in loaded)}
 

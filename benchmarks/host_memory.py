@@ -1,9 +1,9 @@
 """Owns the memory of all processes of a run together, in which a page that several ranks map counts once.
 
-A control group of the run's own says it exactly: what the kernel charged to it, at most and now. That is anonymous and shared memory
-(each page to the process that touched it first), the kernel's page tables and buffers, and pages of files that nobody had read before.
-Where no control group can be made, the proportional set sizes (anonymous and shared memory) of all the run's processes are
-sampled every few milliseconds; a peak between two samples is missed.
+A separate control group for the run has the exact bytes that the kernel charged to it, at most and now. That is
+anonymous and shared memory (each page to the process that touched it first), the kernel's page tables and buffers, and
+pages of files that nobody had read before. Where no control group can be made, the proportional set sizes (anonymous
+and shared memory) of all the run's processes are sampled every few milliseconds; a peak between two samples is missed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ControlGroup:
 
 
 def join(group: Path) -> None:
-    """The calling process, and what it starts from now on, is in the control group."""
+    """Move the calling process, and its later children, into the control group."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
@@ -105,7 +105,9 @@ class SampledSession:
 
 
 def used_now(group: str | None) -> int:
-    """Bytes that a run uses now, asked by one of its processes: of its control group, or else of its session."""
+    """Return the bytes that a run uses now, called in one of its processes: of its control group, or otherwise of its
+    session.
+    """
     if group is None:
         return sum(map(_proportional, _members(os.getsid(0))))
     return next(int(path.read_text()) for files in (V1, V2) if (path := Path(group, files.now)).exists())

@@ -1,9 +1,10 @@
 """Owns the benchmark of several hosts: a training step of a GPT over two hosts with a slow wire between them, zeroshard and its rivals.
 
-The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun, joined by a wire of the bandwidth and
-delay that are asked for: by default 1 Gbit/s and 1 ms. A round runs every system once, in fresh processes; a step's time is the slowest
-rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes across are what one host gave to the wire in a
-step, with all headers, as its kernel counts them; beside them what the formulas say of parameters and gradients.
+The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun, joined by a link of the
+given bandwidth and delay: by default 1 Gbit/s and 1 ms. A round runs every system once, in fresh processes; a step's
+time is the slowest rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes across are
+what one host gave to the wire in a step, with all headers, as its kernel counts them; beside them what the formulas say
+of parameters and gradients.
 
     python benchmarks/hosts.py
     python benchmarks/hosts.py --only 'DDP,zeroshard*' --ranks 1 --mbit 100 --delay-us 5000
@@ -145,7 +146,7 @@ def train(job: dict[str, Any]) -> None:
 
 
 def run(system: str, job: dict[str, Any], delay_us: int, mbit: int, timeout: float) -> Run | None:
-    """One system in fresh processes on fresh hosts; None where it failed, which is told."""
+    """Run one system in fresh processes on fresh hosts; return None if it failed, which is reported."""
     from two_hosts import TwoHosts
 
     with tempfile.TemporaryDirectory() as folder, TwoHosts(delay_us, mbit) as hosts:

@@ -1,6 +1,6 @@
 """Owns one run of one system in a child process: its environment, its limit in seconds, its peak of memory.
 
-A child that fails or hangs is ended with all that it started and told in a line; what compares systems goes on without it.
+A child that fails or hangs is ended with its own children, and reported in a line. The comparison continues without it.
 A script that runs itself as a child reads what to do from `read_job`, and writes what it found with `write_result`.
 """
 
@@ -23,7 +23,7 @@ KEEPS_PAGES = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""The settings of malloc (glibc) that we recommend for training on CPUs: what is freed stays with the process, for the next step."""
+"""The recommended settings of malloc (glibc) for training on CPUs: freed memory stays with the process, for the next step."""
 RETURNS_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
 """Every freed block of 64 KiB or more goes back to the system, so that a peak counts what lives, and not what malloc keeps.
 
@@ -42,8 +42,9 @@ def run_job(
     """Run `script --job FOLDER` in a child and return its result; a sentence where there is none.
 
     Args:
-        job: what the child is to do, as JSON. It also gets "limit", and with `memory` "group": the control group that it is in, or None.
-        limit: seconds in which it should end its ranks and say where they hang; somewhat later it is ended.
+        job: the child's job, as JSON. It also gets "limit", and with `memory` "group": the control group that it is in,
+            or None.
+        limit: seconds in which it should end its ranks and report where they hang; somewhat later it is ended.
         environment: added to this process's, from which malloc's settings and the switch of the transport are removed.
         memory: the result also has "host_peak", in bytes, of all the child's processes (see host_memory).
     """
@@ -102,7 +103,7 @@ def wait(child: subprocess.Popen[Any], limit: float) -> str | None:
 
 
 def end(child: subprocess.Popen[Any]) -> None:
-    """End a child, which leads a session, and what is left of what it started: asked first, as launchers end their ranks."""
+    """End a child, which leads a session, and its remaining children: first by SIGTERM, as launchers end their ranks."""
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -113,7 +114,9 @@ def end(child: subprocess.Popen[Any]) -> None:
 
 
 def read_result(result: Path, said: Path, failure: str | None) -> dict[str, Any] | str:
-    """What a child wrote, or why it wrote nothing: the first error in what it said. All that it said goes to stderr then."""
+    """Return a child's result, or the reason why there is none: the first error in its output. Its whole output then
+    goes to stderr.
+    """
     if failure is None and result.exists():
         found: dict[str, Any] = json.loads(result.read_text())
         return found
@@ -125,7 +128,7 @@ def read_result(result: Path, said: Path, failure: str | None) -> dict[str, Any]
 
 
 def read_job(folder: Path) -> dict[str, Any]:
-    """In the child: what to do. From here on its memory counts, where that is asked for."""
+    """Return the job, in the child. From here on its memory counts, if the caller measures it."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text())
     if job.get("group"):
         join(Path(job["group"]))
@@ -133,7 +136,7 @@ def read_job(folder: Path) -> dict[str, Any]:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """In the child: what was found, whole or not at all."""
+    """Write the result, in the child, whole or not at all."""
     partial = folder / "result.partial"
     partial.write_text(json.dumps(result))
     partial.rename(folder / "result.json")

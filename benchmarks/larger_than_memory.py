@@ -4,7 +4,7 @@
 
 Each rank is a process in a control group of its own, which the kernel holds to the limit (it kills what exceeds it; nothing can be
 swapped out). The same training runs without a limit and with everything in memory: the losses must be the same to the last bit.
-Control groups need the rights to make them; where they are missing, the script says so and ends with 3.
+Control groups need the rights to make them. Without these rights the script reports that, and exits with status 3.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ranks(arguments: argparse.Namespace, limit: int | None) -> Iterator[list[dic
     groups = [control_group(limit) for _ in range(arguments.ranks)] if limit is not None else [None] * arguments.ranks
     processes = []
     for rank, group in enumerate(groups):
-        # What is freed goes back to the system; heaps of many threads would each keep some.
+        # Freed memory is returned to the system; heaps of many threads would each keep some.
         environment = os.environ | {
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(arguments.ranks),
             "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2",

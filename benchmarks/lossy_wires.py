@@ -1,8 +1,8 @@
-"""Owns the benchmark of lossy wires: does a training end where others end that differ by their seed alone, and what do they send?
+"""Owns the benchmark of lossy communication: final losses, compared with those of other seeds, and bytes sent.
 
 A small GPT learns the text of examples/train_gpt.py on four ranks of this machine, two of which count as a host. Exact wires with six
-seeds, then lossy ones with the first seed. The loss is that of the same held-out windows, in nats a byte; bytes are what one rank hands
-to others in a step, by what they are for.
+seeds, then lossy ones with the first seed. The loss is that of the same held-out windows, in nats a byte. Bytes are
+those that one rank sends to others in a step, by purpose.
 
     python benchmarks/lossy_wires.py
 """

@@ -1,4 +1,4 @@
-"""What the bookkeeping of a step costs: a model of many small blocks, where computing is next to nothing, on 2 ranks.
+"""Measures the cost of a step's bookkeeping: a model of many small blocks, with almost no computation, on 2 ranks.
 
     python benchmarks/many_units.py [--blocks 2000] [--steps 5] [--one-unit]
 
@@ -73,7 +73,7 @@ def _zeroshard(stage: int) -> Callable[[Deep], tuple[nn.Module, Any]]:
 
 
 class Wide(nn.Module):
-    """The same blocks, but no list of modules that says so."""
+    """The same blocks, but not in a list of modules."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
     python benchmarks/offload_accelerator.py
 
 The table has the same model at a size that fits, with and without offload, and then at `--times` the memory. Model FLOPs are 6 a
-parameter and token, and as much again as a forward (2) for the recompute, since blocks are checkpointed. What is hidden is the share of
-the copies' and the CPU step's time, each measured alone, that the step does not show.
+parameter and token, and as much again as a forward (2) for the recompute, since blocks are checkpointed. The hidden
+share is the part of the copies' and the CPU step's times, each measured separately, that does not lengthen the step.
 `--rehearse` runs everything with a tiny model on the CPU: to see that it runs, not to measure.
 """
 
@@ -32,7 +32,7 @@ FLOPS_PER_PARAMETER = 8
 
 @dataclass(frozen=True)
 class Run:
-    """What one training took: seconds of a step, of its forward and backward alone, and of the optimizer's step alone."""
+    """The times of one training: seconds of a step, of only its forward and backward, and of only the optimizer's step."""
 
     numel: int
     step: float

@@ -103,7 +103,7 @@ def cases(ranks: list[int], folder: str) -> Iterator[tuple[str, Case]]:
 
 
 def least(case: Case, said: int) -> tuple[int, dict[str, int]]:
-    """The least peak of real runs, and what they sent in a step."""
+    """Return the least peak of real runs, and the bytes that they sent in a step."""
     peak, sent = 0, dict[str, int]()
     for _ in range(1 if case.ranks == 1 else TRIES):
         real = measured(case)

@@ -1,4 +1,5 @@
-"""What plans are held against: the same training, by real ranks over gloo, with every byte of torch's allocator read.
+"""Owns the cases that plans are compared with: the same training, by real ranks over gloo, with all bytes of torch's
+allocator.
 
 On a CPU memory that comes and goes lies in ranges of addresses of our own, and ranks share memory; an accelerator has neither. So
 both are turned off here, as on a kernel that offers them not, and torch's allocator gives out every byte, as an accelerator's does.

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on zeroshard: train, stop, go on under another stage, and read the weights with plain torch.
+"""Lightning's Trainer on zeroshard: train, stop, continue at another stage, and read the weights with plain torch.
 
     python examples/lightning_gpt.py                                    # Lightning starts 2 processes
     torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # or torchrun does
@@ -25,7 +25,7 @@ TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of the text: int64 of shape [LENGTH + 1]."""
+    """A dataset of windows of the text: int64 of shape [LENGTH + 1]."""
 
     def __len__(self) -> int:
         return 256
@@ -39,13 +39,13 @@ class Model(lightning.LightningModule):
     """A byte-level GPT. Its layers are built in configure_model: under stage 3, sharded from the start."""
 
     def configure_model(self) -> None:
-        """Called by the Trainer, once for each run."""
+        """Build the layers. The Trainer calls it once for each run."""
         if not hasattr(self, "gpt"):
             torch.manual_seed(0)
             self.gpt = GPT(GPTConfig(layers=4, width=64, heads=2, context=LENGTH))
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        """The mean loss in nats per byte."""
+        """Return the mean loss in nats per byte."""
         loss: Tensor = self.gpt(batch[:, :-1], batch[:, 1:])
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
@@ -56,7 +56,7 @@ class Model(lightning.LightningModule):
         self.log("norm", torch.nn.utils.get_total_norm(gradients), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer."""
+        """Make the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 

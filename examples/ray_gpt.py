@@ -1,4 +1,5 @@
-"""Ray Train starts the ranks, and restarts them if one fails: they go on from the last checkpoint that was reported to Ray.
+"""Ray Train starts the ranks, and restarts them if one fails: they continue from the last checkpoint that was reported
+to Ray.
 
     pip install zeroshard[ray]
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
@@ -33,7 +34,7 @@ CONFIG = {
 
 
 def windows(text: Tensor, first: int, count: int) -> Tensor:
-    """Samples by number, from `first` on: int64 of shape [count, LENGTH + 1]."""
+    """Return samples by number, from `first` on: int64 of shape [count, LENGTH + 1]."""
     starts = [number * 7919 % (len(text) - LENGTH - 1) for number in range(first, first + count)]
     return torch.stack([text[start : start + LENGTH + 1] for start in starts])
 
@@ -64,7 +65,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def trainer(storage: Path, name: str, workers: int, steps: int, save_every: int, gpu: bool = False) -> TorchTrainer:
-    """Of a run by that name in the storage: where there is one, it goes on."""
+    """Make the trainer of a run. If the storage has a run of that name, it continues."""
     settings = {
         "text": Path(__file__).read_bytes(), "storage": str(storage), "name": name, "steps": steps, "save_every": save_every,
     }  # fmt: skip
@@ -77,7 +78,7 @@ def trainer(storage: Path, name: str, workers: int, steps: int, save_every: int,
 
 
 def main() -> None:
-    """Train on Ray's workers; the same command goes on where the last one was stopped."""
+    """Train on Ray's workers. The same command continues a run that was stopped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--storage", type=Path, required=True, help="a folder that all machines see")
     parser.add_argument("--name", default="gpt", help="of the run, in that folder")

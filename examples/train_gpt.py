@@ -43,12 +43,12 @@ from zeroshard.testing.gpt import GPT, GPTConfig
 LENGTH = 128  # tokens of one training sequence
 MICROBATCH = 4  # sequences of one forward, at most
 STEPS = 650
-STEPS_IN_FP32 = 250  # where a CPU has no instructions for bf16: fp32 takes some three times as long
+STEPS_IN_FP32 = 250  # on a CPU without instructions for bf16: fp32 takes about three times as long
 CURVE = Path("runs/train_gpt.png")
 
 
 def read_text(path: Path) -> Tensor:
-    """All bytes of a file, or of the text files of a folder, as a tensor of uint8."""
+    """Return all bytes of a file, or of the text files of a folder, as a tensor of uint8."""
     files = (
         [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
     )
@@ -63,7 +63,7 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 class Windows:
-    """Random windows of the text, by number: which one sample 7 is does not depend on the rank that takes it, nor on when."""
+    """Random windows of the text, by number: sample 7 is the same window on every rank and at any time."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -74,23 +74,23 @@ class Windows:
         return self.text[start : start + LENGTH + 1].long()
 
     def batch(self, first: int, engine: zeroshard.Engine) -> tuple[Tensor, Tensor]:
-        """One microbatch, from sample `first` on: tokens and targets of shape [batch, LENGTH]."""
+        """Return one microbatch, from sample `first` on: tokens and targets of shape [batch, LENGTH]."""
         numbers = range(first, first + engine.train_micro_batch_size_per_gpu())
         tokens = torch.stack([self[number] for number in numbers]).to(engine.device)
         return tokens[:, :-1], tokens[:, 1:]
 
 
 def microbatch_size(batch: object, world_size: int) -> int:
-    """Sequences of one forward. Where the config fixes those of a step, fewer ranks take more forwards, of as many each."""
+    """Return the sequences of one forward. If the config fixes those of a step, fewer ranks take more forwards."""
     share = batch // world_size if isinstance(batch, int) else MICROBATCH
     return next(size for size in range(MICROBATCH, 0, -1) if share % size == 0)
 
 
 class CtrlC:
-    """Inside, Ctrl-C is a wish that is looked at between steps: in the middle of one, ranks would wait for each other in vain.
+    """A block in which Ctrl-C takes effect between steps. In the middle of a step, ranks would wait for each other forever.
 
-    torchrun's processes get the signal from the terminal, and again from torchrun: there, the second one changes nothing.
-    In one process the second Ctrl-C ends it at once.
+    torchrun's processes get the signal from the terminal, and again from torchrun: there, the second one has no effect. A
+    process without torchrun ends at the second Ctrl-C.
     """
 
     def __enter__(self) -> Self:
@@ -118,7 +118,9 @@ class CtrlC:
 def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> None:
     """Save, print how to resume, and exit with code 130, as programs do after Ctrl-C."""
     if folder is None:
-        console.print(f"stopped after step {engine.global_steps}; nothing was saved: --checkpoints FOLDER would have.")
+        console.print(
+            f"stopped after step {engine.global_steps}; nothing was saved. Pass --checkpoints FOLDER to save."
+        )
     else:
         engine.save_checkpoint(folder, keep_last=2)
         local = os.environ.get("LOCAL_WORLD_SIZE")
@@ -130,7 +132,7 @@ def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> Non
 
 @torch.no_grad()
 def evaluate(engine: zeroshard.Engine, data: Windows, count: int) -> float:
-    """Bits per byte over `count` batches of every rank."""
+    """Return bits per byte over `count` batches of every rank."""
     batch, own = engine.train_micro_batch_size_per_gpu(), dist.get_rank() * count
     total = torch.stack([engine(*data.batch((own + number) * batch, engine)) for number in range(count)]).mean()
     dist.all_reduce(total)
@@ -150,7 +152,7 @@ def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: floa
 
 
 def report(engine: zeroshard.Engine, console: Console) -> None:
-    """A table per rank: bytes that live now, beside the formulas, and the peak of the process."""
+    """Return a table for this rank: live bytes beside the formulas, and the peak of the process."""
     mine = {**engine.memory_report(), "peak of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -167,7 +169,7 @@ def report(engine: zeroshard.Engine, console: Console) -> None:
 
 
 def is_emulated_on_any_rank(dtype: torch.dtype) -> bool:
-    """Whether some rank's processor has no instructions for a dtype: all train in the same."""
+    """Return whether some rank's processor has no instructions for a dtype: all ranks train in the same one."""
     device = local_device()
     found = torch.tensor(float(is_emulated(dtype, device)), device=device)
     dist.all_reduce(found)
@@ -175,7 +177,7 @@ def is_emulated_on_any_rank(dtype: torch.dtype) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """The options of the command line."""
+    """Read the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
     parser.add_argument("--stage", type=int, choices=range(4), help="takes the place of the config's stage")
@@ -189,7 +191,7 @@ def parse() -> argparse.Namespace:
 
 
 def set_steps(options: argparse.Namespace, config: dict[str, Any], console: Console) -> None:
-    """Choose the number of steps where --steps is left out: fewer on a CPU without bf16, with the schedule as long as they are."""
+    """Choose the number of steps if --steps is left out: fewer on a CPU without bf16, with a schedule of the same length."""
     if options.steps is not None:
         return
     options.steps = STEPS

@@ -30,7 +30,7 @@ def _tests(name: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
 
 
 def _asks(name: str, question: Callable[[], object]) -> None:
-    """Register a question that needs an answer, whatever it is: this module may be imported in a backward, or inside of hooks."""
+    """Register a function that must return, with any result: this module may be imported in a backward, or inside hooks."""
 
     def test() -> bool:
         question()

@@ -28,7 +28,7 @@ class Lent(NamedTuple):
 
 
 class Lending:
-    """See the module's docstring.
+    """The memory that this rank lends to others, see the module's docstring.
 
     Args:
         file: this rank's memory.

@@ -25,7 +25,7 @@ from zeroshard.collectives.watch import Watch
 
 
 class OverHosts(Grouped):
-    """See the module's docstring.
+    """A transport over several hosts: shared memory inside, gloo across, see the module's docstring.
 
     Args:
         hosts: the members of each, of one size, in the order of ranks.

@@ -53,7 +53,7 @@ class Offer(NamedTuple):
 
 
 class SharedMemory(Grouped):
-    """See the module's docstring.
+    """A transport through shared memory, see the module's docstring.
 
     Raises:
         NotShared: these ranks cannot.

@@ -50,7 +50,7 @@ class OneHost(Exception):
 
 
 class TwoLevel(Grouped):
-    """See the module's docstring.
+    """A transport on two levels, inside hosts and across them, see the module's docstring.
 
     Args:
         within: how many ranks are one host, in the group's order; or "host", for those that share a machine.

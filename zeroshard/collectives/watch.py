@@ -84,7 +84,7 @@ class _Question:
 
 
 class Watch(Waits):
-    """See the module's docstring.
+    """A watch over the waits of this rank, see the module's docstring.
 
     Args:
         store: a store that all members reach. Messages are kept by global rank, so that they cover other groups, too.

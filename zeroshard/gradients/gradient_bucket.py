@@ -125,7 +125,7 @@ class _Release(Transfer):
 
 
 class GradientBucket:
-    """See the module's docstring.
+    """The gradients of one bucket, see the module's docstring.
 
     Args:
         parameters: the bucket's other half, of the same spec.

@@ -25,7 +25,7 @@ from zeroshard.torch_private import (
 
 
 class Appearance:
-    """See the module's docstring.
+    """The appearance of a unit's parameters to the user, see the module's docstring.
 
     Args:
         named: the unit's parameters.

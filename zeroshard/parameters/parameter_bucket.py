@@ -29,7 +29,7 @@ from zeroshard.storage.transfers import LANDED, Transfer
 
 
 class ParameterBucket:
-    """See the module's docstring.
+    """The parameters of one bucket, see the module's docstring.
 
     Args:
         rows: [W, S] of the unit's flat buffer.

@@ -93,7 +93,7 @@ MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 
 
 class Unit:
-    """See the module's docstring.
+    """A unit of parameters, see the module's docstring.
 
     Args:
         group: the parameters; all of one dtype, on one device, and all trainable or all frozen.

@@ -20,10 +20,10 @@ from zeroshard.storage.buffers import BufferPool
 
 
 class MeanGradients:
-    """See the module's docstring.
+    """The mean gradients of this rank's shards, see the module's docstring.
 
     Args:
-        accelerator: the storage in which unsharded gradients lie, wherever the optimizer steps.
+        accelerator: the storage of unsharded gradients, even if the optimizer steps elsewhere.
     """
 
     def __init__(self, accelerator: Storage) -> None:

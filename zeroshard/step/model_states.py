@@ -145,7 +145,7 @@ class Held:
 
 
 class ModelStates:
-    """See the module's docstring. Made again at each use: of values that rest elsewhere it keeps at most one shard."""
+    """The model states by name, see the module's docstring. Made for each use; it holds at most one offloaded shard in memory."""
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
         self._step = step

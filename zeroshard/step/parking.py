@@ -29,7 +29,7 @@ STATES = ("parameters", "gradients", "optimizer")
 class _Parked:
     """Parked memory, which was freed unless a user's view keeps it.
 
-    `content` is all of it, as bytes, wherever it is now; if transient, until `zero_grad`.
+    `content` is all of it, as bytes, in its present place; if transient, until `zero_grad`.
     """
 
     memory: FlatBuffer

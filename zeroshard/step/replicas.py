@@ -32,7 +32,7 @@ _MOST_INPUTS = 4096
 
 
 class Replicas:
-    """See the module's docstring.
+    """The comparison of replicated parameters' gradients, see the module's docstring.
 
     Args:
         everyone: the ranks of all dimensions.

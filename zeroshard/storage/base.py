@@ -2,7 +2,7 @@
 
     slot = storage.slot("master weights of h.0", numel, torch.float32)
     slot.write(source)                     starts; the source stays as it is until the transfer is over
-    slot.read(out).wait(out.device)        into any tensor of that many elements, wherever that lies
+    slot.read(out).wait(out.device)        into any tensor of that many elements, in any place
     slot.memory_in(storage)                the content itself, where it is memory of that storage
 
 Only `Storages` distinguishes the three storages.

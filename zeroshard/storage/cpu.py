@@ -18,7 +18,7 @@ _LEFT = 1 / 16
 
 @final
 class CpuStorage(MemoryStorage):
-    """CPU memory that is allocated once and kept; pinned where `pin` is True."""
+    """CPU memory that is allocated once and kept; pinned if `pin` is True."""
 
     def __init__(self, copies: Copies, *, pin: bool) -> None:
         self.device = CPU

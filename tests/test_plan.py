@@ -272,7 +272,18 @@ def test_the_first_plan_of_a_process_is_as_the_next() -> None:
         "SGD",
         *(
             pytest.param(name, marks=FULL)
-            for name in ("Adam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+            for name in (
+                "Adam",
+                "Adafactor",
+                "Adagrad",
+                "Adadelta",
+                "Adamax",
+                "ASGD",
+                "NAdam",
+                "RAdam",
+                "RMSprop",
+                "Rprop",
+            )
         ),
     ],
 )

@@ -300,6 +300,6 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
 
     at_once = peak()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dry_run, "_take_foreach", lambda _: None)
+        patch.setattr(dry_run, "take_foreach", lambda _: None)
         one_by_one = peak()
     assert at_once > one_by_one if name == "AdamW" else at_once >= one_by_one

@@ -204,7 +204,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     if engine.checkpointing is not None and not job.machine.computes_on_cpu:
         engine.checkpointing.host_copies = storages.host_copies
     if not job.machine.computes_on_cpu and config.policy.optimizer.place is Place.ACCELERATOR:
-        _take_foreach(engine)
+        take_foreach(engine)
     _name_states(engine, ledger)
     start = ledger.peak
     ledger.forget_peaks()
@@ -472,7 +472,7 @@ def _loss(job: Job, output: Any) -> Tensor:
     return found
 
 
-def _take_foreach(engine: Engine) -> None:
+def take_foreach(engine: Engine) -> None:
     """Have optimizers that name no kernels update all tensors at once, with temporaries of all, as torch does on an accelerator.
 
     By itself torch would see the CPU of a dry run here, where such an optimizer takes one tensor after another.

@@ -11,22 +11,20 @@ import pytest
 import torch
 from simgpu import bodies, device, server
 from simgpu.device import MODES
-from simgpu.rare import EVERY_BODY
+from simgpu.rare import EVERY_BODY, RANKS
 
 from zeroshard.testing import RankError
 
 MODE_NAMES = list(MODES)
-CASES = [(body, mode, 2) for body in EVERY_BODY for mode in ("all late", "others slow")]
-CASES += [(body, MODE_NAMES[number % len(MODES)], 2) for number, body in enumerate(EVERY_BODY)]
+CASES = [(body, mode, RANKS.get(body, 2)) for body in EVERY_BODY for mode in ("all late", "others slow")]
+CASES += [(body, MODE_NAMES[number % len(MODES)], RANKS.get(body, 2)) for number, body in enumerate(EVERY_BODY)]
 CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
 CASES = list(dict.fromkeys(CASES))
 QUICK = {
-    (body, "all late", 2)
-    for body in (
-        "stages", "cpu_memory", "disk", "reads_and_writes", "hosts",
-    )
-}  # fmt: skip
-"""A feature of the core each."""
+    *((body, "all late", 2) for body in ("stages", "cpu_memory", "disk", "reads_and_writes", "hosts")),
+    ("slots", "others slow", 2),
+}
+"""A feature of the core each; and files, whose threads are too late where copies are only slow."""
 
 
 @pytest.mark.every

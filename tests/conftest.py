@@ -22,7 +22,7 @@ from simgpu.device import MODES  # noqa: E402
 LONG = (
     "test_accelerate_contract", "test_trainer_contract", "test_preference_contract", "test_zero_trainer", "test_trainers",
     "test_lightning", "test_hosts", "test_elastic", "test_simgpu", "test_simgpu_faults", "test_simgpu_budgets",
-    "test_accelerator", "test_compile", "test_compile_strangers", "test_plan", "test_plan_search",
+    "test_compile", "test_compile_strangers", "test_plan", "test_plan_search",
 )  # fmt: skip
 """Files with tests of many seconds: they begin first, so that no process is left alone with one at the end."""
 

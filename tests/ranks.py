@@ -177,7 +177,8 @@ def _serve(connection: Connection, rank: int, world_size: int, door: socket.sock
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
         gc.freeze()  # what was imported is in no cycle that a case makes
-        timeout = timedelta(seconds=60)
+        # Less than `on_ranks` waits, so that the error names who is missing; more than a rank waits for a busy machine's processor.
+        timeout = timedelta(seconds=150)
         store = join_store(door, rank, world_size, timeout)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         own |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}

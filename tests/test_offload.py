@@ -9,11 +9,14 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from insides import around_requests
 from models import two_groups, workload
 from ranks import on_ranks, run_ranks
 
@@ -84,6 +87,24 @@ def test_parked_states_come_back(apart: bool, place: Place, precision: str, stag
 def stage3_on_disk(folder: Path, **options: object) -> Policy:
     how = Offload(str(folder), **{"buffer_numel": 4096, "block_nbytes": 4096, **options})
     return Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how)
+
+
+def test_what_is_read_ahead_is_what_was_written_before(tmp_path: Path) -> None:
+    def late(work: Callable[..., None], *arguments: Any) -> None:
+        time.sleep(0.05)
+        work(*arguments)
+
+    policy = stage3_on_disk(tmp_path)
+    apart = storages.Storages(policy, torch.device("cpu"))
+    slot = apart.optimizer(policy).slot("a slot", 1000, torch.float32)
+    with around_requests(write=late):
+        for number in (1.0, 2.0):
+            slot.write(torch.full((1000,), number))
+            slot.prefetch()
+            out = torch.zeros(1000)
+            slot.read(out).wait(torch.device("cpu"))
+            assert bool((out == number).all())
+    apart.close()
 
 
 def trained(policy: Policy, steps: int = 1) -> tuple[Sharded, Workload]:

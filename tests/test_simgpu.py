@@ -11,21 +11,19 @@ import pytest
 import torch
 from simgpu import bodies, device, server
 from simgpu.device import MODES
-from simgpu.rare import EVERY_BODY
+from simgpu.rare import EVERY_BODY, RANKS
 
 from zeroshard.testing import RankError
 
 OTHERS = [mode for mode in MODES if mode != "all late"]
-CASES = [(body, "all late", 2) for body in EVERY_BODY]
-CASES += [(body, OTHERS[number % len(OTHERS)], 2) for number, body in enumerate(EVERY_BODY)]
+CASES = [(body, "all late", RANKS.get(body, 2)) for body in EVERY_BODY]
+CASES += [(body, OTHERS[number % len(OTHERS)], RANKS.get(body, 2)) for number, body in enumerate(EVERY_BODY)]
 CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
 QUICK = {
-    (body, "all late", 2)
-    for body in (
-        "stages", "cpu_memory", "disk", "reads_and_writes", "hosts",
-    )
-}  # fmt: skip
-"""A feature of the core each."""
+    *((body, "all late", 2) for body in ("stages", "cpu_memory", "disk", "reads_and_writes", "hosts")),
+    ("slots", "others slow", 2),
+}
+"""A feature of the core each; and files, whose threads are too late where copies are only slow."""
 
 
 @pytest.mark.every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from simgpu import faults, server
 from simgpu.build import CACHE
-from simgpu.rare import EVERY_BODY
+from simgpu.rare import EVERY_BODY, RANKS
 
 from zeroshard.testing import RankError
 
@@ -19,7 +20,7 @@ Attempt = tuple[str, str]
 
 ASKED_FIRST = {
     "storage": ("cpu_memory", "slots", "cpu_memory_in_16_bits", "sub_groups", "disk", "parking"),
-    "collectives": ("stages",),
+    "collectives": ("stages", "hosts", "hosts_of_two", "lossy_wires"),
     "parameters": (
         "reads_and_writes",
         "written_by_all",
@@ -31,8 +32,9 @@ ASKED_FIRST = {
     ),
     "gradients": ("stages", "several_backwards", "sums_elsewhere", "error_roads"),
     "recompute": ("activation_checkpointing", "partitioned_activations"),
-    "step": ("sub_groups", "parking", "late_files", "states_at_once", "unclipped", "disk"),
-    "schedule": ("stages", "nested", "error_roads"),
+    "step": ("sub_groups", "parking", "late_files", "states_at_once", "unclipped", "disk", "frozen_states"),
+    "schedule": ("stages", "nested", "error_roads", "side_stream"),
+    "checkpoint": ("asynchronous_checkpoints", "checkpoints"),
     "zero_redundancy": ("zero_redundancy",),
     "construction": ("sharded_init",),
 }
@@ -94,7 +96,9 @@ def attempts(fault: str) -> list[Attempt]:
 def fails(fault: str, body: str, mode: str) -> bool:
     """Run a body without a wait. A body that takes too long has seen nothing."""
     options = {"module": EVERY_BODY[body].__module__, "body": body}
-    request = server.Request(faults.__name__, faults.sites_reached.__name__, options, mode, 2, fault=fault)
+    request = server.Request(
+        faults.__name__, faults.sites_reached.__name__, options, mode, RANKS.get(body, 2), fault=fault
+    )
     try:
         REACHED[body] = set().union(*server.run(request))
     except RankError as error:
@@ -107,6 +111,21 @@ def who_sees(fault: str) -> Attempt | None:
         if fault in REACHED.get(body, {fault}) and fails(fault, body, mode):
             return body, mode
     return None
+
+
+def test_every_wait_is_taken_out_or_listed_with_the_reason() -> None:
+    assert not faults.waits_of_none(), "take the module into ROAD of tests/simgpu/faults.py, or into ELSEWHERE"
+    for package in faults.ELSEWHERE:
+        importlib.import_module(f"zeroshard.{package}")
+
+
+def test_the_faults_that_were_seen_are_those_that_there_are() -> None:
+    """A wait that moves to another line or function must take its name with it, or nobody notices when it is lost."""
+    known = json.loads(SEEN.read_text())
+    wanted = {name for name, site in faults.sites().items() if site.excuse is None}
+    assert not known.keys() - wanted, f"no sites any longer: correct {SEEN}"
+    assert not wanted - known.keys(), f"run the test below with --rest, and copy what it found from {SEEN_HERE}"
+    assert known.keys() == seen().keys(), "other bodies and modes than there are"
 
 
 @pytest.mark.parametrize("fault", cases())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -91,14 +92,19 @@ def rows_of(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gather_fills_every_row_from_its_owner(name: str, dtype: torch.dtype) -> None:
+    """And a rank that has waited may write to its row, which rests nowhere else."""
+
     def body(collectives: Collectives) -> None:
         whole, own = rows_of(7, dtype), collectives.shard
-        rows = torch.full_like(whole, 9)
+        rows = collectives.buffer(whole.numel(), dtype).view_as(whole).fill_(9)
         rows[own] = whole[own]
         work = collectives.all_gather(rows, 0, "gather")
+        if collectives.rank == 1:
+            time.sleep(0.2)  # it reads when the others have what they waited for
         work.wait()
         work.wait()
         assert torch.equal(rows, whole)
+        rows[own] = -1.0
         work.wait_released()
         assert work.is_released
         assert [collectives.owner(shard) for shard in range(RANKS)] == collectives.by_shard(

@@ -1,9 +1,8 @@
-"""Owns the planted faults: each place of zeroshard's accelerator road that waits, or hands a wait on, is taken out in turn.
+"""Owns the planted faults: each place of zeroshard's path on an accelerator that waits, or hands a wait on, is taken out in turn.
 
-The table is read from the source of the modules in ROAD, so a new wait there is in it by itself; a new module with waits belongs
-in ROAD. What is removed is the call alone: what it is called on is
-still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A comment right above a wait excuses it:
-`# no test can miss this wait: why`.
+The table is read from the source of the modules in ROAD. A module with waits is in it, or in ELSEWHERE with the reason. What is
+removed is the call alone: what it is called on is still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A
+comment right above a wait excuses it: `# no test can miss this wait: why`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,16 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk", "storage.direct_file",
@@ -29,6 +32,49 @@ WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "w
 """Calls that are statements of their own."""
 FENCES = {"copy": 2, "release": 1, "write": 3}
 """Calls that are given what to wait for, as the argument of this number."""
+WAIT_LIKE = re.compile(r"_?wait\w*|synchronize|record_stream")
+"""Names of calls that are sites, or listed below."""
+NOT_YET = "bodies run them, and which of them sees each wait was not tried"
+ELSEWHERE = {
+    "cli": "no part of a training",
+    "testing": "no part of a training",
+    "planning": "nothing is computed: waits count time",
+    "collectives.meeting": "CPU ranks",
+    "collectives.over_hosts": "CPU ranks",
+    "collectives.point_to_point": "the host waits for gloo, whose memory is the CPU's",
+    "collectives.shared_memory": "CPU ranks",
+    "collectives.watch": "a thread that reports",
+    "collectives.base": "an error is under way: nothing is computed with what arrives",
+    "collectives.two_level": NOT_YET,
+    "collectives.quantized": NOT_YET,
+    "checkpoint.saving": NOT_YET,
+    "checkpoint.values": NOT_YET,
+    "gradients.reductions": NOT_YET,
+    "schedule.hooks": NOT_YET,
+    "step.mean_gradients": NOT_YET,
+    "step.model_states": NOT_YET,
+    "checkpoint.checkpoints": "the host waits for a thread that writes files",
+    "checkpoint.node_local": "the host waits for gloo",
+    "formats.hugging_face": "the host waits for a thread that writes files",
+    "engine.progress": "a clock",
+    "observe.readings": "a number for people",
+    "recompute.checkpointer": "a clock, if the user asks for it",
+    "zero_redundancy.optimizer": "only under torch's Join, which is made of DDP",
+    "zero_redundancy.ddp_hooks": "the wait of a future of torch's returns the value",
+}
+"""Modules and packages whose waits are not taken out, each with the reason."""
+NO_SITES = {
+    "wait_released": "the memory of an accelerator is not read by other ranks in place",
+    "_wait_released": "the memory of an accelerator is not read by other ranks in place",
+    "_wait_readers": "it is made of a site",
+}
+"""Calls that are no sites, each with the reason."""
+NO_WAITS = {
+    "self._pages.hold(": "a count of bytes",
+    "self._schedule.hold(": "a count of users",
+    "work.wait(_PROBE)": "a look, after an error",
+}
+"""Beginnings of statements that are no waits."""
 
 
 EXCUSE = "no test can miss this wait:"
@@ -56,7 +102,7 @@ class Site:
 def _is_wait(node: ast.AST) -> bool:
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call) or _method(node.value) not in WAITS:
         return False
-    return not ast.unparse(node).startswith("self._pages.hold(")  # a count of bytes
+    return not ast.unparse(node).startswith(tuple(NO_WAITS))
 
 
 def _is_fence(node: ast.AST) -> bool:
@@ -68,6 +114,27 @@ def _is_fence(node: ast.AST) -> bool:
 def _is_note(node: ast.AST) -> bool:
     """`self._in_flight.add(transfer)`, in the place of the transfer: those who come later wait for it."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "self._in_flight.add"
+
+
+def waits_of_none() -> list[str]:
+    """The waits of the package that are no sites, and have no reason in ELSEWHERE or NO_SITES."""
+    places = {(site.module, site.line, site.column) for site in sites().values()}
+    package = Path(zeroshard.__file__).parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        short = ".".join(path.relative_to(package).with_suffix("").parts)
+        if short in ELSEWHERE or short.partition(".")[0] in ELSEWHERE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            text = ast.unparse(node)
+            is_wait = WAIT_LIKE.fullmatch(_method(node)) and _method(node) not in NO_SITES and text not in NO_WAITS
+            if is_wait and (f"zeroshard.{short}", node.lineno, node.col_offset) not in places:
+                found.append(f"{short}:{node.lineno} {text}")
+            if _method(node) in FENCES and any(word.arg == "after" for word in node.keywords):
+                found.append(f"{short}:{node.lineno} {text}: only an argument by place is a site")
+    return found
 
 
 def _method(call: ast.Call) -> str:
@@ -111,7 +178,7 @@ def sites() -> dict[str, Site]:
         for function, definition in _functions(_tree(module)):
             seen: Counter[str] = Counter()
             for node in ast.walk(definition):
-                if (_is_wait(node) or _is_fence(node) or _is_note(node)) and "_PROBE" not in ast.unparse(node):
+                if _is_wait(node) or _is_fence(node) or _is_note(node):
                     text = ast.unparse(node)
                     seen[text] += 1
                     number = f" #{seen[text]}" if seen[text] > 1 else ""

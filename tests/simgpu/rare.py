@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Untied
+from insides import around_requests
+from models import Frozen, Untied
 from torch import Tensor, nn
 
 import zeroshard
@@ -19,7 +20,6 @@ from simgpu import device as simgpu
 from simgpu.bodies import BF16, BODIES, CPU, Checkpointed, Training, folder_of_all, offloaded, on_both, same
 from zeroshard import Offload, Place, Policy, StorageError
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
-from zeroshard.storage.direct_file import DirectFile
 
 LATE_SECONDS = 0.005
 NARROW, WIDE = "blocks.1.up.bias", "blocks.1.up.weight"
@@ -31,26 +31,19 @@ def late_disk(
     *, reads: bool = False, writes: bool = False, every: int = 2, seconds: float = LATE_SECONDS
 ) -> Iterator[None]:
     """Requests of a file that are made inside are late, every other one: so what was asked for first may come last."""
-    before = {"_read": DirectFile._read, "_write": DirectFile._write}
 
-    def late(work: Callable[..., None]) -> Callable[..., None]:
+    def late() -> Callable[..., None]:
         count = iter(range(1 << 30))
 
-        def run(*arguments: Any) -> None:
+        def run(work: Callable[..., None], *arguments: Any) -> None:
             if next(count) % every == 0:
                 time.sleep(seconds)
             work(*arguments)
 
         return run
 
-    for name, is_late in (("_read", reads), ("_write", writes)):
-        if is_late:
-            setattr(DirectFile, name, late(before[name]))
-    try:
+    with around_requests(read=late() if reads else None, write=late() if writes else None):
         yield
-    finally:
-        for name, work in before.items():
-            setattr(DirectFile, name, work)
 
 
 # ---------------------------------------------------------------------- bodies
@@ -194,6 +187,36 @@ def masters_set(rank: int) -> None:
         assert all(same(one, results[0]) for one in results), f"stage {stage}"
 
 
+def frozen_states(rank: int) -> None:
+    """Parameters that take no gradient are set while a forward still reads the values before, and a set that fails says so."""
+
+    def run(training: Training) -> None:
+        training.step(1)
+        states = training.sharded.states
+        for factor in (0.5, 2.0):
+            value = states.get(WIDE)
+            assert value is not None
+            with torch.no_grad():
+                training.losses.append(training.model(training.batch(100)))
+            states.set(WIDE, "parameters", value * factor)
+        training.step(1)
+
+    for place in (Place.CPU, Place.DISK):
+        with tempfile.TemporaryDirectory() as folder, late_disk(reads=True):
+            policy = offloaded(3, folder, None, place)
+            on_both(policy, run, make=Frozen)
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(simgpu.device(), offloaded(3, folder, None, Place.DISK), make=Frozen)
+        value = training.sharded.states.get(WIDE)
+        assert value is not None
+        with _no_room():
+            try:
+                training.sharded.states.set(WIDE, "parameters", value)
+            except StorageError:
+                return
+    raise AssertionError("a write that failed was not reported")
+
+
 def hosts(rank: int) -> None:
     """Each rank is a host of its own, which holds whole parameters: what others updated spreads to where they rest."""
 
@@ -208,6 +231,12 @@ def hosts(rank: int) -> None:
 
     for place in (None, Place.CPU):
         on_both(Policy.stage(3, within=1).offloaded(parameters=place), run)
+
+
+def hosts_of_two(rank: int) -> None:
+    """Two hosts of two ranks each: what crossed is gathered inside, and what was summed inside crosses."""
+    for stage in (2, 3):
+        on_both(Policy.stage(stage, within=2), lambda training: training.step(2))
 
 
 def late_files(rank: int) -> None:
@@ -346,24 +375,22 @@ def failing_disk(rank: int) -> None:
 @contextmanager
 def _no_room() -> Iterator[None]:
     """Inside, writes of files fail, a little late."""
-    before = DirectFile._write
 
     def fail(*_: Any) -> None:
         time.sleep(LATE_SECONDS)
         raise StorageError("no room")
 
-    DirectFile._write = fail  # type: ignore[method-assign]
-    try:
+    with around_requests(write=fail):
         yield
-    finally:
-        DirectFile._write = before  # type: ignore[method-assign]
 
 
 RARE: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
-        partitioned_activations, unclipped, several_backwards, sums_elsewhere, nested, states_at_once, masters_set, hosts,
-        late_files, parking_on_late_files, forgotten_reads, hidden_writes, started_for_nothing, failing_disk,
+        partitioned_activations, unclipped, several_backwards, sums_elsewhere, nested, states_at_once, masters_set, frozen_states,
+        hosts, hosts_of_two, late_files, parking_on_late_files, forgotten_reads, hidden_writes, started_for_nothing, failing_disk,
     )
 }  # fmt: skip
+RANKS = {"hosts_of_two": 4}
+"""Of bodies that need more than two."""
 EVERY_BODY = BODIES | RARE

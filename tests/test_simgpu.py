@@ -15,15 +15,17 @@ from simgpu.rare import EVERY_BODY, RANKS
 
 from zeroshard.testing import RankError
 
-OTHERS = [mode for mode in MODES if mode != "all late"]
-CASES = [(body, "all late", RANKS.get(body, 2)) for body in EVERY_BODY]
-CASES += [(body, OTHERS[number % len(OTHERS)], RANKS.get(body, 2)) for number, body in enumerate(EVERY_BODY)]
-CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
-QUICK = {
+QUICK = [
     *((body, "all late", 2) for body in ("stages", "cpu_memory", "disk", "reads_and_writes", "hosts")),
     ("slots", "others slow", 2),
-}
+]
 """A feature of the core each; and files, whose threads are too late where copies are only slow."""
+OF_FILES = ("disk", "slots", "asynchronous_checkpoints", "late_files", "parking_on_late_files", "failing_disk")
+OTHERS = [mode for mode in MODES if mode not in ("all late", "others slow")]
+CASES = [(body, "all late", RANKS.get(body, 2)) for body in EVERY_BODY]
+CASES += [(body, OTHERS[number % len(OTHERS)], RANKS.get(body, 2)) for number, body in enumerate(EVERY_BODY)]
+CASES += [(body, "others slow", 2) for body in OF_FILES]
+CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
 
 
 @pytest.mark.every

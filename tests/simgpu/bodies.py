@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from insides import sharded_of
 from models import MODELS, Frozen, Stack, Untied, tokens
 from torch import Tensor, nn
 
@@ -577,7 +578,7 @@ def engine(rank: int) -> None:
             made.backward(loss)
             made.step()
             losses.append(loss.detach())
-        made._sharded.remove()
+        sharded_of(made).remove()
         flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
         results.append((torch.stack(losses).float().cpu(), flat))
     assert all(same(one, results[0]) for one in results)

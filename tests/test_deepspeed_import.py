@@ -209,10 +209,10 @@ def test_files_of_another_number_of_ranks_are_refused_by_name(name: str, tmp_pat
     for kind in ("optim", "model"):
         for path in sorted(folder.glob(f"zero_pp_rank_1_*_{kind}_states.pt")):
             shutil.copy(path, folder / path.name.replace("rank_1", "rank_2"))
-    _refuse(folder, out, "holds zero_pp_rank_2_.*says that 2 ranks wrote it")
+    _refuse(folder, out, "holds zero_pp_rank_2_.*was written by 2 ranks")
     (folder / OPTIMIZER.format(2)).unlink()
     (folder / OPTIMIZER.format(1)).rename(tmp_path / "kept")
-    _refuse(folder, out, "lacks the file of rank 1, one of 1 .*says that 2 ranks wrote it")
+    _refuse(folder, out, "lacks the file of rank 1, one of 1 .*was written by 2 ranks")
     shutil.copy(tmp_path / "kept", folder / OPTIMIZER.format(1))
     shutil.copy(tmp_path / "kept", folder / f"bf16_{OPTIMIZER.format(1)}")
     _refuse(folder, out, "holds two files of rank 1")

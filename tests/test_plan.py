@@ -265,28 +265,10 @@ def test_the_first_plan_of_a_process_is_as_the_next() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "AdamW",
-        "SGD",
-        *(
-            pytest.param(name, marks=FULL)
-            for name in (
-                "Adam",
-                "Adafactor",
-                "Adagrad",
-                "Adadelta",
-                "Adamax",
-                "ASGD",
-                "NAdam",
-                "RAdam",
-                "RMSprop",
-                "Rprop",
-            )
-        ),
-    ],
-)
+OTHERS = ["Adam", "Adafactor", "Adadelta", "Adamax", "ASGD", "RAdam", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", *(pytest.param(name, marks=FULL) for name in OTHERS)])
 def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerator(name: str) -> None:
     """It updates all tensors at once there, which takes no less memory than one after another."""
     cls = getattr(torch.optim, name)

@@ -137,6 +137,8 @@ def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, wit
                 write(folder / "child", str(os.getpid()))
                 time.sleep(60)
                 os._exit(0)
+            if with_child:
+                until(folder / "child")
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         with pytest.raises(CollectiveError, match=f"rank {victim} closed the connection"):
             for number in range(1, 100_000):

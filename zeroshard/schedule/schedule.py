@@ -146,6 +146,8 @@ class Schedule:
         self.units = list(units)
         self.tree = tree
         self.state = StepState.CLEAN
+        self.arrivals = 0
+        """Moves by gradients since the model was sharded: it stays the same where no gradient has come."""
         self.frozen = frozen_names(units)
         """Parameters that took no gradient when that was last looked at."""
         self.gradients_taken = 0
@@ -208,6 +210,7 @@ class Schedule:
         if move is Move.GRADIENT and self.state is StepState.GRADIENTS:
             self._live.before_later_gradients()
         self.state = after(self.state, move)
+        self.arrivals += move is Move.GRADIENT
 
     @property
     def awaits_step(self) -> bool:

@@ -76,7 +76,7 @@ def machine_for(case: Case) -> Machine:
 @contextmanager
 def to_the_byte() -> Iterator[None]:
     """Plan inside for a CPU's allocator, which rounds nothing, and where optimizers take no `foreach` by default."""
-    with patch.object(ledger, "Segments", lambda: None), patch.object(dry_run, "_take_foreach", lambda _: None):
+    with patch.object(ledger, "Segments", lambda: None), patch.object(dry_run, "take_foreach", lambda _: None):
         yield
 
 

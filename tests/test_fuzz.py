@@ -285,6 +285,9 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
     "dropped before and after a backward that broke off after a step": [
         ("step", 0), ("zero_one", 0), ("broken_backward", 0), ("zero_one", 1), ("step", 0),
     ],
+    "dropped between two backwards after a step, of which the second broke off": [
+        ("step_one", 0), ("backward", 0), ("zero_one", 0), ("broken_backward", 0), ("zero_one", 1), ("step_one", 0),
+    ],
     "a gradient set after the norm, and the other dropped": [("clip", 0), ("set_grad", 0), ("zero_one", 1), ("step", 0)],
 }  # fmt: skip
 """The same, of two optimizers."""

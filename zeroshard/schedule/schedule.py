@@ -143,6 +143,8 @@ class Schedule:
         self.units = list(units)
         self.tree = tree
         self.state = StepState.CLEAN
+        self.arrivals = 0
+        """Moves by gradients since the model was sharded: it stays the same if no gradient has arrived."""
         self.gradients_taken = 0
         self.optimized: set[int] = set()
         """`id`s of the parameters that the optimizer lists, frozen ones among them."""
@@ -198,6 +200,7 @@ class Schedule:
         if move is Move.GRADIENT and self.state is StepState.GRADIENTS:
             self.live.before_later_gradients()
         self.state = after(self.state, move)
+        self.arrivals += move is Move.GRADIENT
 
     @property
     def awaits_step(self) -> bool:

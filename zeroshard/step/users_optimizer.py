@@ -231,17 +231,17 @@ class DroppedGradients:
         self._schedule = schedule
         self._dropped: list[UsersOptimizer] = []
         self._dropped_at = 0
-        self._is_late = False
-        """When the last of them was recorded, a backward had broken off, or had come after a step."""
+        self._arrivals = 0
+        """The schedule's, when the last of them was recorded."""
 
     def add(self, optimizer: UsersOptimizer) -> bool:
         """Record a `zero_grad()`. Return whether the gradients are no longer needed."""
         self.refuse_later_backward()
         # A backward that broke off counts as running until the next one begins.
         is_late = self._schedule.state in (StepState.BACKWARD, StepState.BROKEN, StepState.UNWANTED)
-        if is_late and not self._is_late:
+        if is_late and self._schedule.arrivals != self._arrivals:
             self._dropped = []  # that backward has given them gradients since, to be dropped, too
-        self._is_late = is_late
+        self._arrivals = self._schedule.arrivals
         if self._schedule.is_between_steps:
             for group in optimizer.optimizer.param_groups:
                 for parameter in group["params"]:

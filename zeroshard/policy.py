@@ -145,8 +145,8 @@ class Policy:
             parameters sharded => gradients sharded => optimizer sharded.
         reshard_after_forward: for sharded parameters: whether a unit is resharded after its forward (less memory, one
             more all-gather) or kept for the backward.
-        prefetch_numel: for sharded parameters: the number of elements that are gathered ahead of their use. 0 is none
-            ahead, None is one unit ahead.
+        prefetch_numel: for sharded parameters: the number of elements that are gathered ahead of their use. 0 disables
+            prefetching; None prefetches one unit.
         max_live_numel: for sharded parameters: the most unsharded elements, beyond which nothing is prefetched or kept.
             The units in use (the root, and the block that runs) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
@@ -160,7 +160,7 @@ class Policy:
             differ.
         rests_as_masters: for sharded parameters with master weights of another dtype, both on the accelerator: only the
             master weights are stored, and each all-gather rounds them. In 16 bits that takes 14 bytes a parameter
-            instead of 16, with the same bits. It has no effect if each host has the whole (`per_host`).
+            instead of 16, with the same bits. It has no effect if each host holds all the parameters (`per_host`).
     """
 
     parameters: Residency

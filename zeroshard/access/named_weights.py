@@ -31,7 +31,7 @@ _BASE = "base_layer"
 
 @dataclass(frozen=True)
 class _Part:
-    """The weights of one turn, in which one unit is unsharded.
+    """The weights yielded while one unit is unsharded.
 
     Attributes:
         label: the unit's name.

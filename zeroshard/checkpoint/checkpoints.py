@@ -140,9 +140,9 @@ class Checkpoints:
             values: JSON and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; rank 0's are saved.
             save_latest: `load` without a tag loads this one.
             exclude_frozen: leave out parameters that are not trained.
-            asynchronous: copy to CPU memory, and write while training goes on. The next save, `checkpoints.wait()` and
-                `remove` wait for it, and raise its error. Without any of these, a program whose last save failed prints
-                the error at its end, and exits with status 1.
+            asynchronous: copy to CPU memory, and write while training continues. The next save, `checkpoints.wait()`
+                and `remove` wait for it, and raise its error. Without any of these, a program whose last save failed
+                prints the error at its end, and exits with status 1.
             keep_last: the number of newest checkpoints to keep; older ones are removed. None keeps all.
             within_step: allow a save between a backward and its step. Gradients are not saved, and a load begins the
                 step again.
@@ -238,7 +238,7 @@ class Checkpoints:
         """Load a checkpoint of any world size and policy; each rank reads its part. Every rank must call it.
 
         Args:
-            folder: that of all checkpoints.
+            folder: the folder that holds all checkpoints.
             tag: default: the newest, by the file `latest`.
             strict: raise an error for parameters that the checkpoint or the model lacks.
             optimizer_states: load the optimizer's states and hyperparameters too.

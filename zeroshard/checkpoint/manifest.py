@@ -78,7 +78,7 @@ class FileRecord(_Record):
 
 
 class _Sparse(_Record):
-    """A record without its fields that are None and that version 1 lacks."""
+    """A record that omits None fields added after version 1."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

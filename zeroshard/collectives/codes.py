@@ -25,8 +25,8 @@ class Codes:
     """The encoding of rows of one dtype as bytes.
 
     Attributes:
-        bits: of a code, 8 or 4.
-        dtype: of the rows.
+        bits: the number of bits of a code, 8 or 4.
+        dtype: the dtype of the rows.
     """
 
     bits: int

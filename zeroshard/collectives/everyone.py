@@ -20,8 +20,8 @@ class Everyone(Collectives):
     It is made of both, so any mesh has it: a message goes over one, and what all of that have goes over the other.
 
     Args:
-        data: of the data-parallel ranks.
-        others: of the ranks of the mesh's other dimension.
+        data: the collectives of the data-parallel ranks.
+        others: the collectives of the ranks of the mesh's other dimension.
     """
 
     def __init__(self, data: Collectives, others: Collectives) -> None:

@@ -35,7 +35,7 @@ class Grouped(Collectives):
 
     Args:
         members: the group's ranks.
-        device: where tensors lie.
+        device: the device that holds the tensors.
         watch: over the waits; may be shared.
     """
 

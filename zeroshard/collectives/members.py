@@ -35,7 +35,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a process group, of all ranks; None is the group of all."""
+    """Return the global ranks of a process group; None means the default group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
@@ -44,13 +44,13 @@ class Members:
     """The ranks of one of the user's process groups.
 
     Attributes:
-        ranks: of all ranks, in the group's order.
+        ranks: the members' global ranks, in the group's order.
         rank: this process's place among them.
         world: how many ranks there are in all.
         timeout: the user's word on how long to wait.
-        backend: of the group, for one type of device.
+        backend: the group's backend, for one type of device.
         own_group: the user's own group, if it still exists: a reference to it would keep torch from destroying it.
-        store: of the group.
+        store: the group's store.
         root: the store of all ranks.
     """
 

@@ -19,7 +19,7 @@ class QuantizedGradients:
 
     Args:
         inner: the transport, which sends the codes.
-        bits: of a code.
+        bits: the number of bits of a code.
     """
 
     def __init__(self, inner: Collectives, bits: int) -> None:

@@ -22,7 +22,7 @@ class SequenceRanks:
     """The ranks of a group.
 
     Args:
-        group: of torch.distributed, or a mesh of one dimension; None is all ranks, or only this process if
+        group: a process group, or a mesh of one dimension; None is all ranks, or only this process if
             torch.distributed is not initialised.
     """
 

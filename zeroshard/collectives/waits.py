@@ -20,7 +20,7 @@ class Pairing:
 
     Args:
         connections: a name for them, the same on every rank.
-        tag: of the operation.
+        tag: the operation's tag.
         ranks: the others that must begin it, by their numbers among all ranks.
         begun: by channel, the last tag that this rank has begun; kept up to date.
         close: closes the connections, so that waits fail on all ranks. Any thread may call it.
@@ -53,7 +53,7 @@ class Pairing:
     def is_in_vain(self, own: int, reported: Sequence[Any]) -> bool:
         """Return whether this rank and the awaited one wait for each other, and neither has begun what the other waits for.
 
-        Neither goes on before the other does.
+        Neither continues before the other does.
 
         Args:
             own: the number of this rank among all ranks.

@@ -91,7 +91,7 @@ class Engine(Saving, Readers, nn.Module):
         self._step_of_shards.loss_scale = self.loss_scaler.scale
 
     def __getattr__(self, name: str) -> Any:
-        """Look up an attribute that the engine lacks in the user's model."""
+        """Fall back to the user's model for attributes that the engine lacks."""
         modules = self.__dict__.get("_modules", {})
         if name in modules:
             return modules[name]

@@ -64,7 +64,7 @@ class Saving:
             client_state: JSON and tensors; rank 0's is saved.
             save_latest: `load_checkpoint` without a tag loads this one.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            asynchronous: copy to CPU memory, and write while training goes on. The next `step` or save raises its
+            asynchronous: copy to CPU memory, and write while training continues. The next `step` or save raises its
                 error.
             keep_last: the number of newest checkpoints to keep; older ones are removed. None keeps all.
         """
@@ -175,7 +175,7 @@ class Saving:
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
-            dtype: of the floating-point tensors; default: fp32, from the master weights.
+            dtype: the dtype of the floating-point tensors; default: fp32, from the master weights.
         """
         self._sharded.export(out, dtype)
 

@@ -1,8 +1,8 @@
 """Owns the import from DeepSpeed: a checkpoint of ZeRO stage 1, 2 or 3 becomes one of zeroshard's.
 
-DeepSpeed pickles. torch's `weights_only` reads the files, and runs no code from them. This module has substitutes for
-the few classes that they name, so DeepSpeed need not be installed. No whole tensor is made: each rank's flat partitions
-are mapped into memory, and their fragments become spans of new files.
+DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files and runs no code from them. This module has
+substitutes for the few classes that they name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
+flat partitions are mapped into memory, and their fragments become spans of new files.
 
 The place of an element (as DeepSpeed 0.19 writes it): under stages 1 and 2, `param_slice_mappings` gives each rank's fragments.
 Under stage 3, every parameter is divided into world_size pieces of ceil(numel / world_size), in the order of
@@ -282,7 +282,7 @@ class _ModelFile:
     """The contents of rank 0's model file.
 
     Attributes:
-        shapes: of trained parameters, by param group (or sub-group).
+        shapes: the shapes of trained parameters, by param group (or sub-group).
         parameters: trained and frozen ones, for a manifest.
         frozen: the shapes of the frozen ones.
     """

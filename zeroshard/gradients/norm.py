@@ -109,7 +109,7 @@ def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: flo
     """Return the factor for scaled gradients, so that their norm is at most `max_norm`; 1 if the norm is not finite.
 
     Args:
-        norm: of the gradients without their scale.
+        norm: the norm of the gradients without their scale.
         max_norm: None leaves it as it is.
     """
     if isinstance(norm, Tensor):

@@ -45,12 +45,12 @@ class Reductions:
 
     Args:
         units: the buckets of each trainable unit, in the order of registration.
-        limit_numel: elements of buckets that may be under way while the next gradients are made, or one bucket; 0 waits for each at
-            once.
-        overlap: gathers run behind the computation. Off: each is waited for where it starts.
+        limit_numel: maximum elements in flight while the next gradients are computed; one bucket is always allowed.
+            0: wait for each immediately.
+        overlap: gathers run behind the computation. If False, each blocks immediately.
         in_turn: a unit's reductions start when it is closed, since several units are gathered inside a backward.
-        accelerator: the memory that must have room, if gradients are stored elsewhere. See [Note: room].
-        pool: the buckets'.
+        accelerator: the accelerator memory checked for free space, if gradients are stored elsewhere. See [Note: room].
+        pool: the buckets' buffer pool.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Reductions:
     # ------------------------------------------------------------------ one microbatch
 
     def start_ready(self, buckets: Sequence[GradientBucket]) -> None:
-        """Start to reduce those of these buckets that are complete and have their turn."""
+        """Start reducing groups that are complete, in the agreed order."""
         if not self._is_agreed:
             groups = dict.fromkeys(self._order[self._position[bucket]] for bucket in buckets)
             self._completed.update(dict.fromkeys(group for group in groups if self._may_start(group)))

@@ -9,9 +9,8 @@ A unit's parameters lie one after another in one flat buffer. The buffer is cut 
 
 An optimizer that looks at whole matrices (Muon) gets a layout that cuts no parameter, see `lay_out_whole`.
 
-The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy: so an optimizer sees the same
-1-D views under every policy, and a fused kernel, whose last bits depend on where a tensor starts and ends, gives the
-same bits.
+The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer sees the same
+1-D views under every policy. Fused kernels, whose last bits depend on tensor boundaries, therefore give the same bits.
 """
 
 from __future__ import annotations

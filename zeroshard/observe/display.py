@@ -1,7 +1,7 @@
-"""Owns the progress lines on a terminal: of a training, a save, a load.
+"""Owns the terminal progress lines of training, saves and loads.
 
-They are on rank 0's stderr, if that is a terminal. No thread draws them while ranks train: the code that works reports
-its progress, and draws when a line is due. So a data loader's worker is never forked while a thread holds a lock.
+They are on rank 0's stderr, if that is a terminal. The working thread itself draws a line when one is due, so no
+worker of a data loader is forked while another thread holds a lock.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ class StepFigures:
     """The figures of a step. `seconds`, `sent`, `memory`, `peak` and `reserved` are this rank's; `loss` is the mean over ranks.
 
     Attributes:
-        samples: since the start.
+        samples: the samples since the start.
         at: the time, in seconds since 1970.
         has_loss: whether the backwards were the engine's, which got the loss.
         samples_per_second, sent: since the last figures; `sent` in bytes by collective.
         tokens_per_second: tokens of all ranks per second; None if the caller gave no number of tokens of a sample.
-        seconds: of one step, by part.
+        seconds: the seconds of one step, by part.
         memory: bytes of live storage by model state.
         peak: the peak in bytes of the accelerator's allocator, or of the process if there is no accelerator.
         reserved: the peak in bytes that the accelerator's allocator took from the driver; 0 if there is no accelerator.

@@ -51,7 +51,7 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """Return the rate of each param group at the present step."""
+        """Return the learning rate of each param group at the current step."""
 
     def get_last_lr(self) -> list[float]:
         """Return the rate of each param group as it is set now."""

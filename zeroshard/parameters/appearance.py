@@ -29,8 +29,8 @@ class Appearance:
 
     Args:
         named: the unit's parameters.
-        views: of the flat buffer, one for each parameter, in its shape.
-        dtype: of the parameters.
+        views: views of the flat buffer, one for each parameter, in its shape.
+        dtype: the dtype of the parameters.
         owner: called for reads, and for gradients that the user sets.
         whole: the class of parameters whose values are here; of DTensors another than of others.
     """

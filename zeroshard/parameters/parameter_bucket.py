@@ -34,7 +34,7 @@ class ParameterBucket:
     Args:
         rows: [W, S] of the unit's flat buffer.
         whole: [n], the bucket's initial content in the master dtype, the same on all ranks.
-        whole_at_rest: of the unit, in CPU memory, where its unsharded parameters rest between steps.
+        whole_at_rest: the unit's slot in CPU memory, where its unsharded parameters rest between steps.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ParameterBucket:
                 self._spreading = spreading
 
     def settle(self) -> None:
-        """Block until updates of other hosts have arrived in the block at rest."""
+        """Block until updates of other hosts have arrived in the resting (sharded) block."""
         if self._spreading is not None:
             self._spreading.wait()  # which raises again where it did before
             self._spreading = None

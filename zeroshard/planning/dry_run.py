@@ -63,7 +63,7 @@ _ROOT = "the root module"
 
 @dataclass(frozen=True)
 class Job:
-    """A training to plan. All other attributes are `plan`'s arguments.
+    """A training run to plan. All other attributes are `plan`'s arguments.
 
     Attributes:
         hosts: the number of hosts, over which the ranks are spread evenly.
@@ -98,10 +98,10 @@ class Figures:
     """The figures of one rank in a dry run. Bytes and seconds.
 
     Attributes:
-        peak, host_peak: of live bytes in training, on the device and in CPU memory beside it.
-        peak_together: of both at once, where they are one memory.
+        peak, host_peak: the peaks of live bytes in training, on the device and in CPU memory beside it.
+        peak_together: the peak of both at once, where they are one memory.
         reserved: bytes that the device's allocator took from the driver, start-up included; 0 on a CPU.
-        peaks: on the device, by phase.
+        peaks: the peaks on the device, by phase.
         start: the most on the device before the first step.
         rest: live bytes between steps, by category.
         states: live bytes when the optimizer steps: model states with all gradients.

@@ -28,7 +28,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory and time of one rank of a training, in bytes and seconds; all ranks take the same.
+    """The memory and time of one rank of a training run, in bytes and seconds; all ranks take the same.
 
     Attributes:
         job: the training and its machine.

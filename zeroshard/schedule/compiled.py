@@ -68,8 +68,8 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
     """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
 
     Args:
-        module: that runs.
-        all_callers: look through the whole stack, and not only at the direct caller. A microsecond or two.
+        module: the running module.
+        all_callers: look through the whole stack, and not only at the direct caller. This costs a microsecond or two.
 
     Raises:
         UsageError: with CUDA graphs.

@@ -499,7 +499,7 @@ class OneThread:
     """The check that only one thread runs a forward: another would reshard parameters that the first reads.
 
     Args:
-        units: of the model.
+        units: the model's units.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:

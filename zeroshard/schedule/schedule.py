@@ -136,7 +136,7 @@ class Schedule:
     Args:
         units: in the order of registration.
         tree: the model's modules, as they were taken.
-        overlap: collectives run behind the computation. Off: each is waited for where it starts. Same bits.
+        overlap: collectives run behind the computation. If False, each blocks immediately, with the same bits.
     """
 
     def __init__(self, units: Sequence[Unit], tree: ModelTree, context: Context, *, overlap: bool) -> None:

@@ -38,7 +38,7 @@ class _Held:
     """The units of one module, which stay unsharded while its state dict is made or loaded.
 
     Args:
-        names: of their parameters, as the module has them, and the parameters' `id`s.
+        names: the names of their parameters, as the module has them, and the parameters' `id`s.
     """
 
     def __init__(self, units: Sequence[Unit], names: Mapping[str, int]) -> None:

@@ -99,8 +99,8 @@ class Unit:
         group: the parameters; all of one dtype, on one device, and all trainable or all frozen.
         layout: their places in the flat buffer.
         flat: the flat buffer, which has their values.
-        buckets: of the parameters, in the order of the layout.
-        gradients: the same buckets, of the gradients; none of frozen parameters.
+        buckets: the parameters' buckets, in the order of the layout.
+        gradients: the gradients' buckets, in the same order; none for frozen parameters.
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
         owner_of: makes what the parameters' classes call when the user touches a parameter.
     """

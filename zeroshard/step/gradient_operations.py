@@ -77,8 +77,8 @@ class GradientOperations:
         """Run one of torch's operations on a parameter's gradient. Every rank must call it.
 
         Args:
-            name: of the operation, as torch has it.
-            args, kwargs: of the operation; the first is the gradient.
+            name: the operation's name in torch.
+            args, kwargs: the operation's arguments; the first is the gradient.
 
         Returns:
             The operation's result; NotImplemented if shards do not support it.

@@ -80,8 +80,8 @@ class DirectFile:
     """A `BlockFile` without a name, see the module's docstring.
 
     Args:
-        folder: where the file is; it must be there.
-        block_nbytes: of one request, with one checksum (CRC-32); a multiple of the page.
+        folder: the file's folder, which must exist.
+        block_nbytes: the bytes of one request, with one checksum (CRC-32); a multiple of the page.
         requests: how many are under way at once.
         device: the device from which written data may still be on its way.
 

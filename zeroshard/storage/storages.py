@@ -135,7 +135,7 @@ class Storages:
         return ResizedBuffer(label, memory)
 
     def open(self, place: Place, offload: Offload) -> Storage:
-        """Open a storage that the caller closes. For memory that is the accelerator's, return the accelerator's storage."""
+        """Open a storage that the caller closes. If `place` is on the accelerator, return the accelerator's storage."""
         pin = offload.pin_memory and self.accelerator.device.type != "cpu"
         if place is Place.DISK:
             nbytes = offload.buffer_numel * torch.float32.itemsize

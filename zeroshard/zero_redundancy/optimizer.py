@@ -206,7 +206,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _follow_parameters(self) -> None:
-        """Move parameters back into the flat buffers, or follow them: trainers and `module.to` give them other storages."""
+        """Move parameters back into the flat buffers or update the views: trainers and `module.to` replace storages."""
         for view in self._views:
             parameter = view.parameter
             value = view.value

@@ -154,7 +154,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ steps
 
     def _step(self, name: str, *args: Any) -> Any:
-        """Run a step as the module's forward: parameters outside of all blocks are gathered once."""
+        """Run a step through the module's forward, so that parameters outside all blocks are gathered once."""
         if self.sharded is None:
             return getattr(self.lightning_module, name)(*args)
         return self._forward_redirection(self.model, self.lightning_module, name, *args)

@@ -77,8 +77,6 @@ def main() -> None:
     else:
         command("report", "run")
         assert "<svg" in Path("run/report.html").read_text()
-    command("config", "document", "config")
-    assert Path("config/README.md").is_file()
     Path("zero.json").write_text(json.dumps({"train_batch_size": 2, "zero_optimization": {"stage": 2}}))
     assert "ZeRO stage 2" in command("config", "check", "zero.json")
     assert "h200" in str(zeroshard_machines())

@@ -216,7 +216,8 @@ def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: fl
     plan = zeroshard.plan(seven_and_a_half_billion, config_of(stage, "bf16", micro=1), world_size=64, batch=tokens)
     states = {category: plan.figures.states.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     assert plan.figures.numel == pytest.approx(7.5e9, rel=0.01)
-    assert round(sum(states.values()) * 7.5e9 / plan.figures.numel / 1e9, 1) == gigabytes
+    # Plans count blocks of the allocator, some of which are larger than their tensors.
+    assert sum(states.values()) * 7.5e9 / plan.figures.numel / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
 @pytest.mark.every

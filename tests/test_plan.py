@@ -213,11 +213,13 @@ def seven_and_a_half_billion() -> GPT:
     ],
 )
 def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: float) -> None:
-    plan = zeroshard.plan(seven_and_a_half_billion, config_of(stage, "bf16", micro=1), world_size=64, batch=tokens)
+    # The paper counts tensors; on an accelerator plans count blocks of its allocator.
+    plan = zeroshard.plan(
+        seven_and_a_half_billion, config_of(stage, "bf16", micro=1), world_size=64, batch=tokens, machine="cpu"
+    )
     states = {category: plan.figures.states.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     assert plan.figures.numel == pytest.approx(7.5e9, rel=0.01)
-    # Plans count blocks of the allocator, some of which are larger than their tensors.
-    assert sum(states.values()) * 7.5e9 / plan.figures.numel / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert round(sum(states.values()) * 7.5e9 / plan.figures.numel / 1e9, 1) == gigabytes
 
 
 @pytest.mark.every

@@ -28,27 +28,11 @@ CASES += [(body, "others slow", 2) for body in OF_FILES]
 CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
 
 
-MARKS = {
-    "side_stream": [
-        pytest.mark.xfail(
-            reason="not understood: since simccl lets go of tensors early, a value is read too early", strict=False
-        )
-    ],
-    "frozen_states": [
-        pytest.mark.xfail(reason="not understood: fails where the default stream runs at once", strict=False)
-    ],
-}
-
-
 @pytest.mark.every
 @pytest.mark.parametrize(
     ("body", "mode", "ranks"),
     [
-        pytest.param(
-            *case,
-            marks=MARKS.get(case[0], ()) if case in QUICK else [pytest.mark.full, *MARKS.get(case[0], ())],
-            id="-".join(map(str, case)),
-        )
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.full, id="-".join(map(str, case)))
         for case in CASES
     ],
 )

@@ -20,6 +20,7 @@ from zeroshard.gradients.reductions import Reductions
 from zeroshard.layout.model_tree import ModelTree
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
+from zeroshard.schedule.forward_stream import ForwardStream
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import forget_grad, grad_of
 
@@ -150,7 +151,8 @@ class Schedule:
         """`id`s of the parameters that the optimizer lists, frozen ones among them."""
         self._policy: Policy = context.policy
         self._reads_disk = context.policy.uses_disk
-        self.accelerator = context.storages.accelerator
+        self._accelerator = context.storages.accelerator
+        self.stream = ForwardStream(self._accelerator.device)
         self.live = context.live
         self._overlap = overlap
         self._collectives: Collectives = context.collectives
@@ -158,7 +160,7 @@ class Schedule:
         limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
             self._gradient_buckets(), self._collectives, limit, overlap=overlap,
-            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self.accelerator, pool=context.pool,
+            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,
         )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
@@ -182,7 +184,7 @@ class Schedule:
         if policy.reshard_after_forward:
             ahead = (policy.prefetch_numel or 0) + policy.max_reuse_numel // 2
             limit = min(sum(numels[:USED_AT_ONCE]) + ahead, limit)
-        self.accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
+        self._accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
 
     def _gradient_buckets(self) -> list[list[GradientBucket]]:
         return [unit.gradients for unit in self.units]
@@ -384,7 +386,8 @@ class Schedule:
             self._take_gradients_of_users()
         if self.state is StepState.CLEAN:
             self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
-        self.reductions.finish()
+        with self.stream.here():  # what autograd made is freed in the order of the stream that made it
+            self.reductions.finish()
 
     def asks_for_gradients(self) -> bool:
         """Return whether the user has set a `parameter.grad` that was not taken yet.

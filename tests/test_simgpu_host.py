@@ -50,3 +50,9 @@ def test_memory_that_a_user_keeps_is_counted() -> None:
         assert normal == 0
         assert with_alias > 0
     assert server.call(host.memory_that_is_kept, stage=2)[0][0] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_memory_whose_copies_are_over_early_is_freed(stage: int) -> None:
+    """A copy that ends before somebody waits for it holds its memory no longer."""
+    assert server.call(host.memory_of_parameters_in_cpu_memory_that_is_kept, mode="at once", stage=stage) == [0, 0]

@@ -64,7 +64,7 @@ class _Lane:
     def begin(self, copy: _Copy, on_device: Tensor) -> None:
         """Keep the memory of a copy that was started just now."""
         with self._lock:
-            while self._kept and self._kept[0][0].is_done:
+            while self._kept and self._kept[0][0].is_over():
                 self._kept.popleft()
             self._kept.append((copy, on_device))
 
@@ -94,9 +94,16 @@ class _Copy(Transfer):
                 return
         self._lane.end(self)
 
+    def is_over(self) -> bool:
+        """Return whether the copy has ended."""
+        return bool(self._event.query())
+
     @property
     def is_done(self) -> bool:
-        return bool(self._event.query())
+        if not self.is_over():
+            return False
+        self._lane.end(self)  # nobody waits for it any more, and its memory may be freed
+        return True
 
 
 class InFlight(Transfer):

@@ -131,7 +131,7 @@ def norms_with_the_optimizer_in_cpu_memory(rank: int, stage: int) -> dict[str, A
 
 def memory_of_parameters_in_cpu_memory_that_is_kept(rank: int, stage: int) -> int:
     """Return how often memory of units stayed that was to be given back, where the copies from it are over early."""
-    training = Training(simgpu.device(), Policy.stage(stage).offloaded(parameters=Place.CPU), BF16)
+    training = Training(simgpu.device(), Policy.stage(stage).offloaded(parameters=Place.CPU))
     training.step(4)
     count = kept_count(units(training.sharded))
     training.end()

@@ -39,9 +39,8 @@ class PointToPoint(Grouped):
         self._begun: dict[int, int] = {}
         """By channel, the last tag."""
         self._name = members.counted_name("gloo")
-        self._made_engine: Any = self._made(
-            lambda: members.gloo(self._name)
-        )  # torch's stubs lack its send, recv and broadcast
+        # torch's stubs lack its send, recv and broadcast.
+        self._made_engine: Any = self._made(lambda: members.gloo(self._name))
 
     @property
     def _engine(self) -> Any:

@@ -191,8 +191,6 @@ def _bodies(setting: Setting, tell: Tell) -> bool:
     device.use(setting.device)
     is_right = True
     for name, body in rare.EVERY_BODY.items():
-        if name in rare.RANKS:  # it needs more ranks than one
-            continue
         if name in NEED_PYDANTIC and _version("pydantic") is None:
             tell(what=f"body: {name}", result="left out: no pydantic")
             continue

@@ -11,7 +11,7 @@ import pytest
 import torch
 from simgpu import bodies, device, server
 from simgpu.device import MODES
-from simgpu.rare import EVERY_BODY, RANKS
+from simgpu.rare import EVERY_BODY, OF_FOUR_RANKS
 
 from zeroshard.testing import RankError
 
@@ -22,8 +22,10 @@ QUICK = [
 """A feature of the core each; and files, whose threads are too late where copies are only slow."""
 OF_FILES = ("disk", "slots", "asynchronous_checkpoints", "late_files", "parking_on_late_files", "failing_disk")
 OTHERS = [mode for mode in MODES if mode not in ("all late", "others slow")]
-CASES = [(body, "all late", RANKS.get(body, 2)) for body in EVERY_BODY]
-CASES += [(body, OTHERS[number % len(OTHERS)], RANKS.get(body, 2)) for number, body in enumerate(EVERY_BODY)]
+RUN = EVERY_BODY | OF_FOUR_RANKS
+RANKS = {**dict.fromkeys(EVERY_BODY, 2), **dict.fromkeys(OF_FOUR_RANKS, 4)}
+CASES = [(body, "all late", RANKS[body]) for body in RUN]
+CASES += [(body, OTHERS[number % len(OTHERS)], RANKS[body]) for number, body in enumerate(RUN)]
 CASES += [(body, "others slow", 2) for body in OF_FILES]
 CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "checkpoints", "cpu_memory")]
 
@@ -37,7 +39,7 @@ CASES += [(body, "all late", 3) for body in ("stages", "whole_parameters", "chec
     ],
 )
 def test_no_wait_is_missing(body: str, mode: str, ranks: int) -> None:
-    server.call(EVERY_BODY[body], ranks=ranks, mode=mode)
+    server.call(RUN[body], ranks=ranks, mode=mode)
 
 
 def test_the_server_ends_while_a_fork_holds_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simgpu import faults, server
 from simgpu.build import CACHE
-from simgpu.rare import EVERY_BODY, RANKS
+from simgpu.rare import EVERY_BODY, OF_FOUR_RANKS
 
 from zeroshard.testing import RankError
 
@@ -39,6 +39,7 @@ ASKED_FIRST = {
     "construction": ("sharded_init",),
 }
 """Bodies that are likely to see a fault in a package. It saves time alone: every other body is asked afterwards."""
+RUN = EVERY_BODY | OF_FOUR_RANKS
 PUNISHING = ("all late", "default late", "others slow", "others late")
 SEEN = Path(__file__).parent / "simgpu" / "seen.json"
 """The attempt that saw each fault. It is tried first, and with other faults of the package."""
@@ -69,7 +70,7 @@ def seen() -> dict[str, Attempt]:
     return {
         fault: (body, mode)
         for fault, (body, mode) in found.items()
-        if fault in faults.sites() and body in EVERY_BODY and mode in PUNISHING
+        if fault in faults.sites() and body in RUN and mode in PUNISHING
     }
 
 
@@ -88,16 +89,16 @@ def attempts(fault: str) -> list[Attempt]:
     before = seen()
     alike = [attempt for other, attempt in before.items() if package(other) == package(fault)]
     first = [(body, mode) for mode in PUNISHING for body in ASKED_FIRST[package(fault)]]
-    rest = [(body, mode) for mode in PUNISHING for body in EVERY_BODY]
+    rest = [(body, mode) for mode in PUNISHING for body in RUN]
     known = [before[fault]] if fault in before else []
     return list(dict.fromkeys([*known, *reversed(alike), *first, *rest]))
 
 
 def fails(fault: str, body: str, mode: str) -> bool:
     """Run a body without a wait. A body that takes too long has seen nothing."""
-    options = {"module": EVERY_BODY[body].__module__, "body": body}
+    options = {"module": RUN[body].__module__, "body": body}
     request = server.Request(
-        faults.__name__, faults.sites_reached.__name__, options, mode, RANKS.get(body, 2), fault=fault
+        faults.__name__, faults.sites_reached.__name__, options, mode, 4 if body in OF_FOUR_RANKS else 2, fault=fault
     )
     try:
         REACHED[body] = set().union(*server.run(request))

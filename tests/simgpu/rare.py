@@ -388,9 +388,9 @@ RARE: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
         partitioned_activations, unclipped, several_backwards, sums_elsewhere, nested, states_at_once, masters_set, frozen_states,
-        hosts, hosts_of_two, late_files, parking_on_late_files, forgotten_reads, hidden_writes, started_for_nothing, failing_disk,
+        hosts, late_files, parking_on_late_files, forgotten_reads, hidden_writes, started_for_nothing, failing_disk,
     )
 }  # fmt: skip
-RANKS = {"hosts_of_two": 4}
-"""Of bodies that need more than two."""
 EVERY_BODY = BODIES | RARE
+"""All that run on any number of ranks."""
+OF_FOUR_RANKS = {"hosts_of_two": hosts_of_two}

@@ -37,6 +37,8 @@ class ForwardStream:
 
     @contextmanager
     def _between(self, now: torch.Stream, stream: torch.Stream) -> Iterator[None]:
+        # no test can miss this wait: on the simulated device autograd works on the forward's stream alone. Another device's
+        # may add up gradients on another stream, whose sums the work inside reads.
         stream.wait_stream(now)  # type: ignore[attr-defined]
         try:
             with stream:

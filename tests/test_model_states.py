@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, tokens
+from models import MODELS, Stack, tokens
 from ranks import on_ranks
 
 import zeroshard
@@ -122,5 +124,32 @@ def test_errors_name_what_is_wrong() -> None:
             states.set_local("head.weight", "parameters", [Range(1, torch.zeros(5))])
         assert states.names("head.weight") == ["parameters", "gradients", "step", "exp_avg", "exp_avg_sq"]
         assert states.names("blocks.1.up.weight") == ["parameters"]
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_state_is_set_after_other_ranks_have_read_what_was_there(is_trained: bool) -> None:
+    """Ranks of one host read each other's shards in place."""
+    name = "blocks.2.up.weight"
+
+    def body(rank: int) -> None:
+        losses = []
+        for is_late in (False, True):
+            torch.manual_seed(0)
+            model = Stack()
+            model.get_parameter(name).requires_grad_(is_trained)
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+            value = sharded.states.get(name)
+            assert value is not None
+            with torch.no_grad():
+                model(*tokens(rank, 0))  # the next forward knows the order, and offers a shard one block ahead
+            if is_late and rank == 1:
+                model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.5))
+            with torch.no_grad():
+                losses.append(model(*tokens(rank, 0)))
+            sharded.states.set(name, "parameters", value * 2.0)
+            sharded.remove()
+        assert torch.equal(*losses)
 
     on_ranks(body, 2)

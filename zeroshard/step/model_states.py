@@ -76,6 +76,8 @@ class Frozen:
     def opened(self, *, write: bool = False, read: bool = True) -> Iterator[None]:
         """Open the memory, as `Trained.opened` does."""
         self._slot.wait()
+        if write and self.is_here:
+            self._slot.before_write()
         if not self.is_here and (self.memory is None or self._version_here != self._slot.version):
             while self._last:
                 self._last.pop().memory = None

@@ -89,6 +89,8 @@ class SubGroups:
         """
         if not isinstance(resident, Travelling):
             resident.shard.master.wait()
+            if write:
+                resident.shard.master.before_write()
             yield
             return
         with self._abandoned_on_error(), self._frames.opened(resident, write=write, read=read):

@@ -292,6 +292,21 @@ def test_init_builds_with_rank_0s_values_in_the_configs_dtype(how: str, tmp_path
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_init_builds_off_the_accelerator_where_the_config_offloads_parameters(place: str, tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_param": {"device": place, "nvme_path": str(tmp_path)}}
+
+    def body(rank: int) -> None:
+        deepspeed = deepspeed_of_ours()
+        accelerator = deepspeed.accelerator.get_accelerator()
+        accelerator.current_device_name = lambda: "meta"  # as if there was another device
+        with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": zero}):
+            model = Net()
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+    on_ranks(body, 1)
+
+
 @pytest.mark.parametrize("kind", ["born", "engine"])
 def test_only_writes_of_the_modifier_rank_count(kind: str) -> None:
     def body(rank: int) -> None:

@@ -495,12 +495,12 @@ class Birth:
 
     Attributes:
         dtype: the dtype of their parameters; None: the one in which they are made.
-        place: the place of their shards until `shard` takes the model.
+        device: the place of their shards until `shard` takes the model, as `offload_param` names it.
         folder: the folder for shards on disk.
     """
 
     dtype: torch.dtype | None = None
-    place: Place = Place.ACCELERATOR
+    device: Any = None
     folder: Path | None = None
 
 
@@ -519,11 +519,10 @@ def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
             raise ConfigError("fp16 and bf16 are both enabled: a model trains in one precision. Enable one of them.")
         dtype = torch.float16
     offload = _block(_block(raw, "zero_optimization"), "offload_param")
-    place = _PLACES.get(str(offload.get("device"))) or Place.ACCELERATOR
-    folder = offload.get("nvme_path")
-    if place is Place.DISK and folder not in (None, AUTO):
-        return Birth(dtype, place, Path(folder))
-    return Birth(dtype, place)
+    device, folder = offload.get("device"), offload.get("nvme_path")
+    if device != "nvme" or folder in (None, AUTO):
+        return Birth(dtype, device)
+    return Birth(dtype, device, Path(folder))
 
 
 def _block(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -122,7 +122,7 @@ class Init:
         birth = load_birth(said) if said is not None else Birth()
         self.dtype = dtype if dtype is not None else birth.dtype
         self._folder = birth.folder
-        where = remote_device if remote_device not in (None, "none") else birth.place.value
+        where = remote_device if remote_device not in (None, "none") else birth.device
         self._device = torch.device("cpu" if where in ("cpu", "nvme") else get_accelerator().current_device_name())
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         self.ds_process_group = group if group is not None or mpu is None else mpu.get_data_parallel_group()

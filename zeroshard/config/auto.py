@@ -145,24 +145,24 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
     """
     resolved = copy.deepcopy(config)
     order = {path: number for number, path in enumerate(RULES)}
-    found = sorted(_find(config), key=lambda path: order.get(path, len(order)))
-    paths = [path for path in found if path in KEYS or _is_argument(path)]
+    found = [one for one in _find(resolved) if one[0] in KEYS or _is_argument(one[0])]
+    found.sort(key=lambda one: order.get(one[0], len(order)))
+    paths = [path for path, _, _ in found]
     _refuse_unknown(facts.supplied, paths)
     # A batch size that is still "auto" cannot be used to compute the others.
-    for path in paths:
-        _put(resolved, path, None)
+    for _, block, key in found:
+        block[key] = None
     unresolved = []
-    for path in paths:
-        value = _supplied(facts, path)
+    for path, block, key in found:
+        value = _supplied(facts.supplied, path)
         if value is UNKNOWN:
             value = rule_of(path).resolve(facts, resolved)
         if value is UNKNOWN:
             unresolved.append(path)
         elif value is DEFAULT:
-            block, key = _parent(resolved, path)
             del block[key]
         else:
-            _put(resolved, path, value)
+            block[key] = value
     if unresolved:
         names = [path.rpartition(".")[2] for path in unresolved]
         options = " ".join(f"--auto {name}=..." for name in names)
@@ -181,12 +181,13 @@ def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, 
     Raises:
         ConfigError: a name is not the name of a key.
     """
-    _refuse_unknown(supplied, list(_find(config)))
     given: dict[str, Any] = copy.deepcopy(dict(config))
-    for path in _find(config):
-        value = _supplied(Facts(supplied), path)
+    found = list(_find(given))
+    _refuse_unknown(supplied, [path for path, _, _ in found])
+    for path, block, key in found:
+        value = _supplied(supplied, path)
         if value is not UNKNOWN:
-            _put(given, path, value)
+            block[key] = value
     return given
 
 
@@ -197,12 +198,13 @@ def rule_of(path: str) -> Rule:
     return RULES.get(path, _DEFAULT)
 
 
-def _find(node: Any, prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
+def _find(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the path of each key whose value is "auto", the block that holds it, and the key there."""
+    for key, value in block.items():
         if isinstance(value, dict):
             yield from _find(value, f"{prefix}{key}.")
         elif value == AUTO and isinstance(value, str):
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", block, key
 
 
 def _is_argument(path: str) -> bool:
@@ -210,10 +212,11 @@ def _is_argument(path: str) -> bool:
     return path.startswith(("optimizer.params.", "scheduler.params."))
 
 
-def _supplied(facts: Facts, path: str) -> Any:
-    block, _, last = path.rpartition(".")
-    short = block if last == "enabled" else last
-    return facts.supplied.get(path, facts.supplied.get(short, UNKNOWN))
+def _supplied(supplied: Mapping[str, Any], path: str) -> Any:
+    block, _, short = path.rpartition(".")
+    if short == "enabled":
+        short = block
+    return supplied.get(path, supplied.get(short, UNKNOWN))
 
 
 def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
@@ -225,15 +228,3 @@ def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = "".join(f" Did you mean {one!r}?" for one in near)
             raise ConfigError(f"auto[{name!r}] is the name of no config key.{hint} Leave it out, or correct it.")
-
-
-def _parent(config: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    *blocks, last = path.split(".")
-    for block in blocks:
-        config = config[block]
-    return config, last
-
-
-def _put(config: dict[str, Any], path: str, value: Any) -> None:
-    block, key = _parent(config, path)
-    block[key] = value

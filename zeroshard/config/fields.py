@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -48,19 +49,12 @@ class Effect:
         return not is_off(value)
 
 
-def works(text: str) -> Effect:
-    """Declare a key that works."""
-    return Effect(Kind.WORKS, text)
-
-
-def no_meaning(text: str) -> Effect:
-    """Declare a key that is accepted with any value, since nothing here depends on it."""
-    return Effect(Kind.NO_MEANING, text)
-
-
-def refused(text: str, *, by_presence: bool = False) -> Effect:
-    """Declare a key that is accepted only if it is switched off, see `is_off`; with `by_presence`, only if it is null."""
-    return Effect(Kind.REFUSED, text, by_presence)
+works = partial(Effect, Kind.WORKS)
+"""Declares a key that works."""
+no_meaning = partial(Effect, Kind.NO_MEANING)
+"""Declares a key that is accepted with any value, since nothing here depends on it."""
+refused = partial(Effect, Kind.REFUSED)
+"""Declares a key that is accepted only if it is switched off, see `is_off`; with `by_presence`, only if it is null."""
 
 
 def is_off(value: Any) -> bool:
@@ -136,30 +130,21 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
         ConfigError: an argument is unknown, missing, or a number in quotes.
     """
     _, *rest = inspect.signature(cls).parameters.values()
-    accepted = {one.name for one in rest}
+    accepted = [one.name for one in rest]
     if not any(one.kind is one.VAR_KEYWORD for one in rest):
         for key in params:
             if key not in accepted:
                 raise ConfigError(
                     f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} Pass only "
-                    f"{', '.join(one.name for one in rest)}."
+                    f"{', '.join(accepted)}."
                 )
     for key, value in params.items():
         items = [value]
         if isinstance(value, Sequence) and not isinstance(value, str):
             items = list(value)
         for item in items:
-            if isinstance(item, str) and _is_number(item):
+            if isinstance(item, str) and _number_from_text(item) != item:
                 raise ConfigError(f"{block}.params.{key}: {item!r} is text: write the number without quotes.")
-    missing = [one.name for one in rest if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    for name in missing:
-        if name not in params:
-            raise ConfigError(f"{block}.params.{name}: {cls.__name__} needs it. Add it to the config.")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    for one in rest:
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in params:
+            raise ConfigError(f"{block}.params.{one.name}: {cls.__name__} needs it. Add it to the config.")

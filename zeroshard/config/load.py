@@ -23,7 +23,7 @@ from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, 
 from zeroshard.errors import ConfigError, PolicyError
 from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
 
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
+_DTYPES: dict[str | None, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 _MOST_PROBLEMS = 10
 """The most problems in one message: each unknown key is compared with all known ones."""
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
@@ -73,17 +73,7 @@ class Config:
 
     @cached_property
     def policy(self) -> Policy:
-        """The residencies of model states.
-
-        Raises:
-            ConfigError: the stage and the offload blocks have no meaning together.
-        """
-        try:
-            return self._policy()
-        except PolicyError as error:
-            raise ConfigError(f"zero_optimization with stage {self.stage}: {error}") from error
-
-    def _policy(self) -> Policy:
+        """The residencies of model states."""
         zero = self.schema.zero_optimization
         parameters = zero.offload_param or OffloadParamBlock()
         optimizer = zero.offload_optimizer or OffloadOptimizerBlock()
@@ -92,23 +82,19 @@ class Config:
             parameters = OffloadParamBlock(device="cpu")
         if zero.cpu_offload and zero.offload_optimizer is None:
             optimizer = OffloadOptimizerBlock(device="cpu")
-        aio = self.schema.aio
-        common = Offload(
-            sub_group_numel=max(zero.sub_group_size, 1),
-            block_nbytes=aio.block_size,
-            requests=aio.queue_depth * (aio.thread_count or aio.intra_op_parallelism),
-        )
-        of_parameters = replace(_offload(parameters, common), max_in_cpu_numel=parameters.max_in_cpu)
-        of_optimizer = replace(
-            _offload(optimizer, common),
+        of_parameters = self._offload(parameters, max_in_cpu_numel=parameters.max_in_cpu)
+        of_optimizer = self._offload(
+            optimizer,
             ratio=optimizer.ratio,
             read_ahead=optimizer.pipeline_read is not False,
             write_behind=optimizer.pipeline_write is not False,
         )
+        quantized = zero.zero_quantized_gradients
+        if quantized is True:
+            quantized = "int8"
         within = _ranks_of_a_host(zero, self.batch.world_size)
-        policy = Policy.stage(self.stage, within=within, wire=_wire(zero)).offloaded(
-            parameters=_PLACES[parameters.device], offload=of_parameters
-        )
+        policy = Policy.stage(self.stage, within=within, wire=Wire(gradients=quantized or None))
+        policy = policy.offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
         policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)
         return replace(
             policy,
@@ -116,6 +102,20 @@ class Config:
             max_live_numel=zero.stage3_max_live_parameters,
             max_reuse_numel=zero.stage3_max_reuse_distance,
             rests_as_masters=zero.stage3_rests_as_masters,
+        )
+
+    def _offload(self, block: OffloadParamBlock | OffloadOptimizerBlock, **own: Any) -> Offload:
+        """Return the settings for transfers that an offload block has, besides those of its `own`."""
+        aio = self.schema.aio
+        return Offload(
+            path=block.nvme_path,
+            pin_memory=block.pin_memory,
+            buffer_count=block.buffer_count,
+            buffer_numel=block.buffer_size,
+            sub_group_numel=max(self.schema.zero_optimization.sub_group_size, 1),
+            block_nbytes=aio.block_size,
+            requests=aio.queue_depth * (aio.thread_count or aio.intra_op_parallelism),
+            **own,
         )
 
     @property
@@ -137,7 +137,7 @@ class Config:
         """The dtypes of the run."""
         schema = self.schema
         types = schema.data_types
-        param = _dtype(types.param_dtype)
+        param = _DTYPES.get(types.param_dtype)
         if param is None and schema.fp16.enabled:
             param = torch.float16
         elif param is None and schema.bf16.enabled:
@@ -147,9 +147,9 @@ class Config:
             factor = self.batch.world_size
         precision = Precision(
             param,
-            reduce_dtype=_dtype(schema.communication_data_type),
-            accumulate_dtype=_dtype(types.grad_accum_dtype),
-            buffer_dtype=_dtype(types.buffer_dtype),
+            reduce_dtype=_DTYPES.get(schema.communication_data_type),
+            accumulate_dtype=_DTYPES.get(types.grad_accum_dtype),
+            buffer_dtype=_DTYPES.get(types.buffer_dtype),
             predivide_factor=factor,
         )
         return precision.over_microbatches(self.batch.accumulation)
@@ -249,7 +249,10 @@ def load_config(
     batch = _resolve_batch_size(schema, world_size)
     paths = {f"bf16.{path[9:]}" if path.startswith("bfloat16.") else path for path in paths}
     resolved = Config(schema, batch, frozenset(paths), raw)
-    _ = resolved.policy  # raise now if the combination has no meaning
+    try:
+        _ = resolved.policy
+    except PolicyError as error:
+        raise ConfigError(f"zero_optimization with stage {resolved.stage}: {error}") from error
     return resolved
 
 
@@ -339,29 +342,6 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
                 "of a host, or a divisor of it."
             )
     return next(iter(given.values()), None)
-
-
-def _wire(zero: ZeroBlock) -> Wire:
-    """Return the lossy communication that ZeRO++ calls qgZ."""
-    gradients = zero.zero_quantized_gradients
-    if isinstance(gradients, str):
-        return Wire(gradients=gradients)
-    return Wire(gradients="int8") if gradients else Wire()
-
-
-def _offload(block: OffloadParamBlock | OffloadOptimizerBlock, common: Offload) -> Offload:
-    """Return the settings that the two offload blocks share."""
-    return replace(
-        common,
-        path=block.nvme_path,
-        pin_memory=block.pin_memory,
-        buffer_count=block.buffer_count,
-        buffer_numel=block.buffer_size,
-    )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return _DTYPES[name] if name else None
 
 
 def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
@@ -527,4 +507,6 @@ def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
 
 def _block(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     block = raw.get(name)
-    return block if isinstance(block, Mapping) else {}
+    if isinstance(block, Mapping):
+        return block
+    return {}

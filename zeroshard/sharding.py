@@ -48,9 +48,9 @@ from zeroshard.optim.several import Several
 from zeroshard.parameters.classes import notes_data, whole_class
 from zeroshard.parameters.context import Context, Live
 from zeroshard.policy import Place, Policy, Precision, Units
-from zeroshard.schedule.compiled import refuse_cuda_graphs
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.make_units import make_units
+from zeroshard.schedule.module_hooks import refuse_cuda_graphs
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.sharded import Sharded
 from zeroshard.step.elementwise import needs_whole_parameters

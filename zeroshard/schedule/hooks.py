@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,19 +32,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import UsageError
-from zeroshard.schedule.compiled import begin_use, end_use, is_compiled, refuse_distributed_units
 from zeroshard.schedule.module_hooks import (
     Call,
-    PartCall,
-    ignore,
+    is_compiled,
     module_hook,
-    owners,
     parameter_hook,
     part_hooks,
+    parts_of,
+    refuse_distributed_units,
     refuse_transforms,
-    units_at_rest,
 )
-from zeroshard.schedule.probe import Probe, Take
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
 from zeroshard.schedule.state_dicts import hooks_for_state_dicts
@@ -62,14 +59,19 @@ from zeroshard.torch_private import (
     tree_leaves,
 )
 
+Take = Callable[[Unit, int, Tensor], None]
+"""Gets this rank's unreduced gradient of parameter `index` of a unit, as autograd made it."""
+
 
 class Hooks:
     """The hooks that connect a model's modules and parameters to a schedule, until `remove`."""
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
-        self._schedule: Schedule | Probe = schedule
-        self._aside: Schedule | None = None
-        """The schedule, while a backward that has not reached any parameter goes around it."""
+        self._schedule = schedule
+        self._take: Take | None = None
+        """Gets the gradients of a backward inside `probe`, which belongs to no step."""
+        self._aside: list[Unit] | None = None
+        """The units that are closed in a backward that has not reached any parameter: it belongs to no step until it does."""
         self._backward_is_open = False
         """A backward has begun, and its end was not reported."""
         self._ending: Callable[[], object] = lambda: None
@@ -81,7 +83,6 @@ class Hooks:
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
-        self._brought: dict[nn.Module, list[Unit]] = {}
         self._hook_of = module_hook()
         self._in_compiled_code = False
         self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
@@ -103,23 +104,17 @@ class Hooks:
         self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._one_thread = OneThread(schedule.units)
-        self._pushed: list[object] = []
-        """The callers that have put hooks on saved tensors, and not taken them off."""
-        self._base = 0
         self._outermost: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
-        self._owned = {
-            module: units for module, units in owners(model, schedule.units).items() if module not in self._units
-        }
+        parts = parts_of(model, schedule.units)
+        self._parts = {module: part for module, part in parts.items() if module not in self._units}
         hook_of, parameter_hook_of, (before_part, after_part) = self._hook_of, parameter_hook(), part_hooks()
-        self._parts = {module: PartCall(owning[0].appearance.whole_class) for module, owning in self._owned.items()}
         for module in self._units:
             before = self._pre_root_forward if module is model else self._pre_forward
             self._put_around(module, hook_of(before), hook_of(self._post_forward, module is model))
-        for module in self._owned:
-            call = self._parts[module]
-            first, last = before_part(self._pre_part, call), after_part(self._post_part, call)
-            self._put_around(module, first, last, always=False)
-        self._handles += hooks_for_state_dicts({**units_at_rest(self._units), **self._owned})
+        for module, part in self._parts.items():
+            self._put_around(module, before_part(self._pre_part, part), after_part(self._post_part, part), always=False)
+        owned = {module: part.units for module, part in self._parts.items()}
+        self._handles += hooks_for_state_dicts({**self._units, **owned})
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
                 hook: Callable[[Tensor], None] = parameter_hook_of(self._post_accumulate, number, index)
@@ -160,13 +155,12 @@ class Hooks:
         """Keep backwards inside out of any step: pass their gradients to `take`, and reduce nothing."""
         if not in_backward():
             self._forget_what_broke_off()
-        schedule = self._schedule
-        assert isinstance(schedule, Schedule)
-        self._schedule = Probe(schedule, take)
+        before = self._take
+        self._take = take
         try:
             yield
         finally:
-            self._schedule = schedule
+            self._take = before
 
     def _keep_places(self) -> None:
         """Move our hooks outside of the user's on modules, and behind them on gradients, including hooks registered later."""
@@ -182,18 +176,19 @@ class Hooks:
         if not in_backward():
             self._one_thread.begin(module, is_outermost=True)
             self._keep_places()
-            del self._pushed[self._base :]
-            self._saved.recover(len(self._pushed))
-            for other in [*self._brought]:
-                self._close(other)
+            self._saved.recover()
+            for part in self._parts.values():
+                if part.is_open:
+                    part.close()
         self._pre_forward(module, args, kwargs)
 
     def _forget_what_broke_off(self) -> None:
         """End a backward that never reached its end, when a forward outside of backwards or another backward begins."""
         if self._backward_is_open:
-            schedule = self._schedule
-            self._close_backward()
-            schedule.break_off()
+            if self._close_backward():
+                self._schedule.break_off()
+            else:
+                self._schedule.give_back()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module not in self._units:  # a copy has the very hooks of its original
@@ -217,7 +212,7 @@ class Hooks:
         if self._in_compiled_code:
             refuse_distributed_units(module, self._schedule.units)
         self._schedule.unshard(self._units[module], backward=recompute)
-        begin_use(self._units[module])
+        _begin_use(self._units[module])
         self._push(module, self._units[module])
         has_frozen = any(not unit.trainable for unit in self._units[module])
         if has_frozen and torch.is_grad_enabled() and not recompute:
@@ -228,7 +223,7 @@ class Hooks:
     def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
         if self._one_thread.is_another and not in_backward():  # this forward was refused
             return
-        self._pop(module)
+        self._saved.pop(module)
         if in_backward() and not torch.is_grad_enabled():
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
@@ -239,11 +234,11 @@ class Hooks:
         if not in_backward():
             if not (is_root and torch.is_grad_enabled()):
                 self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
-            end_use(self._units[module])
+            _end_use(self._units[module])
             self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
-        """Hook the tensors that autograd saves of sharded parameters, until the caller calls `_pop`."""
+        """Hook the tensors that autograd saves of sharded parameters, until `pop` of the same caller."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and refuses_saved_tensors_hooks():
             # torch.func's transforms allow no hooks: their saved tensors are read from a unit that stays whole.
@@ -251,15 +246,7 @@ class Hooks:
             for unit in units:
                 unit.is_held = True
         if wanted:
-            self._saved.push(unseen=self._in_compiled_code)
-            self._pushed.append(caller)
-
-    def _pop(self, caller: object) -> None:
-        """End the caller's `_push`, if there was one, and those of calls inside that raised."""
-        while caller in self._pushed[self._base :]:
-            self._saved.pop()
-            if self._pushed.pop() is caller:
-                return
+            self._saved.push(caller, unseen=self._in_compiled_code)
 
     def _hook(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         handle = tensor.register_hook(hook)
@@ -271,21 +258,18 @@ class Hooks:
     def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward():
             self._forget_what_broke_off()
-        self._close(module)  # a call that raised
-        missing = [unit for unit in self._owned[module] if unit.state is not UnitState.UNSHARDED]
+        part = self._parts[module]
+        part.close()  # of a call that raised
+        missing = [unit for unit in part.units if unit.state is not UnitState.UNSHARDED]
         if missing:
             refuse_transforms(missing)
             _unshard(missing)
-            self._brought[module], self._parts[module].is_open = missing, True
+            part.open(missing)
             self._push(module, missing)
 
-    def _close(self, module: nn.Module) -> list[Unit]:
-        self._parts[module].is_open = False
-        return self._brought.pop(module, [])
-
     def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._pop(module)
-        units = self._close(module)
+        self._saved.pop(module)
+        units = self._parts[module].close()
         if in_backward():
             return  # the backward still needs units that a recomputation gathers
         if units and torch.is_grad_enabled():
@@ -303,15 +287,13 @@ class Hooks:
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
         """Keep results differentiable that are computed inside from temporarily unsharded units."""
-        before = self._base
         own = object()
         self._push(own, units)
-        self._base = len(self._pushed)  # a forward inside leaves it there
         try:
-            yield
+            with self._saved.kept():
+                yield
         finally:
-            self._base = before
-            self._pop(own)
+            self._saved.pop(own)
 
     # ------------------------------------------------------------------ backward
 
@@ -322,11 +304,10 @@ class Hooks:
             self._forget_what_broke_off()
         if not self._backward_is_open:
             self._backward_is_open = True
-            begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
-            if isinstance(self._schedule, Schedule) and not self._reaches_parameters():
+            _begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
+            if self._take is None and not self._reaches_parameters():
                 # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
-                self._aside = self._schedule
-                self._schedule = Probe(self._schedule, ignore)
+                self._aside = []
             ending = self._hook_of(self._end_backward)
             self._ending = weakref.ref(ending, self._end_use_of_broken)
             at_end_of_backward(ending)
@@ -337,7 +318,7 @@ class Hooks:
         Other traces of it are removed later, and not in the middle of an exception.
         """
         if self._backward_is_open:
-            end_use(self._schedule.units)
+            _end_use(self._schedule.units)
 
     def _reaches_parameters(self) -> bool:
         """Return whether this backward computes a gradient of any parameter. One of torch.autograd.grad for inputs does not."""
@@ -390,23 +371,27 @@ class Hooks:
         for other in over:
             del self._in_progress[other]
             for unit in self._units[other]:
-                self._schedule.close(unit)
+                if self._aside is not None:
+                    self._aside.append(unit)
+                elif self._take is None:
+                    self._schedule.close(unit)
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
         if self._aside is not None:  # it does reach parameters
-            probe = self._schedule
-            self._schedule = self._aside
+            closed = self._aside
             self._aside = None
-            assert isinstance(probe, Probe)
-            for unit in probe.closed:
-                self._schedule.close(unit)
+            for other in closed:
+                self._schedule.close(other)
         unit = self._schedule.units[number]
         gradient = grad_of(parameter)
         if gradient is None:  # frozen since the forward: autograd makes none, and calls this all the same
             return
         forget_grad(parameter)
         with self._stream.here():
+            if self._take is not None:
+                self._take(unit, index, gradient)
+                return
             self._schedule.add_gradient(unit, index, gradient)
             unit.waiting.let_join(self._ending)
             if unit.has_all_gradients:
@@ -425,16 +410,18 @@ class Hooks:
                 unit.reshard()
 
     def _end_backward(self) -> None:
-        schedule = self._schedule
         leaves_graph = self._leaves_graph
-        self._close_backward()
+        is_of_step = self._close_backward()
         with self._stream.here():
-            schedule.end_backward(leaves_graph=leaves_graph)
+            if is_of_step:
+                self._schedule.end_backward(leaves_graph=leaves_graph)
+            else:
+                self._schedule.give_back(leaves_graph=leaves_graph)
 
-    def _close_backward(self) -> None:
-        if self._aside is not None:
-            self._schedule = self._aside
-            self._aside = None
+    def _close_backward(self) -> bool:
+        """Forget what this backward left here. Return whether it belongs to a step."""
+        is_of_step = self._take is None and self._aside is None
+        self._aside = None
         self._backward_is_open = False
         self._leaves_graph = False
         self._open_calls.clear()
@@ -443,7 +430,8 @@ class Hooks:
         for handle in self._on_leaves:
             handle.remove()
         self._on_leaves.clear()
-        end_use(self._schedule.units)
+        _end_use(self._schedule.units)
+        return is_of_step
 
 
 def _unshard(units: Sequence[Unit]) -> None:
@@ -451,6 +439,17 @@ def _unshard(units: Sequence[Unit]) -> None:
         unit.start_unshard()
     for unit in units:
         unit.unshard()
+
+
+def _begin_use(units: Iterable[Unit]) -> None:
+    """Show ordinary parameters in these units, whose modules are about to run."""
+    for unit in units:
+        unit.appearance.begin_use()
+
+
+def _end_use(units: Iterable[Unit]) -> None:
+    for unit in units:
+        unit.appearance.end_use()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

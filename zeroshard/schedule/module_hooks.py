@@ -1,20 +1,47 @@
-"""Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them."""
+"""Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them.
+
+[Note: compiled models]
+torch.compile reads Python once, and runs what it made of it wherever its guards hold: on classes, dtypes and shapes of tensors, on
+how many hooks a module has. The effect of our hooks changes from step to step, so it never becomes part of a graph:
+
+- Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
+- Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
+  one graph. torch guards this: a parameter without values is of another class, so torch traces the code again.
+- Parameters are of one class whenever a module that uses them runs, see `Appearance.begin_use`. So alike blocks share one graph.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeroshard.errors import UsageError
-from zeroshard.schedule.compiled import BORDER
 from zeroshard.schedule.unit import Unit, UnitState
-from zeroshard.torch_private import in_transform, own_parameters
+from zeroshard.torch_private import compiled_call_of, in_transform, own_parameters, runs_compiled
+
+BORDER = (
+    "zeroshard gathers a unit's parameters here, which no graph may contain. For fullgraph=True compile the "
+    "units one by one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
+)
+"""The reason that torch logs where a graph ends at a border, and raises where none may end (fullgraph)."""
+
+_CUDA_GRAPHS = (
+    "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one "
+    "before it gave out, gradients that are still being reduced among them, and reads parameters where they once were. "
+    "Compile with mode='max-autotune-no-cudagraphs', or the default."
+)
+_WRAPPER = "get_compiler_config"
+"""The attribute of each function that torch.compile returns; it gives the options, by a public name."""
+_NEAREST = 12
+"""Frames between a hook of a unit and the call of torch.compile that runs the unit, where there is one: fewer than that."""
 
 
 class Hook:
@@ -28,73 +55,11 @@ class Hook:
         return self._method(*self._args, *args)
 
     def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
-        return _no_hook, ()
+        return functools.partial, (_ignore,)
 
 
-@functools.cache
-def module_hook() -> type[Hook]:
-    """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border. See compiled.py.
-
-    Made at first use: torch.compiler.disable imports the compiler, which takes a second.
-    """
-
-    class ModuleHook(Hook):
-        __call__ = torch.compiler.disable(Hook.__call__, reason=BORDER)
-
-    return ModuleHook
-
-
-class PartCall:
-    """The running call of a part of a unit, for the hooks on it.
-
-    Attributes:
-        whole: the class of parameters whose values are here.
-        is_open: the call has unsharded units, which its end reshards.
-    """
-
-    def __init__(self, whole: type[nn.Parameter]) -> None:
-        self.whole = whole
-        self.is_open = False
-
-
-@functools.cache
-def part_hooks() -> tuple[type[Hook], type[Hook]]:
-    """Make two classes of hooks `(method, call)` around modules inside a unit. torch.compile skips them while they are idle.
-
-    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only values that
-    torch guards on: the classes of parameters, and a plain attribute.
-    """
-    run = torch.compiler.disable(Hook.__call__, reason=BORDER)
-
-    class PartHook(Hook):
-        def __init__(self, method: Callable[..., None], call: PartCall) -> None:
-            super().__init__(method)
-            self.call = call
-
-    class Before(PartHook):
-        def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_dynamo_compiling():
-                own = [parameter for parameter in own_parameters(module).values() if parameter is not None]
-                if all(type(parameter) is self.call.whole for parameter in own):
-                    return
-            run(self, module, args, kwargs)
-
-    class After(PartHook):
-        def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_dynamo_compiling() or self.call.is_open:
-                run(self, module, args, output)
-
-    return Before, After
-
-
-@functools.cache
-def parameter_hook() -> type[WeakHook]:
-    """Make the class of hooks that a parameter keeps, like `module_hook`: a backward may run inside of a compiled function."""
-
-    class ParameterHook(WeakHook):
-        __call__ = torch.compiler.disable(WeakHook.__call__, reason=BORDER)
-
-    return ParameterHook
+def _ignore(*_: Any) -> None:
+    """Do nothing."""
 
 
 class WeakHook:
@@ -111,12 +76,96 @@ class WeakHook:
             method(*self._args, *args)
 
 
-def _no_hook() -> Callable[..., None]:
-    return ignore
+@functools.cache
+def module_hook() -> type[Hook]:
+    """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border.
+
+    Made at first use: torch.compiler.disable imports the compiler, which takes a second.
+    """
+
+    class ModuleHook(Hook):
+        __call__ = torch.compiler.disable(Hook.__call__, reason=BORDER)
+
+    return ModuleHook
 
 
-def ignore(*_: Any) -> None:
-    """Do nothing."""
+@functools.cache
+def parameter_hook() -> type[WeakHook]:
+    """Make the class of hooks that a parameter keeps, like `module_hook`: a backward may run inside of a compiled function."""
+
+    class ParameterHook(WeakHook):
+        __call__ = torch.compiler.disable(WeakHook.__call__, reason=BORDER)
+
+    return ParameterHook
+
+
+class Part:
+    """A module inside a unit, which may be called by itself.
+
+    Attributes:
+        units: the units of its own parameters, sharded at rest.
+        whole_class: the class of parameters whose values are here.
+        brought: the units that a call has unsharded, and that its end reshards.
+        is_open: there are such units.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.whole_class = units[0].appearance.whole_class
+        self.brought: Sequence[Unit] = ()
+        self.is_open = False
+
+    def open(self, units: Sequence[Unit]) -> None:
+        self.brought = units
+        self.is_open = True
+
+    def close(self) -> Sequence[Unit]:
+        """Return the units that `open` recorded, and forget them."""
+        brought = self.brought
+        self.brought = ()
+        self.is_open = False
+        return brought
+
+
+@functools.cache
+def part_hooks() -> tuple[type[Hook], type[Hook]]:
+    """Make two classes of hooks `(method, part)` around modules inside a unit. torch.compile skips them while they are idle.
+
+    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only values that
+    torch guards on: the classes of parameters, and a plain attribute.
+    """
+    run = torch.compiler.disable(Hook.__call__, reason=BORDER)
+
+    class PartHook(Hook):
+        def __init__(self, method: Callable[..., None], part: Part) -> None:
+            super().__init__(method)
+            self.part = part
+
+    class Before(PartHook):
+        def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                own = [parameter for parameter in own_parameters(module).values() if parameter is not None]
+                if all(type(parameter) is self.part.whole_class for parameter in own):
+                    return
+            run(self, module, args, kwargs)
+
+    class After(PartHook):
+        def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling() or self.part.is_open:
+                run(self, module, args, output)
+
+    return Before, After
+
+
+def parts_of(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, Part]:
+    """Return the modules that hold parameters of these units themselves, where those are sharded."""
+    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
+    found = {}
+    for module in model.modules():
+        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+        if held:
+            found[module] = Part(list(held))
+    return found
 
 
 class Call:
@@ -137,21 +186,58 @@ class Call:
         self.begin()
 
 
-def units_at_rest(units: Mapping[nn.Module, Sequence[Unit]]) -> dict[nn.Module, list[Unit]]:
-    """Return, for each module that has any, its units that are sharded at rest."""
-    found = {module: [unit for unit in run if unit.sharded_at_rest] for module, run in units.items()}
-    return {module: held for module, held in found.items() if held}
+# ---------------------------------------------------------------------- who calls a module
 
 
-def owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """Return the modules that hold sharded parameters themselves, with those parameters' units."""
-    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
-    found = {}
-    for module in model.modules():
-        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
-        if held:
-            found[module] = list(held)
+def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
+    """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
+
+    Args:
+        module: the running module.
+        all_callers: look through the whole stack, and not only at the direct caller. This costs a microsecond or two.
+
+    Raises:
+        UsageError: with CUDA graphs.
+    """
+    found = _WRAPPER in module.__dict__
+    frame: FrameType | None = sys._getframe(1)
+    distance = 0
+    while frame is not None and (all_callers or distance < _NEAREST):
+        if runs_compiled(frame.f_code):
+            config = getattr(frame.f_locals.get("self"), "compiler_config", None)
+            _refuse_cuda_graphs(config, f"what runs this {type(module).__name__}")
+            found = True
+        frame = frame.f_back
+        distance += 1
     return found
+
+
+def refuse_cuda_graphs(model: nn.Module) -> None:
+    """Raise if a module was compiled with CUDA graphs."""
+    for fqn, module in model.named_modules():
+        for compiled in (module, compiled_call_of(module)):
+            get = getattr(compiled, _WRAPPER, None)
+            if get is not None:
+                _refuse_cuda_graphs(get(), fqn or "the model")
+
+
+def _refuse_cuda_graphs(config: Any, label: str) -> None:
+    if isinstance(config, Mapping) and config.get("triton.cudagraphs"):
+        raise UsageError(_CUDA_GRAPHS.format(label))
+
+
+def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
+    """Raise if units have DTensors: torch.compile describes those by their local tensors, whose memory is a unit's.
+
+    Args:
+        module: the module that runs in compiled code.
+    """
+    for unit in units:
+        if unit.named[0].is_distributed:
+            raise UsageError(
+                f"{unit.named[0].fqn} is a DTensor, and {type(module).__name__} runs inside torch.compile, which "
+                "cannot describe sharded DTensors: leave torch.compile out, or the tensor parallelism."
+            )
 
 
 def refuse_transforms(units: Sequence[Unit]) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -85,12 +86,15 @@ class SavedParameters:
         }
         self._has_distributed = any(unit.named[0].is_distributed for unit in units)
         self._before_read = before_read
-        self._entered: list[saved_tensors_hooks] = []
+        self._entered: list[tuple[object, saved_tensors_hooks]] = []
+        """The callers of `push`, each with its hooks, which are not taken off yet."""
+        self._base = 0
+        """The number of these that a forward leaves as they are."""
         self._read_as_nan: str | None = None
         """A parameter with which torch computed while its values were elsewhere."""
 
-    def push(self, *, unseen: bool = False) -> None:
-        """Pack all tensors that autograd saves on this thread from now on.
+    def push(self, caller: object, *, unseen: bool = False) -> None:
+        """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
 
         Args:
             unseen: compiled code runs, and torch.compile would read these hooks wherever that calls them: it is not to.
@@ -106,19 +110,24 @@ class SavedParameters:
             unpack = torch.compiler.disable(unpack)
         hooks = saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
-        self._entered.append(hooks)
+        self._entered.append((caller, hooks))
 
     def _is_own(self, unpack: Callable[[Any], Any]) -> bool:
         return getattr(unpack, "__wrapped__", unpack) == self._unpack
 
-    def pop(self) -> None:
-        """End the last `push`.
+    def pop(self, caller: object) -> None:
+        """End the caller's `push`, if there was one, and those of calls inside that raised.
 
         Raises:
             UsageError: torch computed with a parameter whose values were not here.
         """
-        if self._entered:
-            self._entered.pop().__exit__()
+        while any(one is caller for one, _ in self._entered[self._base :]):
+            if self._pop_last() is caller:
+                return
+
+    def _pop_last(self) -> object:
+        caller, hooks = self._entered.pop()
+        hooks.__exit__()
         if self._read_as_nan is not None:
             fqn = self._read_as_nan
             self._read_as_nan = None
@@ -127,13 +136,27 @@ class SavedParameters:
                 "inside `with zeroshard.unsharded(module):`, or call zeroshard.borrow(module, parameter) once, before training."
             )
 
-    def recover(self, depth: int) -> None:
-        """Remove hooks above `depth` that forwards left when they ended without `pop`, such as by an interrupt."""
-        while len(self._entered) > depth:
+        return caller
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the hooks that are there now, whatever a forward inside does."""
+        before = self._base
+        self._base = len(self._entered)
+        try:
+            yield
+        finally:
+            self._base = before
+
+    def recover(self) -> None:
+        """Remove hooks that forwards left when they ended without `pop`, such as by an interrupt."""
+        while len(self._entered) > self._base:
             top = saved_tensors_hooks_in_force()
             if top is None or not self._is_own(top[1]):  # foreign hooks are above: they are popped first
+                left = [(None, hooks) for _, hooks in self._entered[self._base :]]
+                self._entered[self._base :] = left
                 return
-            self.pop()
+            self._pop_last()
 
     def _pack_after(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
         """Pack as `_pack` does, and pass tensors that are not ours to the other active hooks."""
@@ -179,16 +202,8 @@ class SavedParameters:
         # The local tensor of a DTensor has a counter of its own.
         counted = like if unit.named[index].is_distributed else tensor
         version = version_of(counted) - unit.appearance.hides
-        is_itself = (
-            caller is not None
-            and _saves(caller)
-            and (like.dtype, like.size(), like.stride())
-            == (
-                tensor.dtype,
-                size,
-                stride,
-            )
-        )
+        shown = (tensor.dtype, size, stride)
+        is_itself = caller is not None and _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _note_placeholder(self, tensor: Tensor, unit: Unit, caller: FrameType | None) -> None:
@@ -211,7 +226,7 @@ class SavedParameters:
             with torch.no_grad():
                 return distributed_by(packed.distribution, self._unpack(packed.local))
         unit = packed.unit
-        entry = packed.unit.named[packed.index]
+        entry = unit.named[packed.index]
         _check(packed.version, version_of(entry.parameter) - unit.appearance.hides, entry.fqn)
         self._before_read(unit)
         if packed.is_itself and not packed.trained:

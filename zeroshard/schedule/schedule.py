@@ -297,10 +297,11 @@ class Schedule:
         while self._kept and not all(self._has_room(unit) for unit in units):
             self._kept.pop(0).reshard()
 
-    def give_back(self) -> None:
-        """Reshard all units after a backward."""
+    def give_back(self, *, leaves_graph: bool = True) -> None:
+        """Reshard all units after a backward, except those that are held, if it `leaves_graph`s that may read them."""
         self._kept.clear()
         for unit in self.units:
+            unit.is_held = unit.is_held and leaves_graph
             unit.expect_gradients()
             unit.reshard()
 
@@ -352,9 +353,7 @@ class Schedule:
         self._move(Move.END_BACKWARD)
         self._backward_ended = True
         self.backwards_ended += 1
-        for unit in self.units:
-            unit.is_held = unit.is_held and leaves_graph
-        self.give_back()
+        self.give_back(leaves_graph=leaves_graph)
         for unit in self.units:
             unit.appearance.show_taken(unit.used)
 
@@ -374,9 +373,8 @@ class Schedule:
                 unit.forget_gradients()
                 unit.used |= used  # they show that they had a gradient, until `zero_grad`
         for unit in self.units:
-            unit.is_held = False
             unit.appearance.show_taken(unit.used)
-        self.give_back()
+        self.give_back(leaves_graph=False)
 
     def finish_gradients(self) -> None:
         """Block until every gradient that this rank updates with is the mean over ranks."""

@@ -21,7 +21,10 @@ def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[
     Every rank must call `state_dict` and `load_state_dict` then.
     """
     handles = []
-    for module, units in units_of.items():
+    for module, of_module in units_of.items():
+        units = [unit for unit in of_module if unit.sharded_at_rest]
+        if not units:
+            continue
         ours = {id(entry.parameter) for unit in units for entry in unit.named}
         named = module.named_parameters(remove_duplicate=False)
         held = _Held(units, {name: id(parameter) for name, parameter in named if id(parameter) in ours})

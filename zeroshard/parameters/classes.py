@@ -36,27 +36,37 @@ class Owner(ABC):
 
     @abstractmethod
     def before_read(self, parameter: Tensor, what: str) -> None:
-        """Make the parameter's values current for an operation, or raise an error that names the parameter."""
+        """Make the values current if that needs no other rank. Otherwise raise an error that names the parameter.
+
+        Args:
+            what: the operation that reads them.
+        """
 
     @abstractmethod
     def taken_gradient(self, parameter: Tensor) -> str | None:
-        """Return the parameter's fqn if its gradient of this step was taken out of `parameter.grad`."""
+        """Return the parameter's fqn if its gradient of this step was taken out of `grad`, and the user has set no other."""
 
     @abstractmethod
     def local_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's gradient, summed over microbatches, if it is one piece in the parameter's dtype."""
+        """Return this rank's sum over the microbatches so far, if it is here, in one piece and in the parameter's dtype.
+
+        Writes to it take effect.
+        """
 
     @abstractmethod
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on the taken gradient. Return NotImplemented for an unknown name."""
+        """Run one of torch's operations on the mean gradient, on every rank. Return NotImplemented for an unknown name."""
 
     @abstractmethod
     def replace_gradient(self, parameter: Tensor) -> None:
-        """Note that the user set the parameter's `grad`, to None or to another tensor."""
+        """Record that the user set the parameter's `grad`, to None or to another tensor."""
 
     @abstractmethod
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-        """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`."""
+        """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`.
+
+        Every rank must call it for sharded parameters.
+        """
 
 
 def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:

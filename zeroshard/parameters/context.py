@@ -16,7 +16,7 @@ from zeroshard.collectives.everyone import Everyone
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.policy import DTypes, Policy, Precision
-from zeroshard.storage.buffers import BufferPool, FlatBuffer
+from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
 
 
@@ -88,12 +88,6 @@ class Context:
         self.collectives.close()
         self.others.close()
         self.storages.close()
-
-    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        """Make the flat buffer for a unit's parameters. If they are sharded at rest, it is allocated for each use."""
-        return self.storages.accelerator.flat_buffer(
-            f"parameters of {label}", numel, dtype, comes_and_goes=self.policy.parameters.sharded
-        )
 
 
 @dataclass(frozen=True)

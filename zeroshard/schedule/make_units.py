@@ -15,7 +15,6 @@ from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import DTypes, Place, Policy, Residency
 from zeroshard.schedule.unit import Unit
-from zeroshard.schedule.unit_owner import UnitOwner
 from zeroshard.storage.base import Slot
 
 
@@ -43,7 +42,9 @@ def _make_unit(group: Group, dtypes: DTypes, first_bucket: int, context: Context
     else:
         layout = lay_out(numels, world_size, context.bucket_numel)
     whole = _collect(group, layout, dtypes.master, context)
-    flat = context.flat_buffer(label, layout.numel, dtypes.param)
+    flat = context.storages.accelerator.flat_buffer(
+        f"parameters of {label}", layout.numel, dtypes.param, comes_and_goes=context.policy.parameters.sharded
+    )
     cpu_slot = _cpu_slot(label, layout.numel, dtypes.param, context)
     buckets: list[ParameterBucket] = []
     gradients: list[GradientBucket] = []
@@ -54,7 +55,7 @@ def _make_unit(group: Group, dtypes: DTypes, first_bucket: int, context: Context
         if group.trainable:
             gradients.append(GradientBucket(spec, buckets[-1], context))
     cpu = None if cpu_slot is None else InCpuMemory(flat, cpu_slot)
-    return Unit(group, layout, flat, buckets, gradients, cpu, context, lambda unit: UnitOwner(unit, context.live))
+    return Unit(group, layout, flat, buckets, gradients, cpu, context)
 
 
 def _collect(group: Group, layout: UnitLayout, dtype: torch.dtype, context: Context) -> Tensor:

@@ -19,10 +19,12 @@ unit), it does not leave UNSHARDED to rest.
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +94,7 @@ MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 """The moves after which the flat buffer has no values: refused while a unit is pinned."""
 
 
-class Unit:
+class Unit(Owner):
     """A unit of parameters, see the module's docstring.
 
     Args:
@@ -102,7 +104,6 @@ class Unit:
         buckets: the parameters' buckets, in the order of the layout.
         gradients: the gradients' buckets, in the same order; none for frozen parameters.
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
-        owner_of: makes what the parameters' classes call when the user touches a parameter.
     """
 
     def __init__(
@@ -114,11 +115,11 @@ class Unit:
         gradients: list[GradientBucket],
         cpu: InCpuMemory | None,
         context: Context,
-        owner_of: Callable[[Unit], Owner],
     ) -> None:
         self.group = group
         self.label = group.label + group.kind
         self.named = group.named
+        self._index_of = {id(entry.parameter): index for index, entry in enumerate(self.named)}
         self.module = group.module
         self.trainable = group.trainable
         self.policy = context.policy
@@ -152,7 +153,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
         whole_class = context.class_of(self.named[0])
-        self.appearance = Appearance(self.named, views, flat.tensor.dtype, owner_of(self), whole_class)
+        self.appearance = Appearance(self.named, views, flat.tensor.dtype, self, whole_class)
         self.writes = Writes(self.appearance, flat, buckets, cpu, context, is_cut=self.is_cut, trainable=self.trainable)
         self._own_uses = storage_users(flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
@@ -176,11 +177,6 @@ class Unit:
     def is_cut(self) -> bool:
         """Whether the parameters are divided over `others`. If not, each of these ranks has the same whole parameters."""
         return not self.named[0].placement.is_whole
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether the values are elsewhere until `reload_states`."""
-        return self.state is UnitState.PARKED
 
     @property
     def is_arriving(self) -> bool:
@@ -392,7 +388,7 @@ class Unit:
             self.unshard()
         self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
 
-    # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
+    # ------------------------------------------------------------------ the user's reads and gradients, see parameters/classes.py
 
     @property
     def comes_and_goes(self) -> bool:
@@ -402,6 +398,66 @@ class Unit:
     def is_summed_here(self, index: int) -> bool:
         """Whether this rank holds a sum over microbatches of a parameter's gradient that nothing has reduced yet."""
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
+
+    def before_read(self, parameter: Tensor, what: str) -> None:
+        if not self.sharded_at_rest and self.state is not UnitState.PARKED:
+            self.unshard()
+            return
+        fqn = self.named[self._index_of[id(parameter)]].fqn
+        if self.state is UnitState.PARKED:
+            raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
+        raise UsageError(
+            f"{fqn} is sharded at rest, and `{what}` needs its values while its module does not run. Read or write inside "
+            "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
+        )
+
+    def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+        if id(parameter) not in self._index_of:  # a copy of a copy
+            return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        if self.state is UnitState.PARKED:
+            self.before_read(parameter, "deepcopy")
+        with self.collectives.operation("deepcopy"):
+            self.unshard()
+        ours = [entry for entry in self.named if self.appearance.is_own(entry)]  # others copy themselves
+        new = [entry for entry in ours if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        for entry in new:
+            memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
+        self.reshard()
+        for entry in new:
+            memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
+        copied = memo[id(parameter)]
+        assert isinstance(copied, nn.Parameter)
+        return copied
+
+    def taken_gradient(self, parameter: Tensor) -> str | None:
+        index = self._index_of.get(id(parameter))
+        if index is None or index not in self.used or index in self.replaced_gradients:
+            return None
+        return self.named[index].fqn
+
+    def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        if not parameter.numel():
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        index = self._index_of.get(id(parameter))
+        if index is None:
+            return None
+        entry = self.named[index]
+        for bucket, _ in self._homes[index]:
+            whole = bucket.local_sum(index)
+            if whole is not None and whole.numel() == entry.shape.numel():
+                return entry.as_parameter(whole.view(entry.shape)) if whole.dtype == parameter.dtype else None
+        return None
+
+    def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._live.gradient_operation((self, self._index_of[id(parameter)]), name, args, kwargs)
+
+    def replace_gradient(self, parameter: Tensor) -> None:
+        index = self._index_of.get(id(parameter))
+        if index is None or index not in self.used:
+            return
+        self.replaced_gradients.add(index)
+        if self.replaced_gradients >= self.used:
+            self._live.drop_gradients()
 
     @property
     def has_dropped_gradients(self) -> bool:

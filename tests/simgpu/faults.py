@@ -25,7 +25,7 @@ ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk", "storage.direct_file",
     "collectives.native", "collectives.grouped", "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket",
     "recompute.saved_inputs", "step.parking", "step.resident", "step.travelling", "step.sub_groups", "step.frames",
-    "schedule.unit", "schedule.writes", "schedule.forward_stream",
+    "schedule.unit", "schedule.writes", "schedule.schedule",
     "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state", "construction.born",
 )  # fmt: skip
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}

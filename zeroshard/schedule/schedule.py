@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 
+import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
@@ -20,7 +22,6 @@ from zeroshard.gradients.reductions import Reductions
 from zeroshard.layout.model_tree import ModelTree
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
-from zeroshard.schedule.forward_stream import ForwardStream
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import forget_grad, grad_of
 
@@ -32,6 +33,10 @@ PREFETCHED = 4
 
 Run = tuple[Unit, ...]
 """The units of one module: they are used together."""
+
+
+_NOWHERE = nullcontext()
+"""The context of work that stays on its stream."""
 
 
 class StepState(enum.Enum):
@@ -129,6 +134,42 @@ class _Order:
         """Return the number of elements that are used after it; infinite if it is unknown."""
         position = self._position.get(run)
         return math.inf if position is None else self._numels[-1] - self._numels[position + 1]
+
+
+class ForwardStream:
+    """The stream that a model runs on, which the user may have made. A CPU has none, and its methods do nothing.
+
+    Autograd runs a node on the stream of its forward, but adds up gradients where the parameter was first seen, and ends where the
+    backward was called. Scratch and units come and go in the order of one stream: that of the forward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_only_one = device.type == "cpu"
+        self._stream: torch.Stream | None = None
+
+    def begin(self) -> None:
+        """Record the stream on which a forward starts."""
+        if not self.is_only_one:
+            self._stream = torch.accelerator.current_stream(self._device)
+
+    def here(self) -> AbstractContextManager[None]:
+        """Run the work inside on the forward's stream: after earlier work of that stream, and before later work."""
+        if self._stream is None:
+            return _NOWHERE
+        now = torch.accelerator.current_stream(self._device)
+        return _NOWHERE if now == self._stream else self._between(now, self._stream)
+
+    @contextmanager
+    def _between(self, now: torch.Stream, stream: torch.Stream) -> Iterator[None]:
+        # no test can miss this wait: on the simulated device autograd works on the forward's stream alone. Another device's
+        # may add up gradients on another stream, whose sums the work inside reads.
+        stream.wait_stream(now)  # type: ignore[attr-defined]
+        try:
+            with stream:
+                yield
+        finally:  # also after an error: what was begun goes on there
+            now.wait_stream(stream)  # type: ignore[attr-defined]
 
 
 class Schedule:

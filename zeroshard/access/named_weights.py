@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from zeroshard.access.unsharded import unsharded
 from zeroshard.checkpoint.live_model import Description, LiveModel, describe, persistent_buffers
 from zeroshard.errors import CollectiveError, UsageError
-from zeroshard.layout.distributed import refuse_distributed
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import name_of, refuse_distributed
 from zeroshard.schedule.unit import Unit
 from zeroshard.torch_private import own_parameters
 

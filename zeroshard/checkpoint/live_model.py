@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.manifest import ANOTHER, is_folder_name
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.named_parameter import NamedParameter
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import NamedParameter, name_of
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule

@@ -13,7 +13,7 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.members import ranks_of
 from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
-from zeroshard.layout.distributed import placement_of
+from zeroshard.layout.named_parameter import placement_of
 from zeroshard.parameters.context import Context
 from zeroshard.policy import Precision
 from zeroshard.storage.buffers import memory_of

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
-from zeroshard.layout.distributed import placement_of
+from zeroshard.layout.named_parameter import placement_of
 from zeroshard.policy import Precision
 from zeroshard.torch_private import is_distributed
 

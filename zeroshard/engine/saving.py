@@ -20,7 +20,7 @@ from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.consolidated import written
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import name_of
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler
 from zeroshard.sharded import Sharded
 from zeroshard.torch_private import is_distributed

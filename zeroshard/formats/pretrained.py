@@ -27,8 +27,7 @@ from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 from zeroshard.construction.born import Births, BornSharded, Shard, born, cut_parameter, shard_of
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.hugging_face import INDEX, SINGLE
-from zeroshard.layout.distributed import refuse_distributed
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import name_of, refuse_distributed
 from zeroshard.observe.display import Display
 from zeroshard.torch_private import own_buffers, own_parameters
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.layout.distributed import placement_of
-from zeroshard.layout.named_parameter import NamedParameter
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import NamedParameter, name_of, placement_of
 from zeroshard.policy import Units
 
 MIXTURES = (

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.errors import UsageError
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import name_of
 from zeroshard.torch_private import own_parameters, own_parts
 
 

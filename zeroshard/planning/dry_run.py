@@ -26,7 +26,7 @@ from zeroshard.config.load import Config, load_config, read
 from zeroshard.engine import Engine
 from zeroshard.engine.initialize import make_engine
 from zeroshard.errors import UsageError, ZeroshardError
-from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.planning.ledger import (
     ACTIVATIONS,
     GRADIENTS,

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.access.unsharded import home_of
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
-from zeroshard.layout.distributed import refuse_distributed
 from zeroshard.layout.modules import Forwards
+from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.sequence.attention import CutAttention
 from zeroshard.sequence.batches import IGNORED, cut_batch, cut_in_turn, cut_loader, own_slice
 from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads

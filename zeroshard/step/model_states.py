@@ -24,8 +24,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.layout import Span
-from zeroshard.layout.named_parameter import NamedParameter
-from zeroshard.layout.names import name_of
+from zeroshard.layout.named_parameter import NamedParameter, name_of
 from zeroshard.layout.placement import Placement
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import Resident

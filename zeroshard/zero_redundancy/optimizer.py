@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
-from zeroshard.layout.distributed import refuse_distributed
+from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.step.elementwise import looks_at_whole_parameters, refuse_what_cannot_be_sharded
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.zero_redundancy.optimizer_state import consolidate, load, sharded_form

@@ -24,8 +24,9 @@ from zeroshard.collectives.alone import Alone
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.watch import NOTICE_VARIABLE
-from zeroshard.gradients import norm as norm_module
-from zeroshard.gradients.norm import coefficient_of, digest_of, digests_as_bytes, norm_of, scale_, sums_of_squares
+from zeroshard.gradients.norm import coefficient_of, norm_of, scale_, sums_of_squares
+from zeroshard.step import replicas
+from zeroshard.step.replicas import digest_of, digests_as_bytes
 
 CPU = torch.device("cpu")
 SMALL_BUCKETS = 256
@@ -262,7 +263,7 @@ def test_a_coefficient_is_the_same_number_wherever_it_is_computed(norm: float, m
 
 
 def test_digests_of_the_same_values_in_other_places_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_module, "PLACED_NUMEL", 4)  # places count on from part to part
+    monkeypatch.setattr(replicas, "PLACED_NUMEL", 4)  # places count on from part to part
     flat = torch.arange(10.0)
     first, again, flipped, moved, empty = digests_as_bytes(
         [digest_of(one) for one in (flat, flat.clone(), flat.flip(0), flat.roll(4), flat[:0])]

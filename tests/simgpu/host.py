@@ -16,8 +16,8 @@ from simgpu import simccl
 from simgpu.bodies import BF16, Training, folder_of_all
 from simgpu.lead import WIDTH, Blocks
 from zeroshard import Place, Policy
-from zeroshard.gradients.norm import digest_of, digests_as_bytes
 from zeroshard.observe.memory import kept_count
+from zeroshard.step.replicas import digest_of, digests_as_bytes
 
 
 def group_beside_a_bound_world(rank: int, splits: bool) -> str:

@@ -9,8 +9,7 @@ Values that an accelerator computes stay there, as tensors of shape []: only rea
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,16 +20,34 @@ ROW_NUMEL = 1024
 """Elements whose squares are summed in fp32; the rows are then summed in fp64. One fp32 sum over 16 M elements is off by
 6e-4 on a CPU, rows of 1024 by 1e-10, at the same speed."""
 
-PLACED_NUMEL = 1 << 20
-"""Elements of a gradient that are weighted by their place at once: 8 bytes each, three times."""
-
 
 def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of squares of each of several 1-D tensors, as fp64 of shape []."""
     found: dict[int, Tensor] = {}
     for alike in _by_kind(flats):
-        found |= zip(map(id, alike), _sums_of_squares(alike), strict=True)
+        sums: Iterable[Tensor] = map(_sum_on_cpu, alike)
+        if alike[0].device.type != "cpu":
+            # Few launches, however many there are; the sums run within blocks of threads, so fp32 does.
+            norms = foreach_norm(alike, 2, dtype=torch.promote_types(alike[0].dtype, torch.float32))
+            sums = torch.stack(norms).double().square().unbind()
+        found |= zip(map(id, alike), sums, strict=True)
     return [found[id(flat)] for flat in flats]
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """Return the sum of squares of one gradient."""
+    return sums_of_squares([flat])[0]
+
+
+def _sum_on_cpu(flat: Tensor) -> Tensor:
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    rest_numel = flat.numel() % ROW_NUMEL
+    whole, rest = flat.split([flat.numel() - rest_numel, rest_numel])
+    norms: Tensor = torch.linalg.vector_norm(whole.view(-1, ROW_NUMEL), dim=1, dtype=dtype)
+    total = norms.double().square().sum()
+    if rest_numel:
+        total = total + torch.linalg.vector_norm(rest, dtype=dtype).double().square()
+    return total
 
 
 def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -39,58 +56,6 @@ def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
     for flat in flats:
         found.setdefault((flat.device, flat.dtype), []).append(flat)
     return list(found.values())
-
-
-def _sums_of_squares(flats: list[Tensor]) -> Sequence[Tensor]:
-    device = flats[0].device
-    dtype = flats[0].dtype
-    if device.type == "cpu":
-        return [_sum_of_squares(flat) for flat in flats]
-    # Few launches, however many there are; the sums run within blocks of threads, so fp32 does.
-    norms = foreach_norm(flats, 2, dtype=torch.promote_types(dtype, torch.float32))
-    return torch.stack(norms).double().square().unbind()
-
-
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """Return the sum of squares of one gradient."""
-    return sums_of_squares([flat])[0]
-
-
-def _sum_of_squares(flat: Tensor) -> Tensor:
-    rest_numel = flat.numel() % ROW_NUMEL
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    if rest_numel:
-        rows, rest = flat.split([flat.numel() - rest_numel, rest_numel])
-        total: Tensor = _sum_of_rows(rows, dtype) + torch.linalg.vector_norm(rest, dtype=dtype).double().square()
-        return total
-    return _sum_of_rows(flat, dtype)
-
-
-def _sum_of_rows(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ROW_NUMEL), dim=1, dtype=dtype)
-    return norms.double().square().sum()
-
-
-def digest_of(flat: Tensor) -> Tensor:
-    """Return 3 numbers [3] that equal gradients share: their sum, the sum of their squares, and their sum weighted by place.
-
-    The third differs where the same values stand in other places.
-    """
-    by_place = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for low in range(0, flat.numel(), PLACED_NUMEL):
-        part = flat[low : low + PLACED_NUMEL].double()
-        place = torch.arange(low, low + part.numel(), dtype=torch.float64, device=flat.device)
-        by_place += (part * place).sum()
-    return torch.stack([flat.sum(dtype=torch.float64), sum_of_squares(flat).double(), by_place])
-
-
-def digests_as_bytes(digests: Sequence[Tensor]) -> list[bytes]:
-    """Return the 24 bytes of each digest. The host waits for an accelerator once."""
-    if not digests:
-        return []
-    device = digests[0].device
-    rows = torch.stack([digest.to(device) for digest in digests]).tolist()
-    return [struct.pack("<ddd", *row) for row in rows]
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:

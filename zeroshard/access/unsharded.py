@@ -166,7 +166,7 @@ def _units_whole(
                 unit.start_unshard()
             for unit in units:
                 unit.unshard()
-                unit.pin()
+                unit.pins += 1
                 pinned.append(unit)
                 unit.write_back()  # earlier writes are not changes inside the block
                 looks.append((unit, unit.appearance.begin_look()))
@@ -233,10 +233,10 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
 def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
     """Return units to their states before the block."""
     for unit in pinned:
-        unit.unpin()
+        unit.pins -= 1
     for unit in at_rest:
         # Writes before an exception must not be stored.
-        if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:
+        if forget_writes and unit.state is UnitState.UNSHARDED and not unit.pins:
             unit.appearance.collect_written()
         unit.reshard()
     for unit in offloaded:

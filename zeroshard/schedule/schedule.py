@@ -15,13 +15,10 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.gradients.gradient_bucket import GradientBucket
 from zeroshard.gradients.reductions import Reductions
 from zeroshard.layout.model_tree import ModelTree
 from zeroshard.parameters.context import Context
-from zeroshard.policy import Policy
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import forget_grad, grad_of
 
@@ -190,17 +187,17 @@ class Schedule:
         self.gradients_taken = 0
         self.optimized: set[int] = set()
         """`id`s of the parameters that the optimizer lists, frozen ones among them."""
-        self._policy: Policy = context.policy
+        self._policy = context.policy
         self._reads_disk = context.policy.uses_disk
         self._accelerator = context.storages.accelerator
         self.stream = ForwardStream(self._accelerator.device)
         self.live = context.live
         self._overlap = overlap
-        self._collectives: Collectives = context.collectives
+        self._collectives = context.collectives
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True)
         limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
-            self._gradient_buckets(), self._collectives, limit, overlap=overlap,
+            [unit.gradients for unit in self.units], self._collectives, limit, overlap=overlap,
             in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,
         )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
@@ -227,9 +224,6 @@ class Schedule:
             limit = min(sum(numels[:USED_AT_ONCE]) + ahead, limit)
         self._accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
 
-    def _gradient_buckets(self) -> list[list[GradientBucket]]:
-        return [unit.gradients for unit in self.units]
-
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
         """Replace `unit` by other units that hold its parameters from now on, between steps."""
         position = self.units.index(unit)
@@ -237,7 +231,7 @@ class Schedule:
         self._last = _Order()
         self._present = _Order()
         self._keep_freed_memory()
-        self.reductions.set_units(self._gradient_buckets())
+        self.reductions.set_units([other.gradients for other in self.units])
 
     def _move(self, move: Move) -> None:
         if move is Move.GRADIENT and self.state is StepState.GRADIENTS:
@@ -287,21 +281,21 @@ class Schedule:
 
     def _after(self, units: Run, backward: bool) -> Iterator[Run]:
         """Return the runs that follow: the last forward gives the forward's order, this forward gives the backward's."""
-        return self._present.after(units, reverse=True) if backward else self._last.after(units)
+        if backward:
+            return self._present.after(units, reverse=True)
+        return self._last.after(units)
 
     def _next_after(self, units: Run, backward: bool) -> Iterator[Unit]:
-        """Return the units to gather now, ahead of their use."""
-        later = self._after(units, backward)
+        """Yield the units to gather now, ahead of their use."""
+        limit: float = 1  # the next
         if not backward and not self._policy.reshard_after_forward:
             # Units that the forward keeps may be gathered all at once: the first that runs starts the others.
-            return chain.from_iterable(islice(later, 1) if self._present.runs else later)
-        if self._policy.prefetch_numel is None:
-            return chain.from_iterable(islice(later, 1))
-        return self._within(later, self._policy.prefetch_numel)
-
-    def _within(self, later: Iterator[Run], limit: int) -> Iterator[Unit]:
+            if not self._present.runs:
+                limit = math.inf
+        elif self._policy.prefetch_numel is not None:
+            limit = self._policy.prefetch_numel
         numel = 0
-        for following in later:
+        for following in self._after(units, backward):
             if numel >= limit:
                 return
             numel += sum(unit.layout.numel for unit in following)
@@ -461,7 +455,8 @@ class Schedule:
         self.refuse_parked("optimizer.step()")
         self.tree.refuse_changes()
         for unit in self.units:
-            unit.refuse_step()
+            if unit.sharded_at_rest:  # it would still show the values from before the step
+                unit.refuse_pinned("optimizer.step()")
         self.is_stepping = True
         for unit in self.units:
             unit.begin_step()
@@ -496,13 +491,8 @@ class Schedule:
         return {id(entry.parameter): entry.fqn for entry in entries if id(entry.parameter) not in self.optimized}
 
     def refuse_pinned(self, what: str) -> None:
-        """Raise if `unsharded` or `named_weights` holds a unit whole."""
         for unit in self.units:
             unit.refuse_pinned(what)
-
-    def in_order(self) -> list[Unit]:
-        """Return the units in the order in which the next forward will use them."""
-        return list(dict.fromkeys([*chain.from_iterable(self._present.runs), *self.units]))
 
     def sync_parameters(self, unit: Unit) -> None:
         """Bring a unit up to date after the optimizer has updated this rank's part of it."""
@@ -527,7 +517,8 @@ class Schedule:
         self._move(Move.STEPPED)
         self.is_stepping = False
         self.steps_ended += 1
-        for unit in self.in_order()[:PREFETCHED]:
+        next_used = dict.fromkeys([*chain.from_iterable(self._present.runs), *self.units])
+        for unit in islice(next_used, PREFETCHED):
             unit.prefetch()
         for unit in self.units:  # until `zero_grad` they are there
             unit.appearance.show_taken(unit.used)

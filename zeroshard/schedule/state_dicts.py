@@ -52,7 +52,7 @@ class _Held:
         for unit in self._units:
             with unit.collectives.operation(operation):
                 unit.unshard()
-            unit.pin()
+            unit.pins += 1
 
     def copy_and_reshard(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         copies: dict[int, Tensor] = {}
@@ -65,7 +65,7 @@ class _Held:
 
     def reshard(self, *_: Any) -> None:
         for unit in self._units:
-            unit.unpin()
+            unit.pins -= 1
             unit.reshard()
 
 

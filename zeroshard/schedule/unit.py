@@ -147,6 +147,7 @@ class Unit(Owner):
         self.replaced_gradients: set[int] = set()
         """The parameters among these whose `grad` the user has set since."""
         self.pins = 0
+        """The `unsharded` blocks, and reads of state dicts, that keep the unit unsharded through calls of `reshard`."""
         self.is_held = False
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not resharded until one ends."""
         self._live = context.live
@@ -154,7 +155,7 @@ class Unit(Owner):
         views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
         whole_class = context.class_of(self.named[0])
         self.appearance = Appearance(self.named, views, flat.tensor.dtype, self, whole_class)
-        self.writes = Writes(self.appearance, flat, buckets, cpu, context, is_cut=self.is_cut, trainable=self.trainable)
+        self.writes = Writes(self.appearance, flat, buckets, cpu, context, self.is_cut, self.trainable)
         self._own_uses = storage_users(flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
         self.appearance.show_views()
@@ -186,7 +187,7 @@ class Unit(Owner):
     # ------------------------------------------------------------------ unshard and reshard
 
     def start_unshard(self) -> None:
-        """Start to unshard the parameters if they are not unsharded. See `unshard`."""
+        """Start to unshard the parameters if they are not unsharded."""
         if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state is UnitState.SHARDED:
@@ -291,19 +292,6 @@ class Unit(Owner):
         self.appearance.hide()
         self._cpu.leave(changed=changed)
 
-    def pin(self) -> None:
-        """Keep the unit unsharded through calls of `reshard`, until `unpin`."""
-        self.pins += 1
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether a `pin` keeps the unit unsharded."""
-        return self.pins > 0
-
-    def unpin(self) -> None:
-        """End one `pin`."""
-        self.pins -= 1
-
     def refuse_pinned(self, what: str) -> None:
         """Raise if `unsharded` or `named_weights` keeps the unit unsharded while `what` runs."""
         if self.pins:
@@ -311,11 +299,6 @@ class Unit(Owner):
                 f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. "
                 "Call it outside."
             )
-
-    def refuse_step(self) -> None:
-        """Raise if the unit is pinned and sharded at rest: it would still show the values from before the step."""
-        if self.sharded_at_rest:
-            self.refuse_pinned("optimizer.step()")
 
     def refuse_parked(self, what: str) -> None:
         """Raise if any model states are parked."""

@@ -13,6 +13,7 @@ each element's owner count.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from zeroshard.parameters.appearance import Appearance
 from zeroshard.parameters.context import Context
@@ -20,44 +21,36 @@ from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.storage.buffers import FlatBuffer
 
 
+@dataclass(eq=False)
 class Writes:
     """The writes to one unit's parameters. Its methods need unsharded parameters, unless their docstrings exclude that.
 
-    Args:
+    Attributes:
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
         is_cut: the parameters are divided over the ranks of another dimension, instead of the same on all of these.
-
-    Attributes:
         found: the parameters that the user wrote since `spread_owners_values`, by index.
+        masters_wait: parameters were written while master weights were parked.
     """
 
-    def __init__(
-        self, appearance: Appearance, flat: FlatBuffer, buckets: Sequence[ParameterBucket],
-        cpu: InCpuMemory | None, context: Context, *, is_cut: bool, trainable: bool,
-    ) -> None:  # fmt: skip
-        self._appearance = appearance
-        self._flat = flat
-        self._buckets = buckets
-        self._cpu = cpu
-        self._is_cut = is_cut
-        self._trainable = trainable
-        self._collectives = context.collectives
-        self._others = context.others
-        self._live = context.live
-        self._sharded_at_rest = context.policy.parameters.sharded
-        self._owner_gathers = context.policy.optimizer.sharded and context.others.world_size == 1
-        """Each step gathers the owners' values over all ranks that have these parameters."""
-        self._masters_wait = False
-        """Parameters were written while master weights were parked."""
-        self.found: set[int] = set()
+    appearance: Appearance
+    flat: FlatBuffer
+    buckets: Sequence[ParameterBucket]
+    cpu: InCpuMemory | None
+    context: Context
+    is_cut: bool
+    trainable: bool
+    found: set[int] = field(default_factory=set)
+    masters_wait: bool = False
 
     def find(self) -> None:
         """Add the user's writes on this rank to `found`, so that all ranks can agree on the written parameters.
 
-        The values stay where they are: those of the owners come first, or a master weight would lose digits. Where each step
-        gathers the owners' values, `write_back` is early enough for writes that leave no trace.
+        The values stay where they are: those of the owners come first, or a master weight would lose digits.
         """
-        self._look(scans=not self._owner_gathers)
+        # Where each step gathers the owners' values over all ranks that have these parameters, `write_back` is early enough
+        # for writes that leave no trace.
+        context = self.context
+        self._look(scans=not context.policy.optimizer.sharded or context.others.world_size > 1)
 
     def _look(self, *, scans: bool) -> bool:
         """Add the user's writes on this rank to `found`. Return whether any left a trace.
@@ -65,10 +58,10 @@ class Writes:
         Args:
             scans: if none did, compare values where `data` was read, or where a user's own class cannot record reads of it.
         """
-        new = self._appearance.collect_written()
-        may_be_hidden = self._live.data_was_read or not self._appearance.tells_readers
-        if scans and not new and may_be_hidden and not self._live.parked:
-            for bucket in self._buckets:
+        new = self.appearance.collect_written()
+        may_be_hidden = self.context.live.data_was_read or not self.appearance.tells_readers
+        if scans and not new and may_be_hidden and not self.context.live.parked:
+            for bucket in self.buckets:
                 if bucket.save_hidden_writes():
                     self.found |= {piece.index for piece in bucket.layout.pieces}
         self.found |= new
@@ -76,57 +69,57 @@ class Writes:
 
     def _save_rows(self) -> None:
         """Copy unsharded values to the slots and the master weights. Parked master weights get them in `end_parking`."""
-        for bucket in self._buckets:
-            bucket.save_rows(masters=not self._live.parked)
-        self._masters_wait |= bool(self._live.parked)
+        for bucket in self.buckets:
+            bucket.save_rows(masters=not self.context.live.parked)
+        self.masters_wait |= bool(self.context.live.parked)
 
     def end_parking(self) -> None:
         """Update master weights that were parked while parameters were written. The parameters may be sharded."""
-        if self._masters_wait:
-            self._masters_wait = False
-            for bucket in self._buckets:
+        if self.masters_wait:
+            self.masters_wait = False
+            for bucket in self.buckets:
                 bucket.masters_from_rests()
 
     def write_back(self) -> None:
         """Copy what the user may have written to where the parameters rest."""
-        if self._sharded_at_rest:
-            if self._appearance.collect_written():
+        if self.context.policy.parameters.sharded:
+            if self.appearance.collect_written():
                 self._save_rows()
             return
-        if self._trainable and self._look(scans=True):
+        if self.trainable and self._look(scans=True):
             self._save_rows()
-        self._appearance.adopt_new_data()
-        if self._cpu is None:
+        self.appearance.adopt_new_data()
+        if self.cpu is None:
             return
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.save_own_row()
-        if not self._trainable:
-            self._cpu.slot.write(self._flat.tensor)
+        if not self.trainable:
+            self.cpu.slot.write(self.flat.tensor)
 
     def spread_owners_values(self) -> None:
         """Give all ranks the owner's value of each element, after the user wrote on any rank. Every rank must call it."""
-        self._appearance.collect_written()
+        self.appearance.collect_written()
         self.found.clear()
         self.outdate_cpu_copy()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.gather_rows()
             self._broadcast_first_replica(bucket)
             bucket.save_rows()
-            bucket.broadcast_masters(None if self._is_cut else self._others)
+            bucket.broadcast_masters(None if self.is_cut else self.context.others)
 
     def broadcast_from(self, source: int) -> None:
         """Give rank `source`'s values to all ranks. Every rank must call it."""
         self.outdate_cpu_copy()
-        self._appearance.collect_written()  # what was given as `.data` goes into the rows first
-        for bucket in self._buckets:
+        self.appearance.collect_written()  # what was given as `.data` goes into the rows first
+        for bucket in self.buckets:
             self._broadcast_first_replica(bucket)
-            self._collectives.broadcast(bucket.rows, source)
+            self.context.collectives.broadcast(bucket.rows, source)
             bucket.save_rows()
 
     def _broadcast_first_replica(self, bucket: ParameterBucket) -> None:
         """Broadcast whole parameters over the other dimensions, from the first rank of these."""
-        if not self._is_cut:
-            self._others.broadcast(bucket.rows)
+        if not self.is_cut:
+            self.context.others.broadcast(bucket.rows)
 
     def load_masters(self, *, regather: bool) -> None:
         """Update the parameters from master weights that were set. Every rank must call it.
@@ -135,29 +128,29 @@ class Writes:
             regather: the unsharded parameters, too. Without it they may be sharded.
         """
         self.outdate_cpu_copy()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.load_masters(regather=regather)
 
     def outdate_cpu_copy(self) -> None:
         """Record that the values in CPU memory, if there are any, are no longer current. The parameters may be sharded."""
-        if self._cpu is not None:
-            self._cpu.is_current = False
+        if self.cpu is not None:
+            self.cpu.is_current = False
 
     def written_since(self, versions: Sequence[int]) -> set[int]:
         """Return the parameters written since `versions`. If sharded at rest, return all and undo the writes.
 
         Every rank must call it.
         """
-        replaced = self._appearance.adopt_new_data()
-        if replaced and not self._sharded_at_rest:
+        replaced = self.appearance.adopt_new_data()
+        if replaced and not self.context.policy.parameters.sharded:
             self.found |= replaced
             self._save_rows()
-        changed = [bucket.differs_from_rest() for bucket in self._buckets]  # every rank gets the same answers
-        now = self._appearance.versions()
+        changed = [bucket.differs_from_rest() for bucket in self.buckets]  # every rank gets the same answers
+        now = self.appearance.versions()
         written = replaced | {index for index, version in enumerate(now) if version != versions[index]}
-        if self._sharded_at_rest:
-            self._appearance.collect_written()
-        for bucket, is_changed in zip(self._buckets, changed, strict=True):
+        if self.context.policy.parameters.sharded:
+            self.appearance.collect_written()
+        for bucket, is_changed in zip(self.buckets, changed, strict=True):
             if is_changed:
                 bucket.unshard()
                 bucket.wait_unsharded()

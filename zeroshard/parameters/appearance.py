@@ -7,6 +7,7 @@ its `.data` was read where such a write would be lost, and while values are away
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,40 +31,40 @@ class Appearance:
     Args:
         named: the unit's parameters.
         views: views of the flat buffer, one for each parameter, in its shape.
-        dtype: the dtype of the parameters.
         owner: called for reads, and for gradients that the user sets.
         whole: the class of parameters whose values are here; of DTensors another than of others.
+
+    Attributes:
+        placeholders: the data of parameters without values, one NaN for each; None if their values never leave.
+        hides: the number of times that the values left: these version counts are no writes.
     """
 
     def __init__(
         self,
         named: Sequence[NamedParameter],
         views: Sequence[Tensor],
-        dtype: torch.dtype,
         owner: Owner,
-        whole: type[nn.Parameter] = nn.Parameter,
+        whole: type[nn.Parameter],
     ) -> None:
         self._named = named
         self.whole_class = whole
         self._is_distributed = named[0].is_distributed
-        # A DTensor holds the view itself, which counts the user's writes, and not those of all-gathers into the flat buffer.
-        self._views = [view.data for view in views] if self._is_distributed else list(views)
-        kind = distributed_class() if self._is_distributed else nn.Parameter
-        assert kind is not None
-        self._ordinary = kind
+        self._views = list(views)
+        self._ordinary: type[nn.Parameter] = nn.Parameter
+        if self._is_distributed:
+            # A DTensor holds the view itself, which counts the user's writes, and not those of all-gathers into the flat buffer.
+            self._views = [view.data for view in views]
+            kind = distributed_class()
+            assert kind is not None
+            self._ordinary = kind
         self._away_class, self._taken_class = classes_of(owner, self.whole_class, self._ordinary)
         self._ours = (self._ordinary, self.whole_class, self._away_class, self._taken_class)
-        device = self._views[0].device
-        self._placeholders = (
-            torch.full((max(len(self._named), 1),), float("nan"), dtype=dtype, device=device)
-            if dtype.is_floating_point
-            else None
-        )
-        self._absent_views = (
-            [self._placeholders[index].expand(entry.shape) for index, entry in enumerate(self._named)]
-            if self._placeholders is not None
-            else None
-        )
+        self.placeholders: Tensor | None = None
+        self._absent_views: list[Tensor] = []
+        if views[0].is_floating_point():
+            nan = torch.full((len(named),), math.nan, dtype=views[0].dtype, device=views[0].device)
+            self.placeholders = nan
+            self._absent_views = [nan[index].expand(entry.shape) for index, entry in enumerate(named)]
         self._versions: list[int] = []
         self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
@@ -71,13 +72,7 @@ class Appearance:
         self._own_writes = [0] * len(self._named)
         """The part of the version counts that is not the user's writes."""
         self.hides = 0
-        """The number of times that the values left: these version counts are no writes."""
         self.expect_present_grads()
-
-    @property
-    def placeholders(self) -> Tensor | None:
-        """The data of parameters without values, one NaN for each; None if their values never leave."""
-        return self._placeholders
 
     # ------------------------------------------------------------------ what they look at
 
@@ -97,7 +92,7 @@ class Appearance:
 
     def hide(self) -> None:
         """Hide the values, so that every read calls `before_read`."""
-        if self._absent_views is None:
+        if not self._absent_views:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
             )
@@ -138,7 +133,6 @@ class Appearance:
         self._exchange(self._taken_class, self.whole_class)
 
     def end_use(self) -> None:
-        """End `begin_use`."""
         self._in_use = False
         self._exchange(self.whole_class, self._taken_class)
 
@@ -214,17 +208,12 @@ class Appearance:
             self._versions = now
         return written
 
-    def _has_new_data(self, index: int) -> bool:
-        entry = self._named[index]
-        shown = entry.local if self._is_distributed else entry.parameter
-        view = self._views[index]
-        return not is_same_memory(shown, view) and bool(view.numel())
-
     def adopt_new_data(self) -> set[int]:
         """Copy tensors that the user assigned as `.data` into the parameters' memory. Return the indices of these parameters."""
         found = set()
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
-            if self._has_new_data(index):
+            shown = entry.local if self._is_distributed else entry.parameter
+            if view.numel() and not is_same_memory(shown, view):
                 data = entry.local
                 if data.shape != view.shape or data.dtype != view.dtype:
                     raise UsageError(
@@ -258,12 +247,10 @@ class Appearance:
 
     def _lost_writes(self) -> list[str]:
         """Return the fqns of parameters whose placeholders were written (torch calls no `__torch_function__` for `set_`)."""
-        if self._placeholders is None or not self._versions:
-            return []
         now = self.versions()
-        if now == self._versions:
+        if self.placeholders is None or not self._versions or now == self._versions:
             return []
-        self._placeholders.fill_(float("nan"))
+        self.placeholders.fill_(math.nan)
         named = zip(self._named, self._versions, now, strict=True)
         return [entry.fqn for entry, before, after in named if before != after]
 

@@ -107,7 +107,7 @@ def notes_data(note: Callable[[], None]) -> type:
 
 
 def classes_of(
-    owner: Owner, whole: type[nn.Parameter] = nn.Parameter, ordinary: type[nn.Parameter] = nn.Parameter
+    owner: Owner, whole: type[nn.Parameter], ordinary: type[nn.Parameter]
 ) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
     """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken."""
     shown: dict[int, Tensor] = {}

@@ -154,7 +154,7 @@ class Unit(Owner):
         self.state = UnitState.UNSHARDED
         views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
         whole_class = context.class_of(self.named[0])
-        self.appearance = Appearance(self.named, views, flat.tensor.dtype, self, whole_class)
+        self.appearance = Appearance(self.named, views, self, whole_class)
         self.writes = Writes(self.appearance, flat, buckets, cpu, context, self.is_cut, self.trainable)
         self._own_uses = storage_users(flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""

@@ -614,6 +614,24 @@ def test_values_at_rest_are_read_inside_of_unsharded() -> None:
     on_ranks(body, 2)
 
 
+def test_updated_values_are_waited_for_by_their_first_reader() -> None:
+    def body(rank: int) -> None:
+        mesh = meshed(1, 2)
+        sharded = sharded_on(mesh, 2, vocabulary_too)
+        weight = sharded.model.head.weight
+        readers: list[Callable[[], object]] = [
+            weight.to_local, weight.full_tensor, partial(weight.redistribute, placements=[Replicate()]),
+            weight.__repr__, weight.sum,
+        ]  # fmt: skip
+        for step, read in enumerate(readers):
+            take_steps(sharded, mesh, [step])
+            read()
+            assert torch.equal(weight.full_tensor(), sharded.states.get("head.weight"))
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2])
 def test_writes_to_whole_parameters_reach_master_weights(stage: int) -> None:

@@ -142,9 +142,7 @@ def classes_of(
 
         @grad.deleter
         def grad(self) -> None:
-            with past_torch_function():
-                GRAD.__set__(self, None)
-            owner.replace_gradient(self)
+            self.grad = None
 
         def _is_own(self, value: Tensor) -> bool:
             if value is shown.get(id(self)):
@@ -174,15 +172,19 @@ def classes_of(
                 touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
                 if _changes_nothing(func, args, kwargs):
                     return args[0]
-                if func.__name__ == "__repr__" and not _readable(owner, touched):
-                    return (
-                        f"Parameter of shape {tuple(touched[0].shape)}, {touched[0].dtype}, whose values are not here"
-                    )
                 for one in touched:
                     owner.before_read(one, attribute or func.__name__)
                 return func(*args, **(kwargs or {}))
             with past_torch_function():
                 return func(*args, **(kwargs or {}))
+
+        def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+            try:
+                owner.before_read(self, "repr")
+            except UsageError:
+                return f"{ordinary.__name__} of shape {tuple(self.shape)}, {self.dtype}, whose values are not here"
+            described: str = ordinary.__repr__(self, **kwargs)
+            return described
 
     if issubclass(ordinary, nn.Parameter):
         return Away, Taken
@@ -200,14 +202,9 @@ def classes_of(
             return self._read("redistribute", *args, **kwargs)
 
         def _read(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
-            owner.before_read(self, name)
-            found: Tensor = getattr(super(), name)(*args, **kwargs)
+            owner.before_read(self, name)  # after which it is of another class
+            found: Tensor = getattr(ordinary, name)(self, *args, **kwargs)
             return found
-
-        def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-            if not _readable(owner, [self]):
-                return f"DTensor of shape {tuple(self.shape)}, {self.dtype}, whose values are not here"
-            return super().__repr__(**kwargs)
 
     return AwayDistributed, Taken
 
@@ -232,15 +229,6 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         return False
     with past_torch_function():
         return func(*args, **(kwargs or {})) is args[0]
-
-
-def _readable(owner: Owner, touched: list[Any]) -> bool:
-    try:
-        for one in touched:
-            owner.before_read(one, "repr")
-    except UsageError:
-        return False
-    return True
 
 
 class TakenGradient(Tensor):

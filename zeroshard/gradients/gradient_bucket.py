@@ -18,7 +18,7 @@ from zeroshard.collectives.base import Reduction, Sent, Work
 from zeroshard.gradients.norm import sum_of_squares
 from zeroshard.layout.layout import Piece
 from zeroshard.parameters.context import BucketSpec, Context
-from zeroshard.parameters.parameter_bucket import ParameterBucket
+from zeroshard.parameters.parameter_bucket import ParameterBucket, memories_in
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.transfers import Transfer
@@ -144,8 +144,10 @@ class GradientBucket:
         self._shape = parameters.rows.shape
         self._rows: Tensor | None = None
         """[W, S], where gradients are not sharded."""
-        if not self._policy.gradients.sharded:
-            self._rows = self._make_rows(spec.dtypes.accumulate, parameters.rows.device)
+        if not self._policy.gradients.sharded and parameters.rows.device.type == "cpu":
+            self._rows = self._collectives.buffer(self._shape.numel(), spec.dtypes.accumulate).view(self._shape)
+        elif not self._policy.gradients.sharded:
+            self._rows = torch.zeros(self._shape, dtype=spec.dtypes.accumulate, device=parameters.rows.device)
         self.shards = self._make_shards(parameters, context)
         self._own = next(shard for shard in self.shards if shard.number == parameters.own_shard)
         self._everything = frozenset(piece.index for piece in self.layout.pieces)
@@ -156,17 +158,10 @@ class GradientBucket:
         self._scratch: list[Tensor] = []
         self._flight: _Flight | None = None
         self._sum: Tensor | None = None
-        """The mean over ranks so far, on the accelerator, if its place is elsewhere and it stays here until the last
-        microbatch.
-        """
+        """The mean over ranks so far, on the accelerator until the last microbatch, if its place is elsewhere."""
         self._lent: Sent | None = None
         """The last reduction of `_rows`, which other ranks may still read."""
         self._gathering: Work | None = None
-
-    def _make_rows(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return self._collectives.buffer(self._shape.numel(), dtype).view(self._shape)
-        return torch.zeros(self._shape, dtype=dtype, device=device)
 
     def _make_shards(self, parameters: ParameterBucket, context: Context) -> tuple[Shard, ...]:
         """Make the shards that this rank updates: its own, or all of them if the optimizer is unsharded."""
@@ -182,7 +177,7 @@ class GradientBucket:
             else:
                 gradient = self._accelerator.around(label, self._rows[number])
             rest = parameters.at_rest.rests[number]
-            is_shown = master is rest and not parameters.is_sharded_at_rest
+            is_shown = master is rest and parameters.at_rest.block is None
             pieces = self.layout.shard_pieces(number)
             shards.append(Shard(number, pieces, rest, master, gradient, step, home, is_shown))
         return tuple(shards)
@@ -194,9 +189,9 @@ class GradientBucket:
     # ------------------------------------------------------------------ one microbatch
 
     @property
-    def is_ready(self) -> bool:
-        """Whether every parameter of the bucket has its gradient of this microbatch, or will have none."""
-        return not self._microbatch.missing or self._microbatch.is_closed
+    def is_complete(self) -> bool:
+        """Whether every parameter of the bucket has its gradient of this microbatch."""
+        return not self._microbatch.missing
 
     @property
     def is_closed(self) -> bool:
@@ -214,7 +209,6 @@ class GradientBucket:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a reduction of the bucket was started and not finished."""
         return self._flight is not None
 
     def add_gradients(self, gradients: Sequence[tuple[Piece, Tensor]]) -> None:
@@ -362,8 +356,8 @@ class GradientBucket:
             self.write_sum()
 
     def _add_to_sum(self, flight: _Flight, *, adds: bool) -> None:
-        slot = self._own.gradient
         if self._sum is None:
+            slot = self._own.gradient
             self._sum = self._accelerator.room(slot.numel, slot.dtype)
             if adds:
                 slot.read(self._sum).wait(self._sum.device)
@@ -406,9 +400,8 @@ class GradientBucket:
         """Start to gather the mean's rows, once, if the optimizer is unsharded: then every rank needs all of them."""
         if not self._policy.optimizer.sharded and self._gathering is None:
             assert self._rows is not None
-            self._gathering = self._collectives.all_gather(
-                self._rows, self.number, f"all-gather of gradients of {self.label}"
-            )
+            label = f"all-gather of gradients of {self.label}"
+            self._gathering = self._collectives.all_gather(self._rows, self.number, label)
 
     def wait_gather(self) -> None:
         """Block until what `start_gather` started has arrived."""
@@ -450,8 +443,8 @@ class GradientBucket:
     def tensors(self) -> list[Tensor]:
         """Return the gradients at rest that are allocated in the accelerator's memory."""
         slots = [shard.gradient for shard in self.shards]
-        found = [slot.memory_in(self._accelerator) for slot in slots if slot.buffer is None or slot.buffer.nbytes]
-        return [memory for memory in found if memory is not None]
+        allocated = [slot for slot in slots if slot.buffer is None or slot.buffer.nbytes]
+        return memories_in(self._accelerator, allocated)
 
     def buffers(self) -> list[FlatBuffer]:
         """Return the buffers of gradients at rest that have a content and can be freed."""

@@ -73,7 +73,7 @@ class Reductions:
         self.set_units(units)
 
     def set_units(self, units: Sequence[Sequence[GradientBucket]]) -> None:
-        """Replace the model's buckets, between steps. Ranks agree on their order again."""
+        """Replace the model's buckets. Ranks agree on their order again."""
         order = list[Group]()  # a first guess, see [Note: order]
         for unit in reversed(units):
             order += self._collectives.launches(unit[::-1])
@@ -91,14 +91,14 @@ class Reductions:
     def start_ready(self, buckets: Sequence[GradientBucket]) -> None:
         """Start reducing groups that are complete, in the agreed order."""
         if not self._is_agreed:
-            groups = dict.fromkeys(self._order[self._position[bucket]] for bucket in buckets)
-            self._completed.update(dict.fromkeys(group for group in groups if self._may_start(group)))
+            groups = [self._order[self._position[bucket]] for bucket in buckets]
+            self._completed.update(dict.fromkeys(filter(self._may_start, groups)))
         while self._next < len(self._order) and self._may_start(self._order[self._next]):
             self._reduce(self._order[self._next])
             self._next += 1
 
     def _may_start(self, group: Group) -> bool:
-        return all(bucket.is_closed for bucket in group) if self._in_turn else _is_ready(group)
+        return all(bucket.is_closed or (bucket.is_complete and not self._in_turn) for bucket in group)
 
     def close(self, buckets: Sequence[GradientBucket]) -> None:
         """Close a unit's buckets when its backward ended, at the same point on every rank: missing gradients count as zeros."""
@@ -151,9 +151,7 @@ class Reductions:
             self._look_for_room()
         keeps_sums = bool(self._keeps_sums)
         with self._collectives.together():
-            started = tuple(
-                [bucket for bucket in group if bucket.reduce_gradients(self.is_last_microbatch, keeps_sums)]
-            )
+            started = tuple([one for one in group if one.reduce_gradients(self.is_last_microbatch, keeps_sums)])
         if not started:
             return
         self._in_flight.append(started)
@@ -214,10 +212,6 @@ class Reductions:
         self._in_flight.clear()
         self._in_flight_numel = 0
         self._next = 0
-
-
-def _is_ready(group: Group) -> bool:
-    return all(bucket.is_ready for bucket in group)
 
 
 def _numel(group: Group) -> int:

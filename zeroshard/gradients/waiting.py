@@ -38,7 +38,7 @@ class Waiting:
         self._count = count
         self._limit = limit
         self._numel = 0
-        self._backward: Callable[[], object] = _none
+        self._backward: Callable[[], object] = lambda: None
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Keep the gradient of parameter `index`. Return whether it is time to take all waiting gradients."""
@@ -57,11 +57,10 @@ class Waiting:
         """Return a hook for parameter `index` that adds its gradient to the waiting ones, if no other code must handle it.
 
         Args:
-            otherwise: the hook that is called where somebody does: by the first gradient of several, the unit's last, one that
-                makes enough, a second one of a parameter, or one that is refused.
+            otherwise: the hook that handles other gradients: the first of several, the unit's last, one that makes enough, a
+                second one of a parameter, or one that is refused.
             ordinary: the class of parameters whose values are here.
         """
-
         gradients = self.gradients
         received = self.received
         ahead_of_last = self._count - 1
@@ -71,12 +70,8 @@ class Waiting:
 
         def join(parameter: Tensor) -> None:
             # One frame, with all that it needs at hand: between two hooks a backward empties the caches of the interpreter.
-            if (
-                gradients
-                and type(parameter) is ordinary
-                and self._backward() is not None
-                and len(received) < ahead_of_last
-            ):
+            is_open = gradients and type(parameter) is ordinary and self._backward() is not None
+            if is_open and len(received) < ahead_of_last:
                 gradient = take_out(parameter)
                 # A parameter may wait that is not in `received` any longer: its module's next call has begun.
                 is_first = index not in received and index not in gradients
@@ -98,9 +93,5 @@ class Waiting:
         taken = dict(self.gradients)
         self.gradients.clear()
         self._numel = 0
-        self._backward = _none
+        self._backward = lambda: None
         return taken
-
-
-def _none() -> None:
-    """Stand for a backward that has ended."""

@@ -23,7 +23,7 @@ from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Work
 from zeroshard.errors import StorageError
 from zeroshard.parameters.at_rest import make_rests
 from zeroshard.parameters.context import BucketSpec, Context
-from zeroshard.storage.base import Slot
+from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.transfers import LANDED, Transfer
 
@@ -82,7 +82,9 @@ class ParameterBucket:
         def prepare() -> None:
             if make_room is not None:
                 make_room()
-            self.reload()
+            if not self.at_rest.are_rows:
+                self.start_reload()
+                self._finish_reload()
 
         rest = self.at_rest
         own: Tensor | None = None
@@ -109,12 +111,6 @@ class ParameterBucket:
         if self._spreading is not None:
             self._spreading.wait()  # which raises again where it did before
             self._spreading = None
-
-    def reload(self) -> None:
-        """Set this rank's row to the values at rest, in whichever memory these are."""
-        if not self.at_rest.are_rows:
-            self.start_reload()
-            self._finish_reload()
 
     def start_reload(self) -> None:
         """Start to copy this rank's part from its slot at rest to its row."""
@@ -253,21 +249,20 @@ class ParameterBucket:
         """The number of this rank's shard."""
         return self._collectives.shard
 
-    @property
-    def is_sharded_at_rest(self) -> bool:
-        """Whether this rank keeps only a part of the parameters at rest."""
-        return self.at_rest.block is not None
-
     def tensors(self, kind: str) -> list[Tensor]:
         """Return the tensors at rest, "parameters" or "master", that are in the accelerator's memory."""
-        if kind == "parameters":
-            whole = [] if self.is_sharded_at_rest else [self.rows]
-            return whole + self._in_memory(self.at_rest.rests.values())
-        return self._in_memory(self.at_rest.masters.values())
+        if kind == "master":
+            return memories_in(self._accelerator, self.at_rest.masters.values())
+        found = memories_in(self._accelerator, self.at_rest.rests.values())
+        if self.at_rest.block is None:
+            found.insert(0, self.rows)
+        return found
 
-    def _in_memory(self, slots: Iterable[Slot]) -> list[Tensor]:
-        found = [slot.memory_in(self._accelerator) for slot in slots]
-        return [memory for memory in found if memory is not None]
+
+def memories_in(storage: Storage, slots: Iterable[Slot]) -> list[Tensor]:
+    """Return the memory of the slots that are in a storage's."""
+    found = [slot.memory_in(storage) for slot in slots]
+    return [memory for memory in found if memory is not None]
 
 
 def _shows(row: Tensor, master: Tensor) -> bool:

@@ -79,12 +79,12 @@ MOVES = {
 
 
 @dataclass
-class _Microbatch:
+class Microbatch:
     """This rank's contribution in one microbatch.
 
     Attributes:
         missing: the parameters whose gradient has not come.
-        is_closed: none will come any longer.
+        is_closed: none will come any longer, and missing ones count as zeros.
         whole: [n] in scratch; or a part of the tensor that autograd made, which is not ours to write to.
         is_scratch: it is scratch.
     """
@@ -152,7 +152,7 @@ class GradientBucket:
         self._own = next(shard for shard in self.shards if shard.number == parameters.own_shard)
         self._everything = frozenset(piece.index for piece in self.layout.pieces)
         self.holds = Holds.NOTHING
-        self._microbatch = _Microbatch(set(self._everything))
+        self.microbatch = Microbatch(set(self._everything))
         self._summed: set[int] = set()
         """The parameters that are in this rank's sum."""
         self._scratch: list[Tensor] = []
@@ -189,25 +189,6 @@ class GradientBucket:
     # ------------------------------------------------------------------ one microbatch
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every parameter of the bucket has its gradient of this microbatch."""
-        return not self._microbatch.missing
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no further gradient is expected in this microbatch."""
-        return self._microbatch.is_closed
-
-    def close(self) -> None:
-        """Expect no further gradient in this microbatch: missing gradients count as zeros."""
-        self._microbatch.is_closed = True
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether a gradient of this microbatch has arrived that no reduction has taken yet."""
-        return self._microbatch.whole is not None
-
-    @property
     def is_in_flight(self) -> bool:
         return self._flight is not None
 
@@ -217,7 +198,7 @@ class GradientBucket:
         No reduction of the bucket is in flight: its scratch would be busy.
         """
         indices = {piece.index for piece, _ in gradients}
-        now = self._microbatch
+        now = self.microbatch
         if self._sums_before_reducing:
             assert self._rows is not None
             self._wait_released()
@@ -257,7 +238,7 @@ class GradientBucket:
 
     def _room_for(self, piece: Piece, gradient: Tensor) -> Tensor | None:
         """Return scratch for the microbatch's gradient; None if the bucket is part of `gradient`, and is reduced from there."""
-        now = self._microbatch
+        now = self.microbatch
         if now.whole is None:
             is_bucket = piece.numel == self.layout.numel and gradient.dtype == self._dtypes.reduce
             part = _part(piece, gradient)
@@ -295,8 +276,8 @@ class GradientBucket:
         Args:
             keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
         """
-        now = self._microbatch
-        self._microbatch = _Microbatch(set(self._everything))
+        now = self.microbatch
+        self.microbatch = Microbatch(set(self._everything))
         if self._sums_before_reducing:
             if not is_last_microbatch:
                 return False
@@ -419,7 +400,7 @@ class GradientBucket:
             self._end_flight(self._flight)
         self._return_scratch(self._scratch)
         self._sum = None
-        self._microbatch = _Microbatch(set(self._everything))
+        self.microbatch = Microbatch(set(self._everything))
         self._summed.clear()
         for shard in self.shards:
             shard.gradient.empty()

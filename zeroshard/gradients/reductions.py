@@ -98,13 +98,14 @@ class Reductions:
             self._next += 1
 
     def _may_start(self, group: Group) -> bool:
-        return all(bucket.is_closed or (bucket.is_complete and not self._in_turn) for bucket in group)
+        present = [bucket.microbatch for bucket in group]
+        return all(one.is_closed or not (one.missing or self._in_turn) for one in present)
 
     def close(self, buckets: Sequence[GradientBucket]) -> None:
         """Close a unit's buckets when its backward ended, at the same point on every rank: missing gradients count as zeros."""
         closed = [bucket for bucket in buckets if self._position[bucket] >= self._next]
         for bucket in closed:
-            bucket.close()
+            bucket.microbatch.is_closed = True
         if closed:
             self.start_ready(buckets)
 
@@ -113,7 +114,7 @@ class Reductions:
         for group in self._order[self._next :]:
             self._reduce(group)
         for bucket in self._buckets():
-            if bucket.has_unreduced:  # a second gradient, after the bucket's turn
+            if bucket.microbatch.whole is not None:  # a second gradient, after the bucket's turn
                 self._reduce((bucket,))
         self._next = 0
 

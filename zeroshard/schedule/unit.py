@@ -44,7 +44,7 @@ from zeroshard.torch_private import grad_of, storage_users
 
 
 class UnitState(enum.Enum):
-    """A state of a unit's parameters. It decides which tensors the user's parameters show."""
+    """A state of a unit's parameters, see the module's docstring."""
 
     SHARDED = "sharded"
     GATHERING = "an all-gather, or a copy from CPU memory, is under way"
@@ -165,6 +165,7 @@ class Unit(Owner):
         self.offload()
 
     def _move(self, move: UnitMove) -> None:
+        """Make a move, and let the user's parameters show what belongs to the state that it leads to."""
         there = UNIT_MOVES[self.state].get(move)
         is_kept = bool(self.pins) or (self.is_held and move is UnitMove.RESHARD)
         if there is None or (is_kept and move in MOVES_TO_REST):
@@ -172,7 +173,16 @@ class Unit(Owner):
                 f"zeroshard's own fault, please report it: {self.label} is {self.state.value}, with {self.pins} pins, and was to "
                 f"make the move {move.name}."
             )
+        before = self.state
         self.state = there
+        if there is UnitState.UPDATING:
+            self.appearance.make_readers_wait()
+        elif before is UnitState.UPDATING:
+            self.appearance.end_wait()
+        elif there is UnitState.UNSHARDED:
+            self.appearance.show_views()
+        elif before is UnitState.UNSHARDED:
+            self.appearance.hide()
 
     @property
     def is_cut(self) -> bool:
@@ -232,12 +242,7 @@ class Unit(Owner):
             self._cpu.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()
-        are_shown = self.state is UnitState.UPDATING
         self._move(UnitMove.LAND)
-        if are_shown:
-            self.appearance.end_wait()
-        else:
-            self.appearance.show_views()
 
     def settle_at_rest(self) -> None:
         """Wait for values in flight to their place at rest, so that nothing reads or writes that memory afterwards."""
@@ -262,7 +267,6 @@ class Unit(Owner):
         if self.state is UnitState.UNSHARDED:
             self.write_back()
         self._move(UnitMove.RESHARD)
-        self.appearance.hide()
         self.flat.free()
         self._live.numel -= self.layout.numel
         self._outdate_saved()
@@ -289,11 +293,9 @@ class Unit(Owner):
     def _leave(self, *, changed: bool) -> None:
         assert self._cpu is not None
         self._move(UnitMove.OFFLOAD)
-        self.appearance.hide()
         self._cpu.leave(changed=changed)
 
     def refuse_pinned(self, what: str) -> None:
-        """Raise if `unsharded` or `named_weights` keeps the unit unsharded while `what` runs."""
         if self.pins:
             raise UsageError(
                 f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. "
@@ -301,7 +303,6 @@ class Unit(Owner):
             )
 
     def refuse_parked(self, what: str) -> None:
-        """Raise if any model states are parked."""
         if self._live.parked:
             raise UsageError(f"{what} {self.label} while model states are parked: call reload_states() first.")
 
@@ -315,7 +316,6 @@ class Unit(Owner):
         self.offload()
         self.write_back()  # another tensor that was given as `.data` would be lost
         self._move(UnitMove.PARK)
-        self.appearance.hide()
 
     def is_looked_at(self, updated: int) -> bool:
         """Return whether the user has a view of the parked parameters, such as `parameter.detach()`.
@@ -336,7 +336,6 @@ class Unit(Owner):
             self._move(UnitMove.OFFLOAD)
         else:
             self._move(UnitMove.LAND)
-            self.appearance.show_views()
 
     def release(self) -> None:
         """Return every parameter to the user, whole and in a storage of its own."""
@@ -572,13 +571,11 @@ class Unit(Owner):
         if self.state is UnitState.OFFLOADED:
             self.flat.allocate()
             self._move(UnitMove.REFILL)
-            self.appearance.show_views()
         with self.collectives.together():
             for bucket in self.buckets:
                 bucket.sync()
         if not self.sharded_at_rest and any(bucket.gathering is not None for bucket in self.buckets):
             self._move(UnitMove.UPDATE)
-            self.appearance.make_readers_wait()
             if not self.appearance.tells_readers:
                 self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
 

@@ -109,8 +109,7 @@ class Hooks:
         self._parts = {module: part for module, part in parts.items() if module not in self._units}
         hook_of, parameter_hook_of, (before_part, after_part) = self._hook_of, parameter_hook(), part_hooks()
         for module in self._units:
-            before = self._pre_root_forward if module is model else self._pre_forward
-            self._put_around(module, hook_of(before), hook_of(self._post_forward, module is model))
+            self._put_around(module, hook_of(self._pre_forward), hook_of(self._post_forward))
         for module, part in self._parts.items():
             self._put_around(module, before_part(self._pre_part, part), after_part(self._post_part, part), always=False)
         owned = {module: part.units for module, part in self._parts.items()}
@@ -172,16 +171,6 @@ class Hooks:
 
     # ------------------------------------------------------------------ forward
 
-    def _pre_root_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not in_backward():
-            self._one_thread.begin(module, is_outermost=True)
-            self._keep_places()
-            self._saved.recover()
-            for part in self._parts.values():
-                if part.is_open:
-                    part.close()
-        self._pre_forward(module, args, kwargs)
-
     def _forget_what_broke_off(self) -> None:
         """End a backward that never reached its end, when a forward outside of backwards or another backward begins."""
         if self._backward_is_open:
@@ -201,12 +190,11 @@ class Hooks:
         if recompute:
             self._begin_backward()
         else:
+            self._one_thread.begin(module, is_outermost=is_root)
             self._stream.begin()
             self._forget_what_broke_off()
             if is_root:
-                self._schedule.begin_forward()
-            else:
-                self._one_thread.begin(module, is_outermost=False)
+                self._begin_root()
         refuse_transforms(self._units[module])
         self._in_compiled_code = is_compiled(module, all_callers=is_root) or (self._in_compiled_code and not is_root)
         if self._in_compiled_code:
@@ -216,11 +204,19 @@ class Hooks:
         self._push(module, self._units[module])
         has_frozen = any(not unit.trainable for unit in self._units[module])
         if has_frozen and torch.is_grad_enabled() and not recompute:
-            for tensor in _differentiable((args, kwargs)):
-                self._open_calls[module] += 1
-                self._hook(tensor, self._hook_of(self._input_gradient_known, module))
+            inputs = _differentiable((args, kwargs))
+            self._open_calls[module] += len(inputs)
+            self._hook(inputs, self._input_gradient_known, module)
 
-    def _post_forward(self, is_root: bool, module: nn.Module, args: Any, output: Any) -> None:
+    def _begin_root(self) -> None:
+        self._keep_places()
+        self._saved.recover()
+        for part in self._parts.values():
+            if part.is_open:
+                part.close()
+        self._schedule.begin_forward()
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._one_thread.is_another and not in_backward():  # this forward was refused
             return
         self._saved.pop(module)
@@ -228,11 +224,11 @@ class Hooks:
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
-            call = Call(self._calls_to_come, module, counted=not in_backward())
-            for tensor in outputs:
-                self._hook(tensor, self._hook_of(self._pre_backward, module, call))
+            self._hook(
+                outputs, self._pre_backward, module, Call(self._calls_to_come, module, counted=not in_backward())
+            )
         if not in_backward():
-            if not (is_root and torch.is_grad_enabled()):
+            if module is not self._root or not torch.is_grad_enabled():
                 self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
             _end_use(self._units[module])
             self._one_thread.end(module)
@@ -248,10 +244,12 @@ class Hooks:
         if wanted:
             self._saved.push(caller, unseen=self._in_compiled_code)
 
-    def _hook(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-        handle = tensor.register_hook(hook)
-        if tensor.is_leaf:
-            self._on_leaves.append(handle)
+    def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> None:
+        """Call a method, `(*args, gradient)`, when the gradient of one of the tensors is known."""
+        for tensor in tensors:
+            handle = tensor.register_hook(self._hook_of(method, *args))
+            if tensor.is_leaf:
+                self._on_leaves.append(handle)
 
     # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
 
@@ -273,8 +271,7 @@ class Hooks:
         if in_backward():
             return  # the backward still needs units that a recomputation gathers
         if units and torch.is_grad_enabled():
-            for tensor in _differentiable(output):
-                self._hook(tensor, self._hook_of(self._pre_part_backward, units))
+            self._hook(_differentiable(output), self._pre_part_backward, units)
         for unit in units:
             unit.reshard()
 
@@ -324,14 +321,10 @@ class Hooks:
         """Return whether this backward computes a gradient of any parameter. One of torch.autograd.grad for inputs does not."""
         trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
-            # Checked each time, since kept nodes would keep the parameters alive. The first answer is nearly always
-            # yes.
+            # Checked each time, since kept nodes would keep the parameters alive. The first answer is nearly always yes.
             return any(backward_reaches(get_gradient_edge(parameter).node) for parameter in trainable)
-        except (
-            RuntimeError,
-            AttributeError,
-        ):  # autograd.grad with respect to parameters, or torch.func's: they get no .grad
-            return False
+        except (RuntimeError, AttributeError):
+            return False  # autograd.grad with respect to parameters, or torch.func's: they get no .grad
 
     def _before_saved_read(self, unit: Unit) -> None:
         """Prepare the read of a saved parameter, by an operation of a backward or by a look at the graph."""

@@ -89,7 +89,6 @@ class Waiting:
         return join
 
     def take(self) -> dict[int, Tensor]:
-        """Remove and return the waiting gradients."""
         taken = dict(self.gradients)
         self.gradients.clear()
         self._numel = 0

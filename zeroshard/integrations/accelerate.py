@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.errors import UsageError
-from zeroshard.schedule.module_hooks import module_hook
+from zeroshard.schedule.module_hooks import Hook, untraced
 
 
 def tell_backend() -> None:
@@ -64,7 +64,7 @@ def refuse_dispatched_batches(model: nn.Module, ranks: int) -> None:
         model: divided.
         ranks: how many divide it.
     """
-    hook = module_hook()(_refuse_dispatched, ranks)
+    hook = untraced(Hook)(_refuse_dispatched, ranks)
     model.register_forward_pre_hook(hook, prepend=True)
 
 

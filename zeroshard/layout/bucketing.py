@@ -75,10 +75,9 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
-        matching = {module for _, module in modules if _is_of_class(module, name)}
-        if not matching and _is_of_class(model, name):
-            matching = {model}
-        declared.append((f"class {name}", matching))
+        inside = {module for _, module in modules if _is_of_class(module, name)}
+        itself = {module for module in [model] if _is_of_class(module, name)}
+        declared.append((f"class {name}", inside or itself))
     for name in rule.leaf_names:
         declared.append((f"name {name}", {module for fqn, module in modules if fnmatchcase(fqn, name)}))
     for name in rule.leaf_suffixes:
@@ -134,7 +133,7 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         is_persistent = id(parameter) in persistent
         home = 0  # the root
         if len(users[id(parameter)]) == 1 and not is_persistent:
-            home = users[id(parameter)][0]
+            (home,) = users[id(parameter)]
         trainable = parameter.requires_grad and id(parameter) in optimized
         fqns = tuple(names[id(parameter)])
         placement = placement_of(fqns[0], parameter)

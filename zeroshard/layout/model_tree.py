@@ -49,7 +49,7 @@ class ModelTree:
         """
         if self._is_unchanged:
             return
-        self._refuse_replaced()
+        self.refuse_replaced_modules()
         now = _places(self._model)
         for place, (fqn, _, parameter) in self._places.items():
             if place not in now or now[place][2] is not parameter:
@@ -75,10 +75,8 @@ class ModelTree:
 
         `torch.func.functional_call` puts other tensors in the places of parameters for a forward, which is no change.
         """
-        if not self._is_unchanged:
-            self._refuse_replaced()
-
-    def _refuse_replaced(self) -> None:
+        if self._is_unchanged:
+            return
         present = {id(module) for module in self._model.modules()}
         for fqn, module, _ in self._places.values():
             if id(module) not in present:

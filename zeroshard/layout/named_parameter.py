@@ -49,16 +49,13 @@ class NamedParameter:
 
     @cached_property
     def is_distributed(self) -> bool:
-        """Whether it is a DTensor."""
         return is_distributed(self.parameter)
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's local tensor of it."""
         return local_of(self.parameter) if self.is_distributed else self.parameter.data
 
     def show(self, values: Tensor) -> None:
-        """Point the parameter at these values."""
         if self.is_distributed:
             show_local(self.parameter, values)
         else:

@@ -28,7 +28,6 @@ class Runs:
 
     @property
     def stop(self) -> int:
-        """The end of the last run."""
         return self.start + (self.count - 1) * self.stride + self.numel
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -122,7 +121,6 @@ class Placement:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Placement:
-        """Place all of it."""
         return cls(tuple(shape), 0, 0, shape[0] if len(shape) else 0)
 
     @classmethod
@@ -138,7 +136,6 @@ class Placement:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the slab."""
         if not self.shape:
             return ()
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
@@ -150,7 +147,6 @@ class Placement:
 
     @cached_property
     def _all(self) -> Runs:
-        """The slab in the flattened whole."""
         if self.is_whole:
             return Runs(0, prod(self.shape), max(prod(self.shape), 1))
         row = prod(self.shape[self.dim + 1 :])

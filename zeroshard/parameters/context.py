@@ -41,7 +41,6 @@ class Live:
     data_was_read: bool = False
 
     def note_data(self) -> None:
-        """Record that the user read a parameter's `data`."""
         self.data_was_read = True
 
 
@@ -73,7 +72,6 @@ class Context:
         return Everyone(self.collectives, self.others)
 
     def class_of(self, entry: NamedParameter) -> type[nn.Parameter]:
-        """Return the class of a parameter whose values are here."""
         if not entry.is_distributed:
             return self.whole_class
         assert self.distributed_class is not None
@@ -84,7 +82,6 @@ class Context:
         return self.precision.resolve(own_dtype, self.collectives.sum_dtype)
 
     def close(self) -> None:
-        """Release connections, memory and files."""
         self.collectives.close()
         self.others.close()
         self.storages.close()

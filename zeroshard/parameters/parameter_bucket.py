@@ -43,7 +43,6 @@ class ParameterBucket:
         self.number = spec.number
         self.label = spec.label
         self.layout = spec.layout
-        self.trainable = spec.trainable
         self.rows = rows
         self.storages = context.storages
         self._policy = context.policy
@@ -57,8 +56,6 @@ class ParameterBucket:
         """The all-gather of the parameters that is in flight."""
         self._spreading: Work | None = None
         """The other hosts' rows of the block, on their way to its place."""
-
-    # ------------------------------------------------------------------ together
 
     def unshard(self, make_room: Callable[[], None] | None = None) -> None:
         """Start to all-gather the parameters for their next use.
@@ -133,12 +130,10 @@ class ParameterBucket:
         self._reloading = self.gathering = None
 
     def prefetch(self) -> None:
-        """Start to read the shard at rest, which is needed soon."""
         if self.at_rest.block is not None:
             self.at_rest.block.prefetch()
 
     def wait_unsharded(self) -> None:
-        """Block until what `unshard` or `sync` started has arrived."""
         if self.gathering is not None:
             self.gathering.wait()  # which raises again where it did before
             self.gathering = None
@@ -241,12 +236,10 @@ class ParameterBucket:
 
     @property
     def own_rest(self) -> Slot:
-        """Return this rank's shard of the parameters at rest."""
         return self.at_rest.rests[self.own_shard]
 
     @property
     def own_shard(self) -> int:
-        """The number of this rank's shard."""
         return self._collectives.shard
 
     def tensors(self, kind: str) -> list[Tensor]:
@@ -291,7 +284,6 @@ class InCpuMemory:
         self._reloading = self.slot.read(self._flat.tensor)
 
     def land(self) -> None:
-        """Block until the copy of `start` has arrived."""
         self._reloading.wait(self._flat.tensor.device)
         self._reloading = LANDED
 

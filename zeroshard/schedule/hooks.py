@@ -34,13 +34,14 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import UsageError
 from zeroshard.schedule.module_hooks import (
     Call,
+    Hook,
+    WeakHook,
     is_compiled,
-    module_hook,
-    parameter_hook,
     part_hooks,
     parts_of,
     refuse_distributed_units,
     refuse_transforms,
+    untraced,
 )
 from zeroshard.schedule.saved_parameters import SavedParameters
 from zeroshard.schedule.schedule import Run, Schedule
@@ -83,7 +84,7 @@ class Hooks:
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
-        self._hook_of = module_hook()
+        self._hook_of = untraced(Hook)
         self._in_compiled_code = False
         self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
         self._on_leaves: list[RemovableHandle] = []
@@ -107,7 +108,8 @@ class Hooks:
         self._outermost: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         parts = parts_of(model, schedule.units)
         self._parts = {module: part for module, part in parts.items() if module not in self._units}
-        hook_of, parameter_hook_of, (before_part, after_part) = self._hook_of, parameter_hook(), part_hooks()
+        hook_of, parameter_hook_of = self._hook_of, untraced(WeakHook)
+        before_part, after_part = part_hooks()
         for module in self._units:
             self._put_around(module, hook_of(self._pre_forward), hook_of(self._post_forward))
         for module, part in self._parts.items():
@@ -140,7 +142,6 @@ class Hooks:
         self._handles += [first, last]
 
     def remove(self) -> None:
-        """Remove all hooks."""
         self.is_removed = True
         on_gradients = [handle for _, handle in self._on_gradients]
         for handle in [*self._handles, *on_gradients, *self._on_leaves]:
@@ -483,12 +484,10 @@ class OneThread:
 
     @property
     def is_another(self) -> bool:
-        """Whether another thread runs a forward."""
         running = self._running
         return running is not None and running[0] != threading.get_ident()
 
     def end(self, forward: Hashable) -> None:
-        """Record that a forward has ended."""
         if self._running is not None and self._running[1] is forward:
             self._running = None
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -76,34 +76,25 @@ class WeakHook:
             method(*self._args, *args)
 
 
+_Kind = TypeVar("_Kind", Hook, WeakHook)
+
+
 @functools.cache
-def module_hook() -> type[Hook]:
+def untraced(kind: type[_Kind]) -> type[_Kind]:
     """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border.
 
-    Made at first use: torch.compiler.disable imports the compiler, which takes a second.
+    A parameter needs one too: a backward may run inside of a compiled function. Made at first use: torch.compiler.disable
+    imports the compiler, which takes a second.
     """
-
-    class ModuleHook(Hook):
-        __call__ = torch.compiler.disable(Hook.__call__, reason=BORDER)
-
-    return ModuleHook
-
-
-@functools.cache
-def parameter_hook() -> type[WeakHook]:
-    """Make the class of hooks that a parameter keeps, like `module_hook`: a backward may run inside of a compiled function."""
-
-    class ParameterHook(WeakHook):
-        __call__ = torch.compiler.disable(WeakHook.__call__, reason=BORDER)
-
-    return ParameterHook
+    call = torch.compiler.disable(kind.__call__, reason=BORDER)
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 class Part:
     """A module inside a unit, which may be called by itself.
 
     Attributes:
-        units: the units of its own parameters, sharded at rest.
+        units: of its own parameters, those sharded at rest.
         whole_class: the class of parameters whose values are here.
         brought: the units that a call has unsharded, and that its end reshards.
         is_open: there are such units.
@@ -178,7 +169,6 @@ class Call:
         to_come[module] += counted
 
     def begin(self) -> None:
-        """Record that the call's backward begins."""
         self._to_come[self._module] -= self._counted
         self._counted = False
 

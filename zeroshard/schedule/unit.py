@@ -209,7 +209,6 @@ class Unit(Owner):
             self._move(UnitMove.GATHER)
 
     def _gather(self) -> None:
-        """Start the all-gathers of the buckets."""
         try:
             with self.collectives.together():
                 for bucket in self.buckets:
@@ -491,8 +490,7 @@ class Unit(Owner):
                 )
             else:
                 raise UsageError(
-                    f"{entry.fqn} has a gradient, and was frozen when zeroshard took the model: it would not be "
-                    "updated. "
+                    f"{entry.fqn} has a gradient, and was frozen when zeroshard took the model: it would not be updated. "
                     "Call update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
                 )
 
@@ -513,7 +511,6 @@ class Unit(Owner):
         return [bucket for index in self.waiting.gradients for bucket, _ in self._homes[index]]
 
     def take_gradients(self) -> None:
-        """Pass the waiting gradients to their buckets."""
         by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}
         waiting = self.waiting.take()
         self.used.update(waiting)
@@ -539,7 +536,6 @@ class Unit(Owner):
         self.waiting.received.clear()
 
     def forget_gradients(self) -> None:
-        """Begin a new step."""
         self.waiting.take()
         self.used.clear()
         self.replaced_gradients.clear()

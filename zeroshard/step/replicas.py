@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.norm import sum_of_squares
-from zeroshard.schedule.module_hooks import module_hook
+from zeroshard.schedule.module_hooks import Hook, untraced
 from zeroshard.step.mean_gradients import MeanGradients
 from zeroshard.step.options import DIGEST_NBYTES
 from zeroshard.step.resident import Resident
@@ -51,7 +51,7 @@ class Replicas:
 
     def watch(self, model: nn.Module) -> None:
         """Compare the tensors that enter a model in training."""
-        hook = module_hook()(self._take_inputs)
+        hook = untraced(Hook)(self._take_inputs)
         self._hook = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def release(self) -> None:

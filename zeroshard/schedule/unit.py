@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.gradients.gradient_bucket import GradientBucket, Holds, Shard
-from zeroshard.gradients.waiting import TAKEN_AT_ONCE, Waiting
+from zeroshard.gradients.gradient_bucket import TAKEN_AT_ONCE, GradientBucket, Holds, Shard, Waiting
 from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import Piece, UnitLayout
 from zeroshard.parameters.appearance import Appearance

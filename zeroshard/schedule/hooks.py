@@ -460,8 +460,10 @@ class OneThread:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._is_asked = any(unit.comes_and_goes for unit in units)
         self._lock = threading.Lock()
-        self._running: tuple[int, Hashable] | None = None
-        """The thread that runs, and the outermost forward that it began."""
+        self._thread: int | None = None
+        """The thread that runs a forward."""
+        self._forward: Hashable = None
+        """The outermost forward that it began."""
 
     def begin(self, forward: Hashable, *, is_outermost: bool) -> None:
         """Record that a forward begins on this thread; raise if another thread's runs.
@@ -471,26 +473,21 @@ class OneThread:
         """
         if not self._is_asked:
             return
-        own = threading.get_ident()
         with self._lock:
-            running = self._running
-            if running is not None and running[0] != own and _is_alive(running[0]):
+            if self.is_another and any(thread.ident == self._thread for thread in threading.enumerate()):
                 raise UsageError(
                     "a forward began while one of another thread runs, or broke off there. Under this policy parameters have "
                     "memory only while a forward uses them: run the model on one thread at a time, or at stage 2 or below."
                 )
-            if is_outermost or running is None or running[0] != own:
-                self._running = own, forward
+            if is_outermost or self._thread != threading.get_ident():
+                self._thread = threading.get_ident()
+                self._forward = forward
 
     @property
     def is_another(self) -> bool:
-        running = self._running
-        return running is not None and running[0] != threading.get_ident()
+        return self._thread not in (None, threading.get_ident())
 
     def end(self, forward: Hashable) -> None:
-        if self._running is not None and self._running[1] is forward:
-            self._running = None
-
-
-def _is_alive(ident: int) -> bool:
-    return any(thread.ident == ident for thread in threading.enumerate())
+        if self._forward is forward:
+            self._forward = None
+            self._thread = None  # last: then another thread may begin

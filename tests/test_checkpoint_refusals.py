@@ -22,6 +22,7 @@ from zeroshard import CheckpointError, Policy, ZeroshardError
 from zeroshard.checkpoint.loading import requests_for
 from zeroshard.checkpoint.manifest import RangeRecord, StateRecord
 from zeroshard.layout.layout import Span
+from zeroshard.layout.placement import Placement
 
 
 def sharded(groups: Any, stage: int = 2, seed: int = 0) -> tuple[nn.Module, zeroshard.Sharded]:
@@ -196,11 +197,11 @@ def test_ranges_with_a_hole_are_refused() -> None:
     state = StateRecord(dtype="float32", ranges=[first, second])
     for start, stop, file, offset in ((1, 3, 0, 12), (6, 8, 1, 8)):
         out = torch.empty(stop - start)
-        (request,) = requests_for(state, Span("weight", start, stop), out)
+        (request,) = requests_for(state, Span("weight", start, stop), Placement.whole([12]), out)
         assert (request.file, request.offset) == (file, offset)
     for start, stop, missing in ((2, 8, "4 to 8"), (4, 6, "4 to 6"), (9, 12, "10 to 12")):
         with pytest.raises(CheckpointError, match=f"holds no elements {missing} of weight"):
-            requests_for(state, Span("weight", start, stop), torch.empty(stop - start))
+            requests_for(state, Span("weight", start, stop), Placement.whole([12]), torch.empty(stop - start))
 
 
 @pytest.mark.parametrize(

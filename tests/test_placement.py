@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from zeroshard.checkpoint.loading import requests_for_held
+from zeroshard.checkpoint.loading import requests_for
 from zeroshard.checkpoint.manifest import RangeRecord, StateRecord
 from zeroshard.layout.layout import Span
 from zeroshard.layout.placement import Placement, Runs
@@ -99,10 +97,7 @@ def test_matrices_that_are_cut_by_rows_take_few_requests(saved_on: int, loaded_o
         part = placement.part(whole.view(shape)).flatten()
         for start in (0, 5):
             out = torch.full((len(part) - start,), -1, dtype=torch.int64)
-            held: Any = SimpleNamespace(
-                named=SimpleNamespace(placement=placement, fqn="weight"), span=Span("weight", start, len(part))
-            )
-            requests = requests_for_held(state, held, out)
+            requests = requests_for(state, Span("weight", start, len(part)), placement, out)
             assert len(requests) <= 3 * saved_on
             taken = 0
             for request in requests:

@@ -24,7 +24,9 @@ def together(control: Collectives, what: str, failed: str = "") -> Iterator[None
     try:
         yield
     except Exception as error:  # the other ranks wait for this rank's answer
-        problem = _explain(error)
+        problem = str(error)
+        if isinstance(error, OSError) and error.strerror is not None:
+            problem = cannot_be_written(error.filename or "a file", error)
     everyone = control.exchange_json(problem, what)
     failing = [rank for rank, one in enumerate(everyone) if one is not None]
     if not failing:
@@ -35,9 +37,3 @@ def together(control: Collectives, what: str, failed: str = "") -> Iterator[None
     if len(failing) > _MOST:
         lines.append(f"and {len(failing) - _MOST} more ranks")
     raise CheckpointError(failed + "\n  ".join(lines))
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror is not None:
-        return cannot_be_written(error.filename or "a file", error)
-    return str(error)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from zeroshard.observe.display import Display
 
 _ATTEMPTS = 50
 """The most attempts to read a checkpoint that is replaced meanwhile, in case a writer saves without a pause."""
-_REPLACED = "{} is replaced again and again while it is read."
 
 
 @dataclass(frozen=True)
@@ -56,47 +55,32 @@ class Loaded:
 
 
 def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
-    """Fail the program at its end, if an asynchronous save failed and its error was never raised."""
+    """Print the error of the last asynchronous save and fail the program at its end, if it was never raised."""
     there = checkpoints()
-    if there is not None and there.tell_failure():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _set_random_state(state: Any, path: Path) -> None:
-    try:
-        set_random_state(state)
-    except Exception as error:  # torch, numpy and Python each refuse in their own way
-        raise CheckpointError(
-            f"{path} is damaged: its random state cannot be set ({error}). load(random=False) leaves it out."
-        ) from error
+    if there is None or there._pending is None or there._pending.cancelled() or there._pending.exception() is None:
+        return
+    print(f"zeroshard: the last asynchronous save failed: {there._pending.exception()}", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class Checkpoints:
-    """The checkpoints of one sharded model.
-
-    Attributes:
-        live: the model.
-        display: shows the progress of a long save or load.
-    """
+    """The checkpoints of one sharded model, `live`. `display` shows the progress of a long save or load."""
 
     def __init__(self, live: LiveModel, display: Display) -> None:
         self.live = live
         self.display = display
-        self._control: Collectives | None = None
         self._hosts: Hosts | None = None
         self._pending: Future[None] | None = None
         self._staging: dict[str, Tensor] = {}  # a copy of this rank's part of all states, for asynchronous saves
         atexit.register(_tell_failure_at_exit, weakref.ref(self))
 
-    @property
+    @cached_property
     def control(self) -> Collectives:
         """The connections of saves, made at first use: an asynchronous save must not mix with the training's messages."""
-        if self._control is None:
-            self._control = self.live.collectives.control()
-        return self._control
+        return self.live.collectives.control()
 
     @property
     def _device(self) -> torch.device:
@@ -106,8 +90,8 @@ class Checkpoints:
         """Make an exception in the block, on any rank, a `CheckpointError` on all. Every rank must enter it."""
         return together(self.control, what)
 
-    def _hosts_of(self, node_local: bool) -> Hosts | None:
-        """Find the ranks that share a folder, if each host has its own; None if all see one folder. Every rank must call it."""
+    def _hosts_of(self, node_local: bool) -> Hosts:
+        """Find the ranks that share a folder: those of each host, or all. Every rank must call it."""
         answers = self.control.exchange_json(node_local, "whether each host has the folder for itself")
         for rank, answer in enumerate(answers):
             if answer != answers[0]:
@@ -115,7 +99,7 @@ class Checkpoints:
                     f"node_local is {answers[0]} on rank 0 and {answer} on rank {rank}: pass the same on every rank."
                 )
         if not node_local:
-            return None
+            return Hosts([list(range(self.control.world_size))])
         if self.live.mesh is not None:
             raise UsageError(
                 "node_local copies files between hosts of data-parallel ranks, and tensors of this model are divided "
@@ -160,7 +144,7 @@ class Checkpoints:
         self.live.schedule.refuse_unseen_changes()
         with self.live.collectives.operation(f'save "{tag}"'):
             files.check_tag(tag)
-            if asynchronous and self.live.policy.uses_disk:
+            if asynchronous and self.live.context.policy.uses_disk:
                 raise UsageError(
                     "an asynchronous save copies this rank's model states to CPU memory first, and under this policy "
                     "they rest on disk, where there is room for them: save without asynchronous=True."
@@ -173,7 +157,7 @@ class Checkpoints:
                 if asynchronous:
                     part = part.staged(self._staging, self._device)
                     self._refuse_later_steps(steps)
-            to = Destination(path, tag, save_latest, keep_last, self._hosts_of(node_local))
+            to = Destination(path, tag, self._hosts_of(node_local), save_latest, keep_last)
             if asynchronous:
                 thread = ThreadPoolExecutor(1, "zeroshard checkpoint")
                 self._pending = thread.submit(self._write_behind, outline, part, to)
@@ -199,22 +183,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Block until an asynchronous save is whole; raise its error, once."""
-        pending = self._pending
-        self._pending = None
-        if pending is not None:
+        if self._pending is not None:
+            pending = self._pending
+            self._pending = None
             pending.result()
 
     def wait_together(self) -> None:
         """Wait as `wait` does; every rank raises the error now, even if it was raised before. Every rank must call it."""
         with together(self.control, "the asynchronous save before", "the asynchronous save before failed: "):
             self.wait()
-
-    def tell_failure(self) -> bool:
-        """Print the error of the last asynchronous save to stderr, if it was never raised. Return whether there was one."""
-        if self._pending is None or self._pending.cancelled() or self._pending.exception() is None:
-            return False
-        print(f"zeroshard: the last asynchronous save failed: {self._pending.exception()}", file=sys.stderr)
-        return True
 
     def raise_if_failed(self) -> None:
         """Raise the error of an asynchronous save that has ended."""
@@ -227,9 +204,9 @@ class Checkpoints:
             self.wait()
         finally:
             self._staging.clear()
-            if self._control is not None:
-                self._control.close()
-                self._control = None
+            if "control" in vars(self):
+                self.control.close()
+                del self.control
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
@@ -273,26 +250,23 @@ class Checkpoints:
         """Load the first checkpoint that is whole, of those that may be loaded."""
         hosts = self._hosts_of(node_local)
         holdings = None
-        if hosts is None:
+        if not node_local:
             candidates = self._candidates(folder, tag, fall_back)
         else:
             holdings = Holdings(self.control, hosts, folder)
             candidates = holdings.tags(tag, fall_back=fall_back)
-        problems = []
+        problems = {}
         for candidate in candidates:
-            if holdings is not None:
-                holdings.bring(candidate)
-            try:
-                return self._load_one(folder / candidate, candidate, **wanted)
-            except CheckpointError as error:
-                problems.append(str(error))
-            if holdings is not None and holdings.leave_out_damaged(candidate):
-                holdings.bring(candidate)
+            may_be_whole = True
+            while may_be_whole:
+                if holdings is not None:
+                    holdings.bring(candidate)
                 try:
                     return self._load_one(folder / candidate, candidate, **wanted)
                 except CheckpointError as error:
-                    problems[-1] = str(error)
-        raise CheckpointError("\n".join(problems) or f"{folder} holds no whole checkpoint.")
+                    problems[candidate] = str(error)
+                may_be_whole = holdings is not None and holdings.leave_out_damaged(candidate)
+        raise CheckpointError("\n".join(problems.values()) or f"{folder} holds no whole checkpoint.")
 
     def _candidates(self, folder: Path, tag: str | None, fall_back: bool) -> list[str]:
         """List the tags to try, as rank 0 sees them."""
@@ -316,23 +290,21 @@ class Checkpoints:
 
     def _load_one(self, path: Path, tag: str, **wanted: bool) -> Loaded:
         """Load one checkpoint. If it is replaced while it is read, read it again."""
-        for _ in range(_ATTEMPTS):
-            manifest = self._agree_on_manifest(path)
-            try:
-                return self._read(path, tag, manifest, **wanted)
-            except CheckpointError:
-                if self._agree_on_manifest(path).files == manifest.files:
-                    raise
-        raise CheckpointError(_REPLACED.format(path))
-
-    def _agree_on_manifest(self, path: Path) -> Manifest:
+        failed: tuple[list[str], CheckpointError] | None = None  # files that could not be read, and why
         for _ in range(_ATTEMPTS):
             with self.together("the manifest that is read"):
                 manifest = files.read_manifest(path)
-            everyone = self.control.exchange_json([record.name for record in manifest.files], "the files that are read")
-            if all(one == everyone[0] for one in everyone):
-                return manifest
-        raise CheckpointError(_REPLACED.format(path))
+            names = [record.name for record in manifest.files]
+            everyone = self.control.exchange_json(names, "the files that are read")
+            if any(one != everyone[0] for one in everyone):
+                continue
+            if failed is not None and failed[0] == names:
+                raise failed[1]
+            try:
+                return self._read(path, tag, manifest, **wanted)
+            except CheckpointError as error:
+                failed = (names, error)
+        raise CheckpointError(f"{path} is replaced again and again while it is read. Load another tag.")
 
     def _read(
         self, path: Path, tag: str, manifest: Manifest, *, strict: bool, optimizer_states: bool, random: bool
@@ -356,6 +328,11 @@ class Checkpoints:
                 raise CheckpointError(f"{path} is damaged: {error!r}. {files.ANOTHER}") from error
         loader.apply()
         with self.together("the random state"):
-            if state is not None:
-                _set_random_state(state, path)
+            try:
+                if state is not None:
+                    set_random_state(state)
+            except Exception as error:  # torch, numpy and Python each refuse in their own way
+                raise CheckpointError(
+                    f"{path} is damaged: its random state cannot be set ({error}). load(random=False) leaves it out."
+                ) from error
         return Loaded(path, tag, values, manifest.world_size, reader.nbytes)

@@ -25,7 +25,6 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.named_parameter import NamedParameter, name_of
 from zeroshard.parameters.context import Context
-from zeroshard.policy import Policy
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import Held, ModelStates
@@ -54,10 +53,6 @@ class LiveModel:
     def collectives(self) -> Collectives:
         """Return the collectives of all ranks that hold a part of the model."""
         return self.context.everyone
-
-    @property
-    def policy(self) -> Policy:
-        return self.context.policy
 
     @property
     def rank(self) -> int:

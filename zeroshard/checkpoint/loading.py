@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +20,7 @@ from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, ReadRequest, rea
 from zeroshard.checkpoint.values import unpack
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
-from zeroshard.layout.placement import Common, Runs
+from zeroshard.layout.placement import Common, Placement, Runs
 from zeroshard.observe.display import Advance, ignore
 from zeroshard.step.model_states import PARAMETERS, Held, Trained
 
@@ -29,8 +28,6 @@ _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Options that only affect the way of computing; a checkpoint's values of these are ignored."""
 
 # `Sharded.load` and `Engine.load_checkpoint` call these arguments by different names.
-_ONLY_PARAMETERS = "Pass optimizer_states=False (an engine: load_optimizer_states=False) to load only the parameters."
-_STRICT = "Pass strict=False (an engine: load_module_strict=False) to load the tensors that both have."
 _SAVED_GROUPS = (
     "Use the groups that were saved, or pass optimizer_states=False (an engine: load_optimizer_states=False)."
 )
@@ -85,12 +82,8 @@ class Reader:
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Read all requests, file by file, in the order of bytes."""
-        by_file: dict[int, list[ReadRequest]] = defaultdict(list)
-        for request in requests:
-            by_file[request.file].append(request)
-        for number in sorted(by_file):
-            record = self.manifest.files[number]
-            self.nbytes += read_verified(self.folder, record, by_file[number], self.advance)
+        for number, group in groupby(sorted(requests, key=lambda one: one.file), key=lambda one: one.file):
+            self.nbytes += read_verified(self.folder, self.manifest.files[number], group, self.advance)
 
     def model(self) -> Iterator[StoredTensor]:
         """List every parameter, and then every buffer."""
@@ -120,7 +113,7 @@ class Reader:
                 found.append(torch.tensor([stored.scalar], dtype=stored.dtype))
                 continue
             found.append(torch.empty(span.numel, dtype=stored.dtype))
-            requests += requests_for(stored.state, span, found[-1])
+            requests += requests_for(stored.state, span, Placement.whole(stored.shape), found[-1])
         self.read(requests)
         return found
 
@@ -132,7 +125,7 @@ class Reader:
             record = self.manifest.tensors[name]
             tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype))
             if tensor.numel():
-                requests.append(ReadRequest(record.file, record.offset, tensor.dtype, tensor.view(-1)))
+                requests.append(ReadRequest(record.file, record.offset, tensor.dtype, tensor.view(1, -1)))
             return tensor
 
         values = unpack(packed, make)
@@ -142,50 +135,31 @@ class Reader:
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Reader:
     """Open a checkpoint by its own folder, or by the folder of all (then the tag, or the one that `latest` names)."""
-    path = Path(folder)
-    if tag is not None:
-        path = path / tag
-    elif not (path / files.MANIFEST).is_file():
-        path = path / files.latest_tag(path)
+    path = files.folder_of(folder, tag)
     return Reader(path, files.read_manifest(path))
 
 
-def requests_for(state: StateRecord, span: Span, out: Tensor) -> list[ReadRequest]:
-    """Request a span of one model state. `out` is 1-D and has its size."""
-    return _requests(state, span.name, Runs(span.start, span.numel, max(span.numel, 1)), out)
+def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
+    """Request a span of a part of one model state that was saved, with one request for all rows that a saved range has.
 
-
-def requests_for_held(state: StateRecord, held: Held, out: Tensor) -> list[ReadRequest]:
-    """Request this rank's elements, as `requests_for` does; for a DTensor, its part of the whole that was saved."""
-    requests = []
-    start = 0
-    for runs in held.named.placement.runs(held.span.start, held.span.stop):
-        stop = start + runs.numel * runs.count
-        requests += _requests(state, held.named.fqn, runs, out[start:stop])
-        start = stop
-    return requests
-
-
-def _requests(state: StateRecord, fqn: str, runs: Runs, out: Tensor) -> list[ReadRequest]:
-    """Request elements of a flattened parameter, with one request for all rows that a saved range has."""
+    The part is at `placement`. `out` is 1-D and has the span's size.
+    """
     dtype = dtype_of(state.dtype)
     requests = []
-    for part, common in _shared(state, fqn, runs):
-        begin = part.offset + common.there * dtype.itemsize
-        if common.every == common.numel == common.other_every or common.count == 1:
-            rows = out[common.here : common.here + common.count * common.numel]
-            requests.append(ReadRequest(part.file, begin, dtype, rows))
-            continue
-        place = out.storage_offset() + common.here * out.stride(0)
-        strides = (common.every * out.stride(0), out.stride(0))
-        rows = out.as_strided((common.count, common.numel), strides, place)
-        if (common.other_every - common.numel) * dtype.itemsize < CHUNK_NBYTES:
-            requests.append(ReadRequest(part.file, begin, dtype, rows, common.other_every))
-            continue
-        # Whole chunks between two rows need not be read.
-        for number, row in enumerate(rows):
-            between = number * common.other_every * dtype.itemsize
-            requests.append(ReadRequest(part.file, begin + between, dtype, row))
+    place = out.storage_offset()
+    for runs in placement.runs(span.start, span.stop):
+        for part, common in _shared(state, span.name, runs):
+            begin = part.offset + common.there * dtype.itemsize
+            strides = (common.every * out.stride(0), out.stride(0))
+            rows = out.as_strided((common.count, common.numel), strides, place + common.here * out.stride(0))
+            if (common.other_every - common.numel) * dtype.itemsize < CHUNK_NBYTES:
+                requests.append(ReadRequest(part.file, begin, dtype, rows, common.other_every))
+                continue
+            # Whole chunks between two rows need not be read.
+            for row in rows:
+                requests.append(ReadRequest(part.file, begin, dtype, row[None]))
+                begin += common.other_every * dtype.itemsize
+        place += runs.numel * runs.count * out.stride(0)
     return requests
 
 
@@ -284,20 +258,22 @@ class Loader:
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"{self.reader.folder} is of another model: it lacks {some_of(list(missing))}, and the model lacks "
-                f"{some_of(unexpected)}. {_STRICT}"
+                f"{some_of(unexpected)}. Pass strict=False (an engine: load_module_strict=False) to load the tensors that both "
+                "have."
             )
 
     def _refuse_another_optimizer(self) -> None:
         manifest = self.reader.manifest
         name = type(self._optimizer).__qualname__
+        saved = ""
         if manifest.optimizer is None and not manifest.param_groups:
+            saved = f"without an optimizer, for evaluation: it holds no states for this run's {name}"
+        elif manifest.optimizer not in (None, name):
+            saved = f"with {manifest.optimizer}, and this run has {name}"
+        if saved:
             raise CheckpointError(
-                f"{self.reader.folder} was saved without an optimizer, for evaluation: it holds no states for this "
-                f"run's {name}. {_ONLY_PARAMETERS}"
-            )
-        if manifest.optimizer not in (None, name):
-            raise CheckpointError(
-                f"{self.reader.folder} was saved with {manifest.optimizer}, and this run has {name}. {_ONLY_PARAMETERS}"
+                f"{self.reader.folder} was saved {saved}. Pass optimizer_states=False (an engine: "
+                "load_optimizer_states=False) to load only the parameters."
             )
 
     def _find_options(self) -> dict[int, dict[str, Any]]:
@@ -359,7 +335,7 @@ class Loader:
         state: dict[str, Any] = {}
         for name, saved in self._wanted(held, record):
             if name == PARAMETERS:
-                requests += requests_for_held(saved, held, held.value)
+                requests += requests_for(saved, held.span, held.named.placement, held.value)
                 continue
             assert held.view is not None
             like = held.view.value
@@ -368,7 +344,7 @@ class Loader:
             if not isinstance(there, Tensor) or there.shape != like.shape or there.dtype != dtype:
                 there = torch.empty(like.shape, dtype=dtype, device=like.device)
             state[name] = there
-            requests += requests_for_held(saved, held, there.view(-1))
+            requests += requests_for(saved, held.span, held.named.placement, there.view(-1))
         if self.optimizer_states and held.view is not None:
             self._state.append((held, state))
             self._values[held.named.fqn] = record.values
@@ -391,11 +367,10 @@ class Loader:
             assert held.view is not None
             key = held.view.value
             device = key.device if id(key) in on_device else torch.device("cpu")
-            kept = {}
-            for name, value in self._values.get(held.named.fqn, {}).items():
-                # Spans of one parameter must not share a tensor.
-                kept[name] = value.to(device, copy=True) if isinstance(value, Tensor) else value
-            kept.update(state)
+            kept = {**self._values.get(held.named.fqn, {}), **state}
+            for name in kept.keys() - state.keys():
+                if isinstance(kept[name], Tensor):  # spans of one parameter must not share it
+                    kept[name] = kept[name].to(device, copy=True)
             self._optimizer.state[key] = kept
             if not kept:
                 del self._optimizer.state[key]
@@ -416,9 +391,7 @@ def _first_that_differs(groups: Sequence[Mapping[str, Any]]) -> int | None:
 
 def some_of(names: Sequence[str]) -> str:
     """Join at most five of these names, and the number of the others."""
-    if not names:
-        return "nothing"
-    text = ", ".join(names[:5])
+    text = ", ".join(names[:5]) or "nothing"
     if len(names) > 5:
         text += f" and {len(names) - 5} more"
     return text

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from math import prod
@@ -26,14 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.placement import Runs
@@ -75,6 +69,11 @@ class FileRecord(_Record):
     nbytes: Count
     checksums: list[int]
     """The CRC-32 of each chunk of `chunk_nbytes`; the last chunk may be shorter."""
+
+    def has_its_size(self, folder: Path) -> bool:
+        """Return whether the file exists in a folder, with the right size."""
+        path = folder / self.name
+        return path.is_file() and path.stat().st_size == self.nbytes
 
 
 class _Sparse(_Record):
@@ -180,17 +179,16 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
-        checksum = body.pop("checksum")
-        if checksum != _digest(body):
-            raise CheckpointError(f"{path} is damaged: its checksum is wrong. {ANOTHER}")
+        if body.pop("checksum") != _digest(body):
+            raise ValueError("its checksum is wrong")
         if body.get("version") not in (VERSION, MESH_VERSION):
             raise CheckpointError(
                 f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and "
                 f"{MESH_VERSION}. Install the release that wrote it, or a newer one."
             )
         manifest = Manifest.model_validate(body)
-        _refuse_ranges_outside(path, manifest)
-        _refuse_wrong_values(path, manifest)
+        _refuse_ranges_outside(manifest)
+        _refuse_wrong_values(manifest)
         return manifest
     except FileNotFoundError:
         raise CheckpointError(_absent(folder)) from None
@@ -198,56 +196,53 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(
-            f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}. {ANOTHER}"
-        ) from None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}. {ANOTHER}") from None
+        reason = str(error).splitlines()[0]
+    raise CheckpointError(f"{path} is damaged: {reason}. {ANOTHER}")
 
 
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _refuse_ranges_outside(path: Path, manifest: Manifest) -> None:
-    """Raise if checksums do not cover a file, or a range lies outside of every file."""
+def _refuse_ranges_outside(manifest: Manifest) -> None:
+    """Raise a `ValueError` if checksums do not cover a file, or a range lies outside of every file."""
     for file in manifest.files:
         chunks = -(-file.nbytes // manifest.chunk_nbytes)
         if len(file.checksums) != chunks:
-            raise CheckpointError(
-                f"{path} is damaged: {file.name} has {len(file.checksums)} checksums for {chunks} chunks. {ANOTHER}"
-            )
+            raise ValueError(f"{file.name} has {len(file.checksums)} checksums for {chunks} chunks")
     nbytes = [file.nbytes for file in manifest.files]
 
     def refuse_outside(name: str, dtype: str, file: int, offset: int, numel: int) -> None:
         itemsize = dtype_of(dtype).itemsize
         if file >= len(nbytes) or offset + numel * itemsize > nbytes[file]:
-            raise CheckpointError(f"{path} is damaged: {name} has bytes that are in none of its files. {ANOTHER}")
+            raise ValueError(f"{name} has bytes that are in none of its files")
         if offset % itemsize:
-            raise CheckpointError(f"{path} is damaged: {name} begins in the middle of an element. {ANOTHER}")
+            raise ValueError(f"{name} begins in the middle of an element")
 
     for name, parameter in manifest.parameters.items():
         numel = prod(parameter.shape)
         for record in parameter.states.values():
             for one in record.ranges:
                 if not one.start <= one.stop <= numel or one.runs.stop != one.stop or one.runs.count < 1:
-                    raise CheckpointError(f"{path} is damaged: {name} has elements beyond its shape. {ANOTHER}")
+                    raise ValueError(f"{name} has elements beyond its shape")
                 refuse_outside(name, record.dtype, one.file, one.offset, one.runs.numel * one.runs.count)
     for name, tensor in manifest.tensors.items():
         refuse_outside(name, tensor.dtype, tensor.file, tensor.offset, prod(tensor.shape))
 
 
-def _refuse_wrong_values(path: Path, manifest: Manifest) -> None:
-    """Raise if the values that every reader needs have wrong types: those of all ranks, and each rank's buffers."""
+def _refuse_wrong_values(manifest: Manifest) -> None:
+    """Raise a `ValueError` if values that every reader needs have wrong types: the shared ones, and each rank's buffers."""
     ranks = manifest.values.get("ranks", [])
     if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
-        raise CheckpointError(f"{path} is damaged: its values are of wrong types. {ANOTHER}")
+        raise ValueError("its values are of wrong types")
     for one in ranks:
         if not isinstance(one, dict) or not isinstance(one.get("buffers", {}), dict):
-            raise CheckpointError(f"{path} is damaged: the values of a rank are of wrong types. {ANOTHER}")
+            raise ValueError("the values of a rank are of wrong types")
         for name, packed in one.get("buffers", {}).items():
             if not _is_tensor(packed, manifest):
-                raise CheckpointError(f"{path} is damaged: the buffer {name} is no tensor of it. {ANOTHER}")
+                raise ValueError(f"the buffer {name} is no tensor of it")
 
 
 def _is_tensor(packed: Any, manifest: Manifest) -> bool:
@@ -262,11 +257,7 @@ def _is_tensor(packed: Any, manifest: Manifest) -> bool:
 
 def is_whole(folder: Path, manifest: Manifest) -> bool:
     """Return whether all files exist with the right sizes. (A load verifies checksums.)"""
-    for record in manifest.files:
-        path = folder / record.name
-        if not path.is_file() or path.stat().st_size != record.nbytes:
-            return False
-    return True
+    return all(record.has_its_size(folder) for record in manifest.files)
 
 
 # ---------------------------------------------------------------------- tags
@@ -324,7 +315,22 @@ def latest_tag(folder: Path) -> str:
 
 def is_of_deepspeed(folder: Path) -> bool:
     """Return whether DeepSpeed wrote a checkpoint into this very folder."""
-    return any(folder.glob("*_model_states.pt"))
+    return any(folder.glob("*_states.pt"))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is one checkpoint of zeroshard's or DeepSpeed's, and not the folder of all."""
+    return (folder / MANIFEST).is_file() or is_of_deepspeed(folder)
+
+
+def folder_of(folder: str | os.PathLike[str], tag: str | None) -> Path:
+    """Return a checkpoint's own folder: of the tag, or `folder` itself, or of the tag that its file `latest` names."""
+    path = Path(folder)
+    if tag is not None:
+        return path / tag
+    if is_checkpoint(path):
+        return path
+    return path / latest_tag(path)
 
 
 def _import_first(folder: Path) -> str:
@@ -359,18 +365,15 @@ def _without_latest(folder: Path) -> str:
 
 def tags(folder: Path, *, whole: bool = True) -> list[str]:
     """List the tags of whole checkpoints, the newest first; or of all, if other hosts may have the missing files."""
-    return [name for _, name in _by_time(folder, whole=whole)]
+    found = [(one.created, name) for name, one in _manifests(folder) if not whole or is_whole(folder / name, one)]
+    return [name for _, name in sorted(found, reverse=True)]
 
 
-def _by_time(folder: Path, *, whole: bool) -> list[tuple[float, str]]:
-    """List (when it was made, tag) of the checkpoints, the newest first."""
-    found = []
+def _manifests(folder: Path) -> Iterator[tuple[str, Manifest]]:
+    """Yield the tags and manifests of the checkpoints in a folder."""
     for path in _folders(folder):
         with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            if not whole or is_whole(path, manifest):
-                found.append((manifest.created, path.name))
-    return sorted(found, reverse=True)
+            yield path.name, read_manifest(path)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -381,11 +384,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def next_time(folder: Path) -> float:
-    """Return a time for a new checkpoint, in seconds since 1970, later than that of any other, even if the clock was
-    set back.
-    """
-    newest = max((created for created, _ in _by_time(folder, whole=False)), default=0.0)
-    return max(time.time(), newest + 1e-3)
+    """Return the time of a new checkpoint, in seconds since 1970: later than any other's, even if a clock was set back."""
+    return max([time.time(), *(manifest.created + 1e-3 for _, manifest in _manifests(folder))])
 
 
 # ---------------------------------------------------------------------- files

@@ -10,13 +10,12 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.agreement import together
@@ -30,9 +29,13 @@ from zeroshard.storage.buffers import memory_of
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job: the ranks of each share a folder."""
+    """The hosts of a job: the ranks of each share a folder. One host, if all ranks of a job see one."""
 
     ranks: list[list[int]]
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.ranks) > 1
 
     @classmethod
     def of(cls, control: Collectives) -> Hosts:
@@ -77,9 +80,7 @@ def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> 
 
 
 def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
-    """Move files between hosts. Every rank must call it, with the same moves; this rank's `OSError` is raised only at
-    the end.
-    """
+    """Move files between hosts. Every rank must call it, with the same moves. This rank's `OSError` is raised at the end."""
     problems: list[OSError] = []
     with ExitStack() as stack:
         opened: dict[Move, FileIO] = {}  # not buffered: closing them writes nothing
@@ -106,7 +107,11 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
                 if move.target == control.rank and move in opened:
                     with _noting(problems):  # the others continue to send, also to a full disk
                         file = opened.pop(move)
-                        _write(file, chunk, flush=start + chunk.numel() == move.nbytes)
+                        left = memory_of(chunk)
+                        while left:
+                            left = left[file.write(left) :]
+                        if start + chunk.numel() == move.nbytes:
+                            os.fsync(file.fileno())  # before a manifest names the file
                         opened[move] = file
     if problems:
         raise problems[0]
@@ -118,15 +123,6 @@ def _noting(problems: list[OSError]) -> Iterator[None]:
         yield
     except OSError as error:
         problems.append(error)
-
-
-def _write(file: FileIO, chunk: Tensor, *, flush: bool) -> None:
-    """Write all of a chunk. The last is flushed to the disk, before a manifest names the file."""
-    left = memory_of(chunk)
-    while left:
-        left = left[file.write(left) :]
-    if flush:
-        os.fsync(file.fileno())
 
 
 def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
@@ -149,15 +145,15 @@ class _Version:
     Attributes:
         created: seconds since 1970.
         sizes: the sizes of its files in bytes, by name.
-        holders: the hosts that have each file whole, by its name.
         hosts: the hosts that have its manifest.
+        holders: the hosts that have each file whole, by its name.
     """
 
     tag: str
     created: float
     sizes: dict[str, int]
-    holders: dict[str, list[int]]
-    hosts: list[int]
+    hosts: list[int] = field(default_factory=list)
+    holders: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def lost(self) -> list[str]:
@@ -176,36 +172,21 @@ class Holdings:
         everyone = control.exchange_json(own, "the checkpoints of each host")
         by_host = [everyone[ranks[0]] for ranks in hosts.ranks]
         self._latest = [listed["latest"] for listed in by_host]
-        self._versions: dict[str, list[_Version]] = {}
+        found: dict[tuple[str, ...], _Version] = {}
         for host, listed in enumerate(by_host):
             for tag, (created, sizes) in listed["tags"].items():
-                self._find(tag, created, sizes).hosts.append(host)
+                found.setdefault((tag, *sorted(sizes)), _Version(tag, created, sizes)).hosts.append(host)
+        self._versions = sorted(found.values(), key=lambda version: -version.created)
         # A file's name belongs to one save. So a host that was killed before it had the manifest still has its part.
-        for host, listed in enumerate(by_host):
-            for tag, present in listed["files"].items():
-                for version in self._versions.get(tag, []):
-                    for name, nbytes in version.sizes.items():
-                        if present.get(name) == nbytes:
-                            version.holders[name].append(host)
-
-    def _find(self, tag: str, created: float, sizes: dict[str, int]) -> _Version:
-        versions = self._versions.setdefault(tag, [])
-        for version in versions:
-            if version.sizes.keys() == sizes.keys():
-                return version
-        versions.append(_Version(tag, created, sizes, {name: [] for name in sizes}, []))
-        return versions[-1]
+        present = [listed["files"] for listed in by_host]
+        for version in self._versions:
+            for name, nbytes in version.sizes.items():
+                holders = [host for host, tags in enumerate(present) if tags.get(version.tag, {}).get(name) == nbytes]
+                version.holders[name] = holders
 
     def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
-        """List the tags to try: `tag`, or the newest in a host's file `latest`; with `fall_back` then all others,
-        newest first.
-        """
-        whole = {}
-        for name in self._versions:
-            version = self._newest(name)
-            if version is not None:
-                whole[name] = version.created
-        newest = sorted(whole, key=lambda name: -whole[name])
+        """List the tags to try: `tag`, or the newest in a host's `latest`; with `fall_back` then the others, newest first."""
+        newest = list(dict.fromkeys(version.tag for version in self._versions if not version.lost))
         first = [name for name in newest if name in self._latest][:1]
         if tag is not None:
             first = [tag]
@@ -220,21 +201,18 @@ class Holdings:
         return first
 
     def _newest(self, tag: str) -> _Version | None:
-        whole = [version for version in self._versions.get(tag, []) if not version.lost]
-        return max(whole, key=lambda version: version.created, default=None)
+        return next((version for version in self._versions if version.tag == tag and not version.lost), None)
 
     def _refuse_lost(self, tag: str) -> None:
-        for version in self._versions.get(tag, []):
-            raise CheckpointError(
-                f"checkpoint {version.tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} "
-                "whole. Two copies are kept, on hosts next to each other, and both are gone. Load an earlier "
-                "checkpoint."
-            )
+        for version in self._versions:
+            if version.tag == tag:
+                raise CheckpointError(
+                    f"checkpoint {tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} whole. Two "
+                    "copies are kept, on hosts next to each other, and both are gone. Load an earlier checkpoint."
+                )
 
     def bring(self, tag: str) -> None:
-        """Send every host the files that it lacks of a checkpoint. Every rank must call it, and all raise an error of
-        any rank.
-        """
+        """Send every host the files that it lacks of a checkpoint. Every rank must call it; all raise any rank's error."""
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)
@@ -302,9 +280,7 @@ def _list(folder: Path) -> dict[str, Any]:
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)
-    with suppress(
-        OSError
-    ):  # a folder that cannot be read counts as empty, since the others wait for this rank's answer
+    with suppress(OSError):  # a folder that cannot be read counts as empty: the others wait for this rank's answer
         for path in folder.iterdir():
             if not path.is_dir():
                 continue

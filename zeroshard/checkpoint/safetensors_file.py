@@ -17,7 +17,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -63,7 +63,7 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
-class SafetensorsReader:
+class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """A safetensors file, open for reading. Close it, or use it as a context manager.
 
     Attributes:
@@ -77,20 +77,13 @@ class SafetensorsReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        try:
+        with _reading(self.path):
             self._fd = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}. {CHECK_DISK}") from None
-        except ValueError as error:
-            raise CheckpointError(f"{str(self.path)!r} is no name of a file: {error}. Name another.") from None
-        try:
-            self.entries, self.metadata = self._read_header()
-        except OSError as error:
-            self.close()
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}. {CHECK_DISK}") from None
-        except BaseException:
-            self.close()
-            raise
+            try:
+                self.entries, self.metadata = self._read_header()
+            except BaseException:
+                self.close()
+                raise
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._fd).st_size
@@ -135,24 +128,20 @@ class SafetensorsReader:
                 f"{name!r} has {entry.numel} elements, and [{start}, {start + out.numel()}) was requested"
             )
         flat = out.detach().view(-1)
+        offset = entry.offset + start * entry.dtype.itemsize
         if flat.dtype == entry.dtype and flat.device.type == "cpu":  # without a copy
-            self._read(entry, start, flat)
+            _read_fully(self._fd, memory_of(flat), offset, self.path)
             return
         chunk = torch.empty(min(_CONVERTED_NUMEL, flat.numel()), dtype=entry.dtype)
-        for low in range(0, flat.numel(), _CONVERTED_NUMEL):
-            part = chunk[: min(_CONVERTED_NUMEL, flat.numel() - low)]
-            self._read(entry, start + low, part)
-            flat[low : low + part.numel()].copy_(part)
-
-    def _read(self, entry: Entry, start: int, flat: Tensor) -> None:
-        _read_fully(self._fd, memory_of(flat), entry.offset + start * entry.dtype.itemsize, self.path)
+        for part in flat.split(_CONVERTED_NUMEL):
+            values = chunk[: part.numel()]
+            _read_fully(self._fd, memory_of(values), offset, self.path)
+            part.copy_(values)
+            offset += values.nbytes
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -190,13 +179,13 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request for elements of one file, into `out`, [n] or [rows, n], of any dtype, on any device.
+    """A request for elements of one file, into `out`, [rows, n], of any dtype, on any device.
 
     Attributes:
         file: the number of the file in its manifest.
         offset: the start of the elements, in bytes from the start of the file.
         dtype: their dtype in the file.
-        stride: elements of the file between the starts of two rows.
+        stride: elements of the file between the starts of two rows; 0: there is one row.
     """
 
     file: int
@@ -207,8 +196,6 @@ class ReadRequest:
 
     @property
     def stop(self) -> int:
-        if self.out.ndim == 1:
-            return self.offset + self.out.numel() * self.dtype.itemsize
         rows, numel = self.out.shape
         return self.offset + ((rows - 1) * self.stride + numel) * self.dtype.itemsize
 
@@ -219,19 +206,17 @@ class ReadRequest:
         high = min(self.stop, start + chunk.numel())
         values = chunk[low - start : high - start].view(self.dtype)
         first, last = (low - self.offset) // size, (high - self.offset) // size
-        if self.out.ndim == 1:
-            self.out[first:last].copy_(values)
-            return high - low
         taken = 0
         rows, numel = self.out.shape
-        row = first // self.stride
-        while row < rows and row * self.stride < last:
-            begin = row * self.stride
-            whole = (last - begin - numel) // self.stride + 1
+        stride = self.stride or numel
+        row = first // stride
+        while row < rows and row * stride < last:
+            begin = row * stride
+            whole = (last - begin - numel) // stride + 1
             if begin >= first and whole > 0:
                 whole = min(whole, rows - row)
                 place = values.storage_offset() + begin - first
-                self.out[row : row + whole].copy_(values.as_strided((whole, numel), (self.stride, 1), place))
+                self.out[row : row + whole].copy_(values.as_strided((whole, numel), (stride, 1), place))
                 taken += whole * numel
                 row += whole
                 continue
@@ -285,30 +270,18 @@ def write_file(
     names = sorted(sources, key=lambda name: -sources[name].dtype.itemsize)
     offsets: dict[str, int] = {}
     try:
-        file = _ChecksummedFile(path, advance)
-        try:
+        with closing(_ChecksummedFile(path, advance)) as file:
             file.write(header({name: (sources[name].dtype, sources[name].shape) for name in names}, metadata))
             for name in names:
                 offsets[name] = file.nbytes
                 with sources[name].opened() as tensor:
-                    for part in _on_cpu(tensor.detach().contiguous().view(-1)):
-                        file.write(memory_of(part))
-        finally:
-            file.close()
+                    for part in tensor.detach().contiguous().view(-1).split(_STAGE_NBYTES // tensor.itemsize):
+                        file.write(memory_of(part.cpu()))
     except OSError as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)
         raise CheckpointError(cannot_be_written(path, error)) from error
     return FileRecord(name=path.name, nbytes=file.nbytes, checksums=file.checksums), offsets
-
-
-def _on_cpu(flat: Tensor) -> Iterator[Tensor]:
-    if flat.device.type == "cpu":
-        yield flat
-        return
-    step = max(_STAGE_NBYTES // flat.dtype.itemsize, 1)
-    for start in range(0, flat.numel(), step):
-        yield flat[start : start + step].cpu()
 
 
 def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance = ignore) -> int:
@@ -326,10 +299,8 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
         return 0
     buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
     read = 0
-    try:
+    with _reading(path):
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from error
     try:
         size = os.fstat(descriptor).st_size
         if size != record.nbytes:
@@ -356,9 +327,7 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
 def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance: Advance = ignore) -> str | None:
     """Return what is wrong with a file, or None where all of it is there, and as it was written.
 
-    Args:
-        verify: read it all, and compare checksums; otherwise only its size counts.
-        advance: called with the bytes read.
+    With `verify` it reads the file, calls `advance` with the bytes read, and compares checksums; otherwise only the size counts.
     """
     try:
         with (folder / record.name).open("rb") as file:
@@ -377,6 +346,17 @@ def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance:
     except OSError as error:
         return f"{record.name} cannot be read: {error.strerror}"
     return None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn an error from opening a file into a `CheckpointError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is no name of a file: {error}. Name another.") from None
 
 
 def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) -> None:

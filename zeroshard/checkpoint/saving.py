@@ -6,7 +6,6 @@ CPU memory while the training goes on.
 
 from __future__ import annotations
 
-import math
 import uuid
 import warnings
 import zlib
@@ -30,7 +29,7 @@ from zeroshard.checkpoint.values import Packer, storable
 from zeroshard.collectives.base import Collectives, nothing
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
-from zeroshard.layout.placement import Placement, Runs
+from zeroshard.layout.placement import Placement
 from zeroshard.observe.display import Advance, ignore
 from zeroshard.schedule.unit import UnitState
 from zeroshard.step.model_states import Held
@@ -44,25 +43,17 @@ _FAILED = "the save failed; earlier checkpoints have not changed.\n  "
 
 @dataclass(frozen=True)
 class Destination:
-    """The place of a new checkpoint, and the options of its save: see `Checkpoints.save`.
-
-    Attributes:
-        hosts: the hosts with a local folder each; None: all ranks see one folder.
-    """
+    """The place of a new checkpoint, and the options of its save: see `Checkpoints.save`."""
 
     folder: Path
     tag: str
+    hosts: Hosts
     save_latest: bool = True
     keep_last: int | None = None
-    hosts: Hosts | None = None
 
     @property
     def path(self) -> Path:
         return self.folder / self.tag
-
-    def leads(self, rank: int) -> bool:
-        """Return whether this rank does the work that is done once for a folder."""
-        return rank == 0 if self.hosts is None else self.hosts.leads(rank)
 
 
 # ---------------------------------------------------------------------- what one rank saves
@@ -70,20 +61,12 @@ class Destination:
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """A span of one model state, and its elements."""
+    """A span of one model state, and its elements. It is a span of this rank's part of the parameter, at `placement`."""
 
     span: Span
     state: str
     source: Source
-    placement: Placement | None = None
-    """The placement of this rank's part of the parameter, to which the span refers; None: the whole parameter."""
-
-    @property
-    def runs(self) -> Iterator[Runs]:
-        """The elements of the whole parameter."""
-        if self.placement is None:
-            return iter([Runs(self.span.start, self.span.numel, max(self.span.numel, 1))])
-        return self.placement.runs(self.span.start, self.span.stop)
+    placement: Placement
 
     @property
     def name(self) -> str:
@@ -101,8 +84,7 @@ class Part:
         own: values that differ from rank to rank (random state), packed.
         tensors: the tensors that packed values name, also in the manifest.
         buffers: the model's buffers, in a form that a file can hold.
-        arrived: a function that blocks until values from an accelerator are in CPU memory: numbers, and the tensors of
-            a copy.
+        arrived: blocks until values from an accelerator are in CPU memory: numbers, and the tensors of a copy.
     """
 
     spans: Sequence[SavedSpan]
@@ -115,13 +97,12 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Bytes of the model states."""
-        return sum(math.prod(one.source.shape) * one.source.dtype.itemsize for one in self.spans)
+        return sum(one.span.numel * one.source.dtype.itemsize for one in self.spans)
 
     def staged(self, memory: dict[str, Tensor], device: torch.device) -> Part:
         """Return a copy in CPU memory, which training does not touch. The caller keeps `memory`, by name, for the next save.
 
-        Tensors on the accelerator `device` are copied into pinned memory, after its earlier work, and the host does not
-        wait.
+        From the accelerator `device` it is copied into pinned memory, after its earlier work. The host does not wait.
         """
         pinned = CpuStorage(Copies(CPU), pin=True)
 
@@ -190,9 +171,7 @@ def take_snapshot(
         if held.beside and fqn not in values:
             values[fqn] = {name: packer.pack(value, f"{fqn}.{name}") for name, value in held.beside.items()}
     groups = []
-    optimizer = None
     if live.inner is not None:
-        optimizer = type(live.inner).__qualname__
         for number, (group, names) in enumerate(zip(live.inner.param_groups, live.group_names, strict=False)):
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({"names": names, "options": packer.pack(options, f"param_groups[{number}]")})
@@ -201,8 +180,8 @@ def take_snapshot(
         packed = {key: packer.pack(value, key) for key, value in shared.items()}
     outline = {
         "mesh": live.mesh,
-        "policy": asdict(live.policy),
-        "optimizer": optimizer,
+        "policy": asdict(live.context.policy),
+        "optimizer": live.inner and type(live.inner).__qualname__,
         "parameters": records,
         "excluded": sorted(excluded),
         "param_groups": groups,
@@ -237,17 +216,13 @@ def write_checkpoint(
     """Write this rank's part, agree with the others, and write the manifest. Every rank must call it.
 
     If any rank cannot write, all raise a `CheckpointError` with that rank and the reason, and earlier checkpoints do not
-    change.
-
-    Args:
-        refuse: called when the part is written; raises if its values have changed meanwhile.
+    change. `refuse` is called when the part is written, and raises if its values have changed meanwhile.
     """
-    crcs = {}
-    for name, buffer in part.buffers.items():
-        crcs[name] = zlib.crc32(memory_of(buffer.detach().cpu().contiguous().view(-1)))
+    crcs = {name: zlib.crc32(memory_of(one.cpu().contiguous().view(-1))) for name, one in part.buffers.items()}
     first = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": crcs}, "the begin of a save")[0]
     save = first["save"]
-    leads = to.leads(control.rank)
+    hosts = to.hosts
+    leads = hosts.leads(control.rank)
     with together(control, "the folder of a checkpoint", _FAILED):
         if leads:
             files.clean(to.folder)
@@ -258,7 +233,7 @@ def write_checkpoint(
     try:
         report = None
         with together(control, "the end of a save", _FAILED):
-            if to.hosts is None and not to.path.is_dir():
+            if not hosts.are_several and not to.path.is_dir():
                 raise CheckpointError(
                     f"{to.path} is not there. Rank 0 made it, and this rank does not see it: name a folder that all "
                     "ranks see, or save with node_local=True (use_node_local_storage)."
@@ -266,11 +241,10 @@ def write_checkpoint(
             report = write_part(part, written[0], to.tag, control.rank, buffers, advance)
             refuse()
         reports = control.exchange_json(report, "what each rank saved")
-        if to.hosts is not None:
+        if hosts.are_several:
             moves = []
             for rank, one in enumerate(reports):
-                if to.hosts.keeper(rank) not in to.hosts.ranks[to.hosts.host(rank)]:
-                    moves.append(Move(rank, to.hosts.keeper(rank), one["file"]["name"], one["file"]["nbytes"]))
+                moves.append(Move(rank, hosts.keeper(rank), one["file"]["name"], one["file"]["nbytes"]))
             written += [to.path / move.name for move in moves if move.target == control.rank]
             with together(control, "the folders of hosts", _FAILED):
                 refuse_shared(control, to.path, moves)
@@ -288,7 +262,7 @@ def write_checkpoint(
     manifest = None
     if control.rank == 0:
         manifest = complete(outline, to.tag, files.next_time(to.folder), reports)
-    if to.hosts is not None:  # rank 0's values count, so its manifest does
+    if hosts.are_several:  # rank 0's values count, so its manifest does
         text = b"" if manifest is None else manifest.model_dump_json().encode()
         manifest = Manifest.model_validate_json(broadcast(control, text, 0))
     with together(control, "the manifest of a checkpoint", _FAILED):
@@ -312,7 +286,7 @@ def write_part(
     for one in part.spans:
         dtype = _name(one.source.dtype)
         offset = offsets[one.name]
-        for runs in one.runs:
+        for runs in one.placement.runs(one.span.start, one.span.stop):
             place = [runs.start, runs.stop, offset]
             if runs.count > 1 and runs.stride > runs.numel:
                 place += [runs.numel, runs.stride]
@@ -335,10 +309,8 @@ def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequ
     for number, report in enumerate(reports):
         for fqn, state, dtype, start, stop, offset, *runs in report["spans"]:
             record = states.setdefault(fqn, {}).setdefault(state, StateRecord(dtype=dtype, ranges=[]))
-            numel, stride = runs or (None, None)
-            record.ranges.append(
-                RangeRecord(start=start, stop=stop, file=number, offset=offset, numel=numel, stride=stride)
-            )
+            pattern = dict(zip(("numel", "stride"), runs, strict=False))
+            record.ranges.append(RangeRecord(start=start, stop=stop, file=number, offset=offset, **pattern))
         for fqn, packed in report["values"].items():
             values.setdefault(fqn, packed)
         for name, (dtype, shape, offset) in report["tensors"].items():
@@ -367,19 +339,12 @@ def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequ
 
 
 def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
-    """Raise if a file is missing or has another size: another program may have removed it as a leftover.
-
-    If each host has a local folder, it checks the files of its own ranks.
-    """
-    written = manifest.files
-    if to.hosts is not None:
-        written = [manifest.files[one] for one in to.hosts.ranks[to.hosts.host(rank)]]
-    for record in written:
-        path = to.path / record.name
-        if not path.is_file() or path.stat().st_size != record.nbytes:
+    """Raise if a file of this host's ranks is missing or has another size: another program may have removed it."""
+    for record in [manifest.files[one] for one in to.hosts.ranks[to.hosts.host(rank)]]:
+        if not record.has_its_size(to.path):
             raise CheckpointError(
-                f"{path} is not as this job just wrote it: another program, or another job that saves to {to.folder}, "
-                "removed or changed it. Give each job a folder of its own."
+                f"{to.path / record.name} is not as this job just wrote it: another program, or another job that saves "
+                f"to {to.folder}, removed or changed it. Give each job a folder of its own."
             )
 
 
@@ -394,7 +359,7 @@ def finish(manifest: Manifest, to: Destination, save: str) -> None:
     try:
         files.clean(to.folder)
         if to.keep_last is not None:
-            files.keep_newest(to.folder, to.keep_last, to.tag, whole=to.hosts is None)
+            files.keep_newest(to.folder, to.keep_last, to.tag, whole=not to.hosts.are_several)
     except (OSError, CheckpointError) as error:
         warnings.warn(f"{to.tag} was saved, but older checkpoints could not be removed: {error}", stacklevel=2)
 

@@ -30,17 +30,14 @@ class Packer:
         resharded: the fqns of parameters without values, by `id`; these are refused.
     """
 
-    def __init__(self, prefix: str = "", resharded: Mapping[int, str] | None = None) -> None:
+    def __init__(self, prefix: str, resharded: Mapping[int, str] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._late: list[tuple[list[Any], Tensor]] = []
-        """Numbers of an accelerator, with their places in the JSON."""
+        self._late: list[tuple[list[Any], Tensor]] = []  # numbers of an accelerator, with their places in the JSON
         self._prefix = prefix
         self._resharded = resharded or {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """Return JSON for a value. `path` names it, in errors and for its tensors. Other objects than JSON and tensors
-        are errors.
-        """
+        """Return JSON for a value, or raise for an object that has no form there. `path` names it, and its tensors."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, list | tuple | deque):

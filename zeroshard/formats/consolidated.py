@@ -5,7 +5,6 @@ It reads zeroshard's checkpoints and, through the import, DeepSpeed's, in one pr
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,33 +19,27 @@ from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.loading import Reader, open_checkpoint
 from zeroshard.errors import CheckpointError
 from zeroshard.formats.deepspeed import import_deepspeed
-from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, Exported, claimed, naming, spread
+from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, Exported, claimed, naming, spread, write_json
 
 
 @contextmanager
 def open_any(folder: str | os.PathLike[str], tag: str | None = None) -> Iterator[Reader]:
     """Open a checkpoint of zeroshard's; or one of DeepSpeed's, imported to a temporary folder beside it."""
-    path = Path(folder)
-    if tag is None and not (path / files.MANIFEST).is_file() and not list(path.glob("*_optim_states.pt")):
-        tag = files.latest_tag(path)
-    source = path if tag is None else path / tag
+    source = files.folder_of(folder, tag)
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}. Name the folder of a checkpoint.")
-    if not list(source.glob("*_optim_states.pt")):
+    if not files.is_of_deepspeed(source):
         yield open_checkpoint(source)
         return
-    beside = path if os.access(path, os.W_OK) else None  # None: the system's temporary folder
+    beside = folder if os.access(folder, os.W_OK) else None  # None: the system's temporary folder
     with tempfile.TemporaryDirectory(prefix="import-", dir=beside) as out:
         yield open_checkpoint(import_deepspeed(source, out))
 
 
 def state_dict_of(
-    folder: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    dtype: torch.dtype | None = torch.float32,
+    folder: str | os.PathLike[str], tag: str | None = None, *, dtype: torch.dtype | None = torch.float32,
     exclude_frozen: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the whole model of a checkpoint, on the CPU, under all names of each parameter, for
     `model.load_state_dict`.
 
@@ -83,8 +76,7 @@ def write_files(
         if len(plans) > 1:
             index = {"metadata": {"total_size": sum(plan.data_nbytes for plan in plans)}, "weight_map": weight_map}
             paths.append(folder / "pytorch_model.bin.index.json")
-            with naming(paths[-1]):
-                paths[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            write_json(paths[-1], index)
     return paths
 
 
@@ -122,10 +114,10 @@ def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) ->
 
 def _read(reader: Reader, tensors: Sequence[Exported]) -> dict[str, Tensor]:
     """Read tensors, under all their names."""
-    stored = {one.names[0]: one for one in reader.model()}
+    by_fqn = {stored.names[0]: stored for stored in reader.model()}
     state: dict[str, Tensor] = {}
     for one in tensors:
-        (tensor,) = reader.tensors([(stored[one.fqn], stored[one.fqn].span)])
-        tensor = tensor.view(one.shape).to(one.dtype)
-        state.update(dict.fromkeys(stored[one.fqn].names, tensor))
+        stored = by_fqn[one.fqn]
+        (tensor,) = reader.tensors([(stored, stored.span)])
+        state.update(dict.fromkeys(stored.names, tensor.view(one.shape).to(one.dtype)))
     return state

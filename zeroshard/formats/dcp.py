@@ -57,9 +57,6 @@ def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
     if not shape:
         yield Box((), (), flat.view(()))
         return
-    if len(shape) == 1:
-        yield Box((start,), (flat.numel(),), flat.view(-1))
-        return
     inner = tuple(shape[1:])
     row = prod(inner)
     done = 0

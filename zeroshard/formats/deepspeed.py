@@ -26,12 +26,14 @@ from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.manifest import ParameterRecord
+from zeroshard.checkpoint.node_local import Hosts
 from zeroshard.checkpoint.safetensors_file import Source
 from zeroshard.checkpoint.saving import Destination, Part, SavedSpan, complete, file_name, finish, write_part
 from zeroshard.checkpoint.values import Packer
 from zeroshard.errors import CheckpointError, ZeroshardError
 from zeroshard.layout.layout import Span
-from zeroshard.observe.display import Advance, Display
+from zeroshard.layout.placement import Placement
+from zeroshard.observe.display import Display
 from zeroshard.policy import Policy
 from zeroshard.step.model_states import PARAMETERS
 
@@ -56,16 +58,11 @@ class _Fragment:
         self.start = start
 
 
-def _stage(value: int) -> int:
-    """Substitute for ZeroStageEnum."""
-    return value
-
-
 _STAND_INS: list[Any] = [
     (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Fragment, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
 
@@ -78,12 +75,8 @@ class _Flat:
 
 
 def import_deepspeed(
-    folder: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    display: Display | None = None,
-) -> Path:
+    folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, *, display: Display | None = None
+) -> Path:  # fmt: skip
     """Convert a DeepSpeed checkpoint to one that `load_checkpoint` takes, at any world size and stage.
 
     Args:
@@ -98,15 +91,10 @@ def import_deepspeed(
     Raises:
         CheckpointError: a file is missing or is not of a DeepSpeed ZeRO checkpoint; the message names it.
     """
-    source = _find(Path(folder), tag)
+    source = files.folder_of(folder, tag)
     models, optimizers = _files(source)
+    to = Destination(Path(out), source.name, Hosts([list(range(len(optimizers)))]))
     shown = display or Display(speaks=False)
-    with shown.task(f'importing "{source}"', sum(path.stat().st_size for path in optimizers)) as row:
-        return _convert(models, optimizers, Destination(Path(out), source.name), row.advance)
-
-
-def _convert(models: Sequence[Path], optimizers: Sequence[Path], to: Destination, advance: Advance) -> Path:
-    """Write the files and the manifest of a checkpoint; return its folder."""
     model = _read_model(models[0], len(optimizers))
     first, parts = _read_all(model, models, optimizers)
     packer = Packer("rank_00000/")
@@ -125,9 +113,10 @@ def _convert(models: Sequence[Path], optimizers: Sequence[Path], to: Destination
     save = uuid.uuid4().hex[:12]
     to.path.mkdir(parents=True, exist_ok=True)
     reports = []
-    for rank, part in enumerate(parts):
-        file = to.path / file_name(rank, save)
-        reports.append(write_part(part, file, to.tag, rank, list(part.buffers), advance))
+    with shown.task(f'importing "{source}"', sum(path.stat().st_size for path in optimizers)) as row:
+        for rank, part in enumerate(parts):
+            file = to.path / file_name(rank, save)
+            reports.append(write_part(part, file, to.tag, rank, list(part.buffers), row.advance))
     finish(complete(outline, to.tag, files.next_time(to.folder), reports), to, save)
     return to.path
 
@@ -139,21 +128,18 @@ def _read_all(
 
     Raises unless the pieces of all files cover every parameter exactly.
     """
-    saved_by_rank = []
+    stages: dict[int, _OptimizerFile] = {}
     parts = []
     covered: dict[str, int] = {}
-    stages: dict[int, Path] = {}
     for rank, path in enumerate(optimizers):
         saved = _read_optimizer(path, len(optimizers))
         spans, values = _saved_spans(saved, model, rank, covered)
         frozen = _frozen_spans(models, model, rank, saved.stage, len(optimizers))
-        for one in frozen:
-            covered[one.span.name] = one.span.stop
-        saved_by_rank.append(saved)
-        stages.setdefault(saved.stage, path)
+        covered.update({one.span.name: one.span.stop for one in frozen})
+        stages.setdefault(saved.stage, saved)
         parts.append(Part(spans + frozen, values))
     if len(stages) > 1:
-        of = " and ".join(f"{path.name} is of stage {stage}" for stage, path in stages.items())
+        of = " and ".join(f"{saved.path.name} is of stage {stage}" for stage, saved in stages.items())
         raise CheckpointError(f"{optimizers[0].parent} mixes two runs: {of}. Remove the files of one of them.")
     for name, record in model.parameters.items():
         numel = prod(record.shape)
@@ -162,26 +148,14 @@ def _read_all(
                 f"{optimizers[0].parent} holds {covered.get(name, 0)} of the {numel} elements of {name}: a file is "
                 "damaged, or of another run. Copy the checkpoint again."
             )
-    return saved_by_rank[0], parts
+    return next(iter(stages.values())), parts
 
 
 # ---------------------------------------------------------------------- files
 
 
-def _find(folder: Path, tag: str | None) -> Path:
-    source = folder if tag is None else folder / tag
-    if tag is None and not list(source.glob("*_optim_states.pt")) and not files.is_of_deepspeed(source):
-        source = folder / files.latest_tag(folder)
-    if not list(source.glob("*_optim_states.pt")):
-        raise CheckpointError(
-            f"{source} holds no *_optim_states.pt: it is no DeepSpeed ZeRO checkpoint. Name the folder that holds the "
-            "tags, or a tag's own folder."
-        )
-    return source
-
-
 def _files(source: Path) -> tuple[list[Path], list[Path]]:
-    """List model files and optimizer files, in the order of ranks."""
+    """List model files and optimizer files, in the order of ranks: one of each rank that a file records."""
     found: dict[int, Path] = {}
     for path in sorted(source.glob("*_optim_states.pt")):
         match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt", path.name)
@@ -196,32 +170,32 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
                 f"{source} holds two files of rank {rank}: {found[rank].name} and {path.name}. Remove those of the other run."
             )
         found[rank] = path
+    if not found:
+        raise CheckpointError(
+            f"{source} holds no *_optim_states.pt: it is no DeepSpeed ZeRO checkpoint. Name the folder that holds the "
+            "tags, or a tag's own folder."
+        )
     first = _read_optimizer(found[min(found)])
-    _refuse_other_ranks(first, found)
+    says = f"{first.path.name} was written by {first.world_size} ranks"
+    ranks = set(range(first.world_size))
+    missing = sorted(ranks - found.keys())
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks the file of rank {missing[0]}, one of {len(missing)} that are missing: {says}. Copy the "
+            "checkpoint again."
+        )
+    extra = sorted(found.keys() - ranks)
+    if extra:
+        raise CheckpointError(
+            f"{source} holds {found[extra[0]].name}, one of {len(extra)} files too many: {says}. Remove the files of other runs."
+        )
     names = ["mp_rank_00_model_states.pt"]
     if first.stage == 3:
         names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(first.world_size)]
     for name in names:
         if not (source / name).is_file():
             raise CheckpointError(f"{source / name} is missing: copy it from where the checkpoint was written.")
-    return [source / name for name in names], [found[rank] for rank in range(first.world_size)]
-
-
-def _refuse_other_ranks(first: _OptimizerFile, found: Mapping[int, Path]) -> None:
-    """Raise unless there is one file of each rank that a file records."""
-    source = first.path.parent
-    says = f"{first.path.name} was written by {first.world_size} ranks"
-    missing = sorted(set(range(first.world_size)) - set(found))
-    if missing:
-        raise CheckpointError(
-            f"{source} lacks the file of rank {missing[0]}, one of {len(missing)} that are missing: {says}. Copy the "
-            "checkpoint again."
-        )
-    extra = sorted(set(found) - set(range(first.world_size)))
-    if extra:
-        raise CheckpointError(
-            f"{source} holds {found[extra[0]].name}, one of {len(extra)} files too many: {says}. Remove the files of other runs."
-        )
+    return [source / name for name in names], [found[rank] for rank in sorted(ranks)]
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -387,8 +361,9 @@ def _saved_spans(
             values[span.name] = flat.values
             covered[span.name] = span.stop
             if span.numel:
+                placement = Placement.whole(model.parameters[span.name].shape)
                 for state, tensor in flat.states.items():
-                    spans.append(SavedSpan(span, state, Source.of(tensor[start : start + span.numel])))
+                    spans.append(SavedSpan(span, state, Source.of(tensor[start : start + span.numel]), placement))
     return spans, values
 
 
@@ -437,16 +412,17 @@ def _fragments_of_stage3(
 
 
 def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
-    kept = base["state"].get(number, {})
-    along = {
-        name: value for name, value in kept.items() if isinstance(value, Tensor) and value.numel() == partition.numel()
-    }
-    rest = {name: value for name, value in kept.items() if name not in along}
+    states = {PARAMETERS: partition.view(-1)}
+    rest = {}
+    for name, value in base["state"].get(number, {}).items():
+        if isinstance(value, Tensor) and value.numel() == partition.numel():
+            states[name] = value.view(-1)
+        else:
+            rest[name] = value
     group = base["param_groups"][min(number, len(base["param_groups"]) - 1)]
     if "step" not in rest and "step" in group:  # DeepSpeed's own Adam counts in the group
         rest["step"] = group["step"]
-    packed = {name: {"$scalar": ["float32", float(value)]} for name, value in rest.items()}
-    return _Flat({PARAMETERS: partition.view(-1), **{name: value.view(-1) for name, value in along.items()}}, packed)
+    return _Flat(states, {name: {"$scalar": ["float32", float(value)]} for name, value in rest.items()})
 
 
 def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -461,9 +437,7 @@ def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict
 
 
 def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: int, world_size: int) -> list[SavedSpan]:
-    """Take frozen parameters from the model files: rank 0 takes all, or each rank its fragments if they are divided
-    (stage 3).
-    """
+    """Take frozen parameters from the model files: rank 0 takes all, or, if they are divided (stage 3), each its part."""
     if not model.frozen or (rank and stage != 3):
         return []
     path = models[rank]
@@ -483,7 +457,8 @@ def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: i
             start = min(rank * each, shape.numel())
             stop = min(start + each, shape.numel())
             if start < stop:
-                spans.append(SavedSpan(Span(name, start, stop), PARAMETERS, Source.of(flat[: stop - start])))
+                source = Source.of(flat[: stop - start])
+                spans.append(SavedSpan(Span(name, start, stop), PARAMETERS, source, Placement.whole(shape)))
     return spans
 
 

@@ -88,16 +88,14 @@ class FilePlan:
 def _contents(
     description: Description, tensors: Sequence[Exported], max_shard_nbytes: float
 ) -> tuple[list[FilePlan], dict[str, Any]]:
-    """Plan the files of weights, and the contents of the JSON files beside them; for a PEFT model, only those of its
-    adapters.
-    """
+    """Plan the files of weights, and the JSON files beside them; for a PEFT model, only those of its adapters."""
     if description.problem is not None:
         raise CheckpointError(
             f"there are no files of this model that another program would load: {description.problem}"
         )
     texts = dict(description.files)
-    plans: list[FilePlan] = []
     if description.adapters is not None:
+        plans = []
         by_fqn = {one.fqn: one for one in tensors}
         for folder, names in description.adapters.items():
             own = []
@@ -168,20 +166,28 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(cannot_be_written(path, error)) from error
 
 
-def _begin(folder: Path, plans: Sequence[FilePlan]) -> None:
-    """Make the files of their full size, with their headers."""
-    for plan in plans:
-        with naming(folder / plan.temporary):
-            (folder / plan.name).parent.mkdir(exist_ok=True)
-            with (folder / plan.temporary).open("wb") as file:
-                file.write(plan.header)
-                file.truncate(len(plan.header) + plan.data_nbytes)
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, as transformers formats it."""
+    with naming(path):
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _remove_temporaries(folder: Path, plans: Sequence[FilePlan]) -> None:
-    for plan in plans:
-        with suppress(OSError):
-            (folder / plan.temporary).unlink(missing_ok=True)
+@contextmanager
+def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
+    """Claim a folder, and make the temporary files of their full size, with their headers; none is left at the end."""
+    with claimed(folder):
+        try:
+            for plan in plans:
+                with naming(folder / plan.temporary):
+                    (folder / plan.name).parent.mkdir(exist_ok=True)
+                    with (folder / plan.temporary).open("wb") as file:
+                        file.write(plan.header)
+                        file.truncate(len(plan.header) + plan.data_nbytes)
+            yield
+        finally:
+            for plan in plans:
+                with suppress(OSError):
+                    (folder / plan.temporary).unlink(missing_ok=True)
 
 
 def _write(
@@ -211,13 +217,12 @@ def _write(
 
 
 def _write_span(descriptor: int, offset: int, dtype: torch.dtype, tensor: Tensor) -> None:
-    step = max(_BATCH_NBYTES // dtype.itemsize, 1)
-    for low in range(0, tensor.numel(), step):
-        data = memory_of(tensor[low : low + step].to("cpu", dtype).contiguous())
-        at = offset + low * dtype.itemsize
-        done = 0
-        while done < len(data):
-            done += os.pwrite(descriptor, data[done:], at + done)
+    for part in tensor.split(_BATCH_NBYTES // dtype.itemsize):
+        data = memory_of(part.to("cpu", dtype).contiguous())
+        while data:
+            written = os.pwrite(descriptor, data, offset)
+            data = data[written:]
+            offset += written
 
 
 def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -> list[Path]:
@@ -228,8 +233,7 @@ def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -
         with naming(folder / plan.name):
             (folder / plan.temporary).replace(folder / plan.name)
     for name, content in texts.items():
-        with naming(folder / name):
-            (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(folder / name, content)
     with naming(folder):
         for path in list(folder.iterdir()):
             if path not in written and _EXPORTED.fullmatch(path.name):
@@ -268,12 +272,10 @@ def export(
     plans, texts = _contents(description, tensors, max_shard_nbytes)
     wanted = [stored[fqn] for fqn in dict.fromkeys(one.fqn for plan in plans for one in plan.tensors)]
     shown = display or Display(speaks=False)
-    with claimed(folder):
+    with _begun(folder, plans):
         try:
-            _begin(folder, plans)
             with shown.task(f'writing "{folder}"', sum(one.span.numel * one.dtype.itemsize for one in wanted)) as row:
                 _write(folder, plans, _stream(reader, wanted), row.advance)
-            return _finish(folder, plans, texts)
         except CheckpointError as error:
             missing = [one.name for one in manifest.files if not (reader.folder / one.name).is_file()]
             if missing:
@@ -282,13 +284,12 @@ def export(
                     "save to folders of their own (node_local), copy the files of all of them into one folder first."
                 ) from error
             raise
-        finally:
-            _remove_temporaries(folder, plans)
+        return _finish(folder, plans, texts)
 
 
 def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Span, Tensor]]:
     for stored in wanted:
-        step = max(_BATCH_NBYTES // stored.dtype.itemsize, 1)
+        step = _BATCH_NBYTES // stored.dtype.itemsize
         for start in range(0, stored.span.stop, step):
             span = Span(stored.names[0], start, min(start + step, stored.span.stop))
             yield span, reader.tensors([(stored, span)])[0]
@@ -325,9 +326,7 @@ def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: to
     with ExitStack() as stack:
         with checkpoints.together(f'the files in "{folder}"'):
             if live.rank == 0:
-                stack.enter_context(claimed(folder))
-                stack.callback(_remove_temporaries, folder, plans)
-                _begin(folder, plans)
+                stack.enter_context(_begun(folder, plans))
         with (
             checkpoints.together(f'the tensors in "{folder}"'),
             checkpoints.display.task(f'exporting to "{folder}"', total) as row,

@@ -33,15 +33,10 @@ from zeroshard.torch_private import own_buffers, own_parameters
 
 
 def load_pretrained(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
-    strict: bool = True,
-    rename: Callable[[str], str] = lambda fqn: fqn,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, rename: Callable[[str], str] = lambda fqn: fqn,
+    device: torch.device | str | None = None, group: dist.ProcessGroup | None = None,
     folder: str | os.PathLike[str] | None = None,
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[str]]:  # fmt: skip
     """Load a model's values from safetensors files. Each rank reads its own part of each parameter, 1 / world_size of
     the bytes.
 
@@ -90,13 +85,9 @@ def load_pretrained(
 
 
 def materialise(
-    model: nn.Module,
-    initialise: Callable[[nn.Module], object] | None = None,
-    *,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | None = None,
-    folder: str | os.PathLike[str] | None = None,
-) -> None:
+    model: nn.Module, initialise: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None,
+) -> None:  # fmt: skip
     """Give a model on the meta device values, one module at a time, and shard them at once. Every rank must call it.
 
     Args:
@@ -110,20 +101,18 @@ def materialise(
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
     made: dict[int, nn.Parameter] = {}
     for fqn, module in model.named_modules():
-        own = [name for name, p in own_parameters(module).items() if p is not None and p.is_meta]
-        buffers = [name for name, b in own_buffers(module).items() if b is not None and b.is_meta]
+        own = {name: one for name, one in own_parameters(module).items() if one is not None and one.is_meta}
+        buffers = {name: one for name, one in own_buffers(module).items() if one is not None and one.is_meta}
         if not own and not buffers:
             continue
         fresh = []
-        for name in own:
-            before = own_parameters(module)[name]
-            assert before is not None
+        for name, before in own.items():
             if id(before) not in made:
                 made[id(before)] = nn.Parameter(torch.empty_like(before, device=births.device), before.requires_grad)
                 fresh.append(made[id(before)])
             own_parameters(module)[name] = made[id(before)]
-        for name in buffers:
-            own_buffers(module)[name] = torch.empty_like(own_buffers(module)[name], device=births.device)  # type: ignore[arg-type]
+        for name, buffer in buffers.items():
+            own_buffers(module)[name] = torch.empty_like(buffer, device=births.device)
         if initialise is None and not hasattr(module, "reset_parameters"):
             raise UsageError(
                 f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: "
@@ -150,13 +139,10 @@ def _read(
     if isinstance(tensor, BornSharded):
         _read_part(reader, name, shard_of[tensor], shard_of[tensor].own)
     elif not tensor.is_meta:
-        target = tensor.detach()
-        if target.is_contiguous():
-            reader.read_into(name, 0, target)
-        else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            reader.read_into(name, 0, whole)
-            target.copy_(whole)
+        whole = tensor.detach().contiguous()
+        reader.read_into(name, 0, whole)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(whole)
     elif isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
         shard = Shard(tensor.shape, births)
         _read_part(reader, name, shard, births.room(shard.numel, tensor.dtype, births.device))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch.utils.data import Dataset
 
 from zeroshard.config.load import Config
 from zeroshard.engine.engine_optimizer import EngineOptimizer
-from zeroshard.engine.loader import StatefulLoader, make_loader
+from zeroshard.engine.loader import StatefulLoader
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress, StepReport
-from zeroshard.engine.readers import Readers
 from zeroshard.engine.saving import Saving
 from zeroshard.errors import UsageError
 from zeroshard.launch import local_rank
@@ -41,7 +40,7 @@ _PARKED = {
 """DeepSpeed's names of the states that `offload_states` parks."""
 
 
-class Engine(Saving, Readers, nn.Module):
+class Engine(Saving, nn.Module):
     """An engine that trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
     It is a module that wraps the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()` and
@@ -104,11 +103,15 @@ class Engine(Saving, Readers, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self._reshard_adapters()
-        fp16 = self.resolved.schema.fp16
-        if fp16.enabled and fp16.auto_cast:
+        if self.fp16_auto_cast():
             args, kwargs = tree_map(_to_half, (args, kwargs))
         if torch.is_grad_enabled():
-            self._refuse_destroyed()
+            if self._destroyed:
+                raise UsageError(
+                    "the engine was destroyed, and cannot train. A stock Trainer's train() destroys the engine of an earlier "
+                    "train() or evaluate(): make a new Trainer, of a new model, for each. In a loop of your own, call "
+                    "initialize again."
+                )
             self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
             if self.resolved.scales_loss:
                 self._last_call = (args, kwargs)  # for underflow_report
@@ -175,7 +178,11 @@ class Engine(Saving, Readers, nn.Module):
         Raises:
             LossScaleError: fp16 gradients overflow at the smallest loss scale.
         """
-        self._microbatches.refuse_second_step()
+        if self._microbatches.ended_by_optimizer:  # this call would end a microbatch that never ran
+            raise UsageError(
+                "engine.step() after optimizer.step(), which had ended the step already: call one of them. After "
+                "optimizer.step() the scheduler is the caller's: lr_scheduler.step()."
+            )
         if self._ends_step and not lr_kwargs:
             refuse_without_metrics(self.lr_scheduler)
         return self._step(lambda: self.lr_scheduler.step(**(lr_kwargs or {})))
@@ -199,7 +206,8 @@ class Engine(Saving, Readers, nn.Module):
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
         self._refuse_untrained("step")
         self._reshard_adapters()
-        self._microbatches.refuse_inside_no_sync()
+        if self._microbatches.is_no_sync:
+            raise UsageError("engine.step() inside engine.no_sync(), which holds back the reduction: call it outside.")
         ends_step = self._ends_step
         if self.managed_gradient_accumulation():
             self._microbatches.warn_of_missing_steps(self.gradient_accumulation_steps())
@@ -209,10 +217,8 @@ class Engine(Saving, Readers, nn.Module):
             self._was_applied = False
             count = self.gradient_accumulation_steps()
             return StepReport(False, f"microbatch {self._microbatches.count} of {count}: gradients are accumulated")
-        with (
-            self._progress.measure("step"),
-            self._step_of_shards.driven(),
-        ):  # until the step is counted, a save would be incomplete
+        # Until the step is counted, a save would be incomplete.
+        with self._progress.measure("step"), self._step_of_shards.driven():
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
         self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
@@ -223,14 +229,14 @@ class Engine(Saving, Readers, nn.Module):
 
     def _take_step(self, move_schedule: Callable[[], Any]) -> StepReport:
         scale = self.loss_scaler.scale  # 1 except under fp16
-        not_finite: tuple[str, ...] = ()
         multiple = self._microbatches.multiple(self.gradient_accumulation_steps(), self.resolved)
-        norm = self._sharded.clip_grad_norm_(self.resolved.schema.gradient_clipping or None, scale * multiple)
+        norm = self._sharded.clip_grad_norm_(self._schema.gradient_clipping or None, scale * multiple)
         is_finite = True
         if self.resolved.skips_steps_that_are_not_finite:
             norm = float(norm)  # which waits for an accelerator
         if not isinstance(norm, Tensor):
             is_finite = math.isfinite(norm)
+        not_finite: tuple[str, ...] = ()
         if not is_finite:
             not_finite = self._step_of_shards.not_finite()
         applied = is_finite or not self.resolved.skips_steps_that_are_not_finite
@@ -244,7 +250,9 @@ class Engine(Saving, Readers, nn.Module):
         self._microbatches.start_step()
         self.skipped_steps += not applied
         self.global_steps += 1
-        reason = None if applied else _why_not_finite(float(norm), not_finite)
+        reason = None
+        if not applied:
+            reason = _why_not_finite(float(norm), not_finite)
         return StepReport(applied, reason, not_finite, norm, scale)
 
     def _samples_of_step(self) -> int:
@@ -281,15 +289,13 @@ class Engine(Saving, Readers, nn.Module):
         self._microbatches.boundary = bool(is_boundary)
         self._microbatches.expect_backward(bool(is_boundary))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Sum the gradients of backwards inside on this rank, if gradients are not sharded; `parameter.grad` is the
         sum.
 
         Sharded gradients are reduced as usual: no rank has room for the whole.
         """
-        with self._microbatches.no_sync():
-            yield
+        return self._microbatches.no_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Accept the backwards of one microbatch inside: their gradients are summed, with or without this block."""
@@ -297,13 +303,6 @@ class Engine(Saving, Readers, nn.Module):
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` reduces the others."""
-
-    def _refuse_destroyed(self) -> None:
-        if self._destroyed:
-            raise UsageError(
-                "the engine was destroyed, and cannot train. A stock Trainer's train() destroys the engine of an earlier train() "
-                "or evaluate(): make a new Trainer, of a new model, for each. In a loop of your own, call initialize again."
-            )
 
     def _refuse_untrained(self, what: str) -> None:
         if not self._sharded.trains:
@@ -388,8 +387,7 @@ class Engine(Saving, Readers, nn.Module):
                 "offload_states to nvme needs nvme_path, and the config names no folder. Set it in an offload block."
             )
         offload = Offload(None if folder is None else os.fspath(folder), pin_memory)
-        included = STATES if include is None else include
-        names = [_value(name) for name in included]
+        names = [_value(name) for name in (STATES if include is None else include)]
         states = list(dict.fromkeys(_PARKED.get(name, name) for name in names))
         return self._sharded.offload_states(states, place, offload)
 
@@ -445,9 +443,11 @@ class Engine(Saving, Readers, nn.Module):
         if data_sampler is not None:
             raise UsageError("deepspeed_io(data_sampler=...) is not offered: use torch's DataLoader with your sampler.")
         batch = self.resolved.batch
-        drop_last = self.resolved.schema.dataloader_drop_last
+        drop_last = self._schema.dataloader_drop_last
         size = batch.micro if batch_size is None else batch_size
-        return make_loader(dataset, size, self._sharded.rank, batch.world_size, drop_last, collate_fn)
+        return StatefulLoader(
+            dataset, size, self._sharded.rank, batch.world_size, drop_last=drop_last, collate_fn=collate_fn
+        )
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any

@@ -18,9 +18,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     Groups, states, hooks and state dicts are those of the user's optimizer. All other attributes are forwarded to it.
     """
 
-    def __init__(
-        self, step: ShardedStep, loss_scaler: LossScaler
-    ) -> None:  # torch's own would make other groups and hooks
+    # torch's own would make other groups and hooks.
+    def __init__(self, step: ShardedStep, loss_scaler: LossScaler) -> None:
         self._step = step
         self.loss_scaler = loss_scaler
 
@@ -42,8 +41,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's state dict: this rank's shards."""
-        state: dict[str, Any] = self._step.inner.state_dict()
-        return state
+        return self._step.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this rank's shards into the user's optimizer."""
@@ -77,7 +75,5 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The factor of the next loss before its backward; 1 except under fp16."""
         return self._step.loss_scale
 
-    @property
-    def cur_scale(self) -> float:
-        """DeepSpeed's name of `loss_scale`."""
-        return self._step.loss_scale
+    cur_scale = loss_scale
+    """DeepSpeed's name of `loss_scale`."""

@@ -1,6 +1,6 @@
 """Owns the loader over this rank's part of a dataset, whose position can be saved.
 
-The order of samples depends only on the seed and the epoch. Rank r takes every world_size-th sample, so a global batch holds the
+The order of samples depends only on the epoch. Rank r takes every world_size-th sample, so a global batch holds the
 same samples at any world size. A position counts samples over all ranks, so it is valid at any world size.
 """
 
@@ -18,19 +18,18 @@ from zeroshard.errors import UsageError
 class ShardedSampler(Sampler[int]):
     """A sampler of every world_size-th sample of a shuffled epoch. All ranks get the same number: the first samples repeat."""
 
-    def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool, seed: int = 0) -> None:
+    def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool) -> None:
         self.epoch = 0
         self.position = 0
         self.length = length
         self._rank = rank
         self._world_size = world_size
-        self._seed = seed
         self.total = length - length % world_size
         if not drop_last and length % world_size:
             self.total += world_size
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.epoch)
         order = torch.randperm(self.length, generator=generator).tolist()
         order = (order * -(-self.total // max(self.length, 1)))[: self.total]
         yield from order[self.position + self._rank :: self._world_size]
@@ -45,23 +44,32 @@ class StatefulLoader(DataLoader[Any]):
 
     Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all ranks. The
     first iteration after a load goes on there; any other begins the epoch.
+
+    Raises:
+        UsageError: the data cannot be cut by ranks.
     """
 
     def __init__(
         self, data: Dataset[Any], batch_size: int, rank: int, world_size: int, *, drop_last: bool,
         collate_fn: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
+        if isinstance(data, DataLoader):
+            raise UsageError(
+                "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
+                "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, or iterate "
+                "over the loader yourself."
+            )
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise UsageError(
+                f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: "
+                "iterate over it yourself, a part of it on each rank."
+            )
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
         self._is_loaded = False
-        # A separate generator: seeds for workers must not consume the training's random numbers.
+        generator = torch.Generator()  # seeds for workers must not consume the training's random numbers
         super().__init__(
-            data,
-            batch_size,
-            sampler=self._shard,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-            generator=torch.Generator(),
+            data, batch_size, sampler=self._shard, collate_fn=collate_fn, drop_last=drop_last, generator=generator
         )
 
     def __iter__(self) -> Any:
@@ -90,30 +98,3 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.epoch = state["epoch"]
         self._shard.position = state["position"]
         self._is_loaded = True
-
-
-def make_loader(
-    data: Dataset[Any],
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    drop_last: bool,
-    collate_fn: Callable[..., Any] | None,
-) -> StatefulLoader:
-    """Make the loader over a rank's part of a dataset.
-
-    Raises:
-        UsageError: the data cannot be cut by ranks.
-    """
-    if isinstance(data, DataLoader):
-        raise UsageError(
-            "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
-            "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, or iterate "
-            "over the loader yourself."
-        )
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise UsageError(
-            f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: "
-            "iterate over it yourself, a part of it on each rank."
-        )
-    return StatefulLoader(data, batch_size, rank, world_size, drop_last=drop_last, collate_fn=collate_fn)

@@ -22,6 +22,7 @@ class Microbatches:
         backwards: the number of backwards of those microbatches.
         boundary: the caller's declaration whether the present one is the last; None: the count decides.
         was_scaled: `engine.scale` was called in this step.
+        is_no_sync: a `no_sync` block is open.
         ended_by_optimizer: `optimizer.step()` ended the step before, and no microbatch has begun since.
     """
 
@@ -29,7 +30,7 @@ class Microbatches:
         self._sharded = sharded
         self.boundary: bool | None = None
         self.ended_by_optimizer = False
-        self._no_sync = 0
+        self.is_no_sync = False
         self._has_warned = False
         self.start_step()
 
@@ -48,7 +49,7 @@ class Microbatches:
     def expect_backward(self, is_boundary: bool) -> None:
         """Set whether the next backward, the engine's or the user's, reduces unsharded gradients."""
         self.ended_by_optimizer = False
-        self._is_reduced = is_boundary and not self._no_sync
+        self._is_reduced = is_boundary and not self.is_no_sync
         self._sharded.expect_last_microbatch(self._is_reduced)
 
     @contextmanager
@@ -77,11 +78,9 @@ class Microbatches:
     def end(self, *, ends_step: bool) -> None:
         """End the microbatch."""
         ended = self._sharded.backwards_ended - self._ended_before
-        if not self._own_here:
-            self._had_users = True
-            if not ended:
-                self._sharded.end_backward()  # the user's backward reached no parameter here, or there was none
-        elif ended > self._own_here:
+        if not ended:
+            self._sharded.end_backward()  # the user's backward reached no parameter here, or there was none
+        if ended > self._own_here or not self._own_here:
             self._had_users = True
         if ends_step and not self._is_reduced:
             self._sharded.end_accumulation()
@@ -115,21 +114,9 @@ class Microbatches:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Treat no microbatch inside as the last."""
-        self._no_sync += 1
+        before = self.is_no_sync
+        self.is_no_sync = True
         try:
             yield
         finally:
-            self._no_sync -= 1
-
-    def refuse_second_step(self) -> None:
-        """Raise if `engine.step()` follows `optimizer.step()`: it would end a microbatch that never ran."""
-        if self.ended_by_optimizer:
-            raise UsageError(
-                "engine.step() after optimizer.step(), which had ended the step already: call one of them. After "
-                "optimizer.step() the scheduler is the caller's: lr_scheduler.step()."
-            )
-
-    def refuse_inside_no_sync(self) -> None:
-        """Raise if a step is taken inside `no_sync`."""
-        if self._no_sync:
-            raise UsageError("engine.step() inside engine.no_sync(), which holds back the reduction: call it outside.")
+            self.is_no_sync = before

@@ -8,7 +8,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,10 @@ class Progress:
         self._device = device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._console = Console(quiet=self._rank != 0, soft_wrap=True, highlight=False)
-        self._every = self._schema.steps_per_print
-        if self._every is None and (self._schema.wall_clock_breakdown or self._schema.memory_breakdown):
+        schema = config.schema
+        self._every = schema.steps_per_print
+        if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
             self._every = 1.0  # a breakdown without an interval: each step has its line
-        schema = self._schema
         blocks = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
         self._is_monitored = any(block.enabled for block in blocks)
         self._monitors: list[Monitor] = []
@@ -127,14 +127,12 @@ class Progress:
 
     # ------------------------------------------------------------------ while a step lasts
 
-    def measure(self, part: str) -> AbstractContextManager[None]:
-        """Add the time inside to a part of the step, under `wall_clock_breakdown`. It waits for an accelerator at both ends."""
-        if self._schema.wall_clock_breakdown:
-            return self._measure(part)
-        return nullcontext()
-
     @contextmanager
-    def _measure(self, part: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time inside to a part of the step, under `wall_clock_breakdown`. It waits for an accelerator at both ends."""
+        if not self._schema.wall_clock_breakdown:
+            yield
+            return
         start = self._now()
         try:
             yield

@@ -61,33 +61,12 @@ class Readers:
             return math.inf
         return norm
 
-    def optimizer_name(self) -> str | None:
-        """Return the type of the config's optimizer."""
-        return self._schema.optimizer.type if self._schema.optimizer else None
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """Return the arguments of the config's optimizer."""
-        return dict(self._schema.optimizer.params) if self._schema.optimizer else None
-
-    def scheduler_name(self) -> str | None:
-        """Return the type of the config's scheduler."""
-        return self._schema.scheduler.type if self._schema.scheduler else None
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """Return the arguments of the config's scheduler."""
-        return dict(self._schema.scheduler.params) if self._schema.scheduler else None
-
-    @property
-    def global_rank(self) -> int:
-        """The rank of this process among all."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
     # fmt: off
+    # processes
+    global_rank = property(_returns(
+        "The rank of this process among all.", lambda _: dist.get_rank() if dist.is_initialized() else 0))
+    world_size = property(_returns(
+        "The number of processes.", lambda _: dist.get_world_size() if dist.is_initialized() else 1))
     # the last step
     was_step_applied = _returns("Whether the last call of `step` updated the parameters.", lambda self: self._was_applied)
     get_lr = _returns("The learning rate of each param group.", lambda self: rates(self.optimizer))
@@ -132,7 +111,17 @@ class Readers:
         "Whether the loss scale is dynamic.", lambda self: self.resolved.scales_loss and not self._schema.fp16.loss_scale)
     initial_dynamic_scale = _returns(
         "The first dynamic loss scale.", lambda self: float(2.0**self._schema.fp16.initial_scale_power))
-    # optimizer and log
+    # optimizer, scheduler and log
+    optimizer_name = _returns(
+        "The type of the config's optimizer.", lambda self: self._schema.optimizer and self._schema.optimizer.type)
+    optimizer_params = _returns(
+        "The arguments of the config's optimizer.",
+        lambda self: self._schema.optimizer and dict(self._schema.optimizer.params))
+    scheduler_name = _returns(
+        "The type of the config's scheduler.", lambda self: self._schema.scheduler and self._schema.scheduler.type)
+    scheduler_params = _returns(
+        "The arguments of the config's scheduler.",
+        lambda self: self._schema.scheduler and dict(self._schema.scheduler.params))
     gradient_clipping = _returns(
         "The largest global L2 norm of the gradients; 0 is off.", lambda self: self._schema.gradient_clipping)
     gradient_predivide_factor = _returns(

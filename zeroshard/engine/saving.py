@@ -14,34 +14,30 @@ from torch import Tensor, nn
 
 from zeroshard.access.unsharded import unsharded
 from zeroshard.checkpoint.live_model import adapter_parameters
-from zeroshard.checkpoint.manifest import LATEST, MANIFEST, is_of_deepspeed
-from zeroshard.config.load import Config
+from zeroshard.checkpoint.manifest import LATEST, is_checkpoint
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
+from zeroshard.engine.readers import Readers
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.consolidated import written
 from zeroshard.layout.named_parameter import name_of
-from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler
-from zeroshard.sharded import Sharded
+from zeroshard.optim.loss_scaler import DynamicLossScaler
 from zeroshard.torch_private import is_distributed
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """The counters that a checkpoint holds."""
 
 
-class Saving:
+class Saving(Readers):
     """The methods of an engine that write and read files, and gather their contents."""
 
     module: nn.Module
-    resolved: Config
     lr_scheduler: Any
-    loss_scaler: LossScaler
     training_dataloader: Any
     global_steps: int
     micro_steps: int
     global_samples: int
     skipped_steps: int
-    _sharded: Sharded
     _microbatches: Microbatches
     _progress: Progress
     _whole_adapters: ExitStack
@@ -62,39 +58,29 @@ class Saving:
             tag: default: `global_step` and the number of steps. If ranks name different tags, the config's
                 `checkpoint.tag_validation` applies.
             client_state: JSON and tensors; rank 0's is saved.
-            save_latest: `load_checkpoint` without a tag loads this one.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            asynchronous: copy to CPU memory, and write while training continues. The next `step` or save raises its
-                error.
-            keep_last: the number of newest checkpoints to keep; older ones are removed. None keeps all.
+            save_latest, asynchronous, keep_last: see `Sharded.save`. The next `step` raises an asynchronous save's error.
         """
         self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         self._sharded.save(
-            save_dir,
-            tag,
-            self._values_to_save(client_state),
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-            asynchronous=asynchronous,
-            keep_last=keep_last,
-            within_step=True,
-            node_local=self.resolved.schema.checkpoint.use_node_local_storage,
-        )
+            save_dir, tag, self._values_to_save(client_state), save_latest=save_latest, within_step=True,
+            exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
+            node_local=self._schema.checkpoint.use_node_local_storage,
+        )  # fmt: skip
         return True
 
     def _agree_on_tag(self, tag: str) -> str:
         """Return rank 0's tag. If ranks differ, raise or warn as the config sets it."""
         tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
-        validation = self.resolved.schema.checkpoint.tag_validation
+        validation = self._schema.checkpoint.tag_validation
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
-        if other is None or validation == "Ignore":
-            return str(tags[0])
-        what = f'the ranks name different tags: rank 0 "{tags[0]}", rank {other} "{tags[other]}"'
-        if validation == "Fail":
-            raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
-        if self._sharded.rank == 0:
-            warnings.warn(f"{what}: it is saved as rank 0's. Name one tag on every rank.", stacklevel=3)
+        if other is not None and validation != "Ignore":
+            what = f'the ranks name different tags: rank 0 "{tags[0]}", rank {other} "{tags[other]}"'
+            if validation == "Fail":
+                raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
+            if self._sharded.rank == 0:
+                warnings.warn(f"{what}: it is saved as rank 0's. Name one tag on every rank.", stacklevel=3)
         return str(tags[0])
 
     def load_checkpoint(
@@ -105,42 +91,33 @@ class Saving:
         """Load a checkpoint and resume from it, see `Sharded.load`. Every rank must call it.
 
         Args:
-            load_dir: the folder of all checkpoints.
-            tag: default: the tag in its file `latest`.
+            load_dir, tag, fall_back: see `Sharded.load`.
             load_module_strict: raise an error for parameters that the checkpoint or the model lacks.
             load_optimizer_states: load the optimizer's states, and the loss scaler.
             load_lr_scheduler_states: load the scheduler.
             load_module_only: load only parameters and buffers.
-            fall_back: if a checkpoint is damaged, load the newest whole one instead.
 
         Returns:
             (the checkpoint's folder, client_state); or (None, None), with a warning, if no tag is given and the folder
             has no checkpoint yet, as in the first run of a job.
         """
         self._reshard_adapters()
-        if tag is None and not any(
-            self._sharded.exchange_json(_names_checkpoints(Path(load_dir)), "whether there is a checkpoint")
-        ):
-            warnings.warn(
-                f"no checkpoint was loaded: {Path(load_dir).absolute()} has no file `{LATEST}`.", stacklevel=2
-            )
+        folder = Path(load_dir)
+        # Files of one checkpoint count, so that the error of the load names the right folder.
+        found = (folder / LATEST).exists() or is_checkpoint(folder)
+        if tag is None and not any(self._sharded.exchange_json(found, "whether there is a checkpoint")):
+            warnings.warn(f"no checkpoint was loaded: {folder.absolute()} has no file `{LATEST}`.", stacklevel=2)
             return None, None
         states = load_optimizer_states and not load_module_only
         loaded = self._sharded.load(
-            load_dir,
-            None if tag is None else str(tag),
-            strict=load_module_strict,
-            optimizer_states=states,
-            random=not load_module_only,
-            fall_back=fall_back,
-            node_local=self.resolved.schema.checkpoint.use_node_local_storage,
-        )
-        values = loaded.values
+            load_dir, None if tag is None else str(tag), strict=load_module_strict, optimizer_states=states,
+            random=not load_module_only, fall_back=fall_back, node_local=self._schema.checkpoint.use_node_local_storage,
+        )  # fmt: skip
         self._microbatches.start_step()
         if not load_module_only:
-            self._load_values(values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
+            self._load_values(loaded.values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
             self._progress.start_at(self.global_samples)
-        return str(loaded.path), values.get("client_state", {})
+        return str(loaded.path), loaded.values.get("client_state", {})
 
     def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what a checkpoint holds beside model states. Objects without a `state_dict` are left out."""
@@ -170,8 +147,7 @@ class Saving:
             self.training_dataloader.load_state_dict(values["data"])
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write the model as transformers does (safetensors, tied parameters once). Each rank writes its own part, and
-        must call it.
+        """Write the model as transformers does (safetensors, tied parameters once). Each rank writes its part, and must call it.
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
@@ -184,19 +160,11 @@ class Saving:
         return self._sharded.named_weights(to, merge_adapters=merge_adapters)
 
     def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:  # fmt: skip
         """Write the model's state dict with `torch.save`, in the dtypes that it trains in. Every rank must call it.
 
         Rank 0 needs memory for the whole model. `export` does not, and writes safetensors.
-
-        Args:
-            save_dir: the folder.
-            save_filename: the file's name in it.
-            exclude_frozen_parameters: leave out parameters that are not trained.
 
         Returns:
             Whether it was saved. False if parameters are sharded and the config forbids gathering them for a save.
@@ -224,27 +192,23 @@ class Saving:
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return whether a save may gather the weights in one rank's memory. False if the config forbids it at stage 3."""
-        zero = self.resolved.schema.zero_optimization
+        zero = self._zero
         keys = (zero.stage3_gather_16bit_weights_on_model_save, zero.stage3_gather_fp16_weights_on_model_save)
         return not self._sharded.policy.parameters.sharded or False not in keys or True in keys
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return the model's complete state dict on every rank. Every rank must call it."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied parameters share one
-        state = {}
-        for name, value in self.module.state_dict().items():
-            state[name] = value
+        state: dict[str, Any] = self.module.state_dict()
+        for name, value in state.items():
             if isinstance(value, Tensor) and is_distributed(value):
-                distributed: Any = value
-                state[name] = distributed.full_tensor()
+                state[name] = value.full_tensor()  # type: ignore[attr-defined]
             elif isinstance(value, Tensor):  # not an extra state
                 state[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return the complete state dict in rank 0's CPU memory, built unit by unit; None on others. Every rank must
-        call it.
-        """
+        """Return the complete state dict in rank 0's CPU memory, unit by unit; None on others. Every rank must call it."""
         state = self._sharded.consolidated_state_dict()
         if state is not None and exclude_frozen_parameters:
             return self._without_frozen(state)
@@ -276,28 +240,18 @@ class Saving:
         """Load a whole state dict of the model, master weights too. Every rank must call it."""
         self.module.load_state_dict(state_dict, strict=strict)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UsageError(_NO_COPY.format("copied"))
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise UsageError(
+            "an engine cannot be copied or pickled: it holds process groups and shards. On every rank call "
+            "engine.save_checkpoint to go on later, engine.consolidated_state_dict or engine.export for the weights, or copy "
+            "engine.module inside zeroshard.unsharded."
+        )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(_NO_COPY.format("copied or pickled"))
+    __deepcopy__ = __reduce_ex__  # otherwise that of the model
 
     def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
-
-
-_NO_COPY = (
-    "an engine cannot be {}: it holds process groups and shards. On every rank call engine.save_checkpoint to go on later, "
-    "engine.consolidated_state_dict or engine.export for the weights, or copy engine.module inside zeroshard.unsharded."
-)
-
-
-def _names_checkpoints(folder: Path) -> bool:
-    """Return whether it has a newest checkpoint, or files of one checkpoint, so that the error of a load names the
-    right folder.
-    """
-    return (folder / LATEST).exists() or (folder / MANIFEST).exists() or is_of_deepspeed(folder)
 
 
 class _OnRank0(dict[str, Tensor]):

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import resource
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -510,6 +511,12 @@ def test_models_that_are_refused(model: Callable[[], nn.Module], match: str) -> 
 
     for message in on_ranks(body, 2):
         assert match in message
+
+
+def test_without_transformers_a_model_is_none_of_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="no model of transformers"):
+        CutAttention(SequenceRanks(), nn.Linear(2, 2))
 
 
 def test_forwards_that_are_refused() -> None:

@@ -76,11 +76,11 @@ class CutAttention:
     """The attention of one model."""
 
     def __init__(self, ranks: SequenceRanks, model: nn.Module) -> None:
+        self._ranks = ranks
+        self._decoder = _decoder_of(model)
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
-        self._ranks = ranks
-        self._decoder = _decoder_of(model)
         config = self._decoder.config.get_text_config()
         _refuse_models(self._decoder, config, ranks.size)
         self._core: str = config._attn_implementation
@@ -305,24 +305,19 @@ def _function_of(core: str, module: nn.Module) -> Callable[..., Any]:
 
 def _decoder_of(model: nn.Module) -> Any:
     """Return the innermost model of transformers: the one that holds the layers and makes the masks."""
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        models: dict[str, nn.Module] = {}
-    else:
-        models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
-    innermost = {
-        name: module
-        for name, module in models.items()
-        if not any(isinstance(one, PreTrainedModel) for one in list(module.modules())[1:])
-    }
+    transformers = sys.modules.get("transformers")  # a model of it has imported it
+    models: dict[str, Any] = {}
+    if transformers is not None:
+        models = {name: one for name, one in model.named_modules() if isinstance(one, transformers.PreTrainedModel)}
+    inside = {name: set(one.modules()) - {one} for name, one in models.items()}
+    innermost = {name: one for name, one in models.items() if inside[name].isdisjoint(models.values())}
     if not innermost:
         raise UsageError(
             f"{type(model).__name__} is no model of transformers: in its attention, call Sequences.attend(function, "
             "query, key, value), which needs no attach."
         )
     for one in models.values():
-        if one.config.is_encoder_decoder:  # type: ignore[union-attr]
+        if one.config.is_encoder_decoder:
             raise _cannot(one, _CROSS)
     if len(innermost) > 1:
         raise UsageError(

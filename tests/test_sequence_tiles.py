@@ -136,6 +136,16 @@ def test_no_token_counts() -> None:
     assert not weight.grad.any() and not hidden.grad.any()  # type: ignore[union-attr]
 
 
+def test_no_tokens() -> None:
+    (_, weight), _ = head(bias=False)
+    hidden = torch.zeros(0, WIDTH, requires_grad=True)
+    tiled([hidden, weight], torch.zeros(0, dtype=torch.long), 3).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == hidden.shape
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
 def test_a_token_mean_over_ranks() -> None:
     """The average of gradients over ranks is that of the mean over all tokens."""
 

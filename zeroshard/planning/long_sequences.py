@@ -15,7 +15,7 @@ from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 from zeroshard.planning.machine import Clock
 from zeroshard.sequence import Sequences, tile
-from zeroshard.sequence.loss import chosen
+from zeroshard.sequence.tiles import chosen
 
 _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
 """Names of the modules that run in tiles, if a model has them."""

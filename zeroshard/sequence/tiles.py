@@ -6,7 +6,9 @@ So its forward can run on some positions at a time, and again on each tile in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from zeroshard.errors import UsageError
 from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.sequence.batches import has_values
-from zeroshard.sequence.loss import Sums, as_now, parts, refuse_second_backward
 from zeroshard.torch_private import has_tensor_hooks
 
 _MIXES = (
@@ -25,6 +26,11 @@ _MIXES = (
     nn.SyncBatchNorm,
 )  # fmt: skip
 """Modules whose work at one position needs other positions."""
+
+Choice = Callable[[Sequence[slice]], Iterable[slice]]
+"""Returns those of the parts that run, in order. All of one length but the last are alike."""
+
+_CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 
 
 def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) -> Tiles:
@@ -73,13 +79,13 @@ class _Tiled:
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else None
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if len(args) != 1 or not isinstance(x, Tensor) or x.dim() < 3 or len(tensors) > 1:
+        if len(args) != 1 or len(tensors) != 1 or tensors[0] is not args[0] or args[0].dim() < 3:
             raise UsageError(
                 f"{self._name} runs in tiles, so its one positional argument must be a tensor [rows, positions, ...], "
                 "and its only tensor: name other modules to tile()."
             )
+        (x,) = args
         if x.shape[1] <= self._tokens:
             return self._forward(x, **kwargs)
         run = partial(self._forward, **kwargs)
@@ -91,7 +97,19 @@ class _Tiled:
                 f"a parameter of {self._name} has a hook (register_hook), which would see the gradient of each tile: "
                 "change gradients between the backward and the step, or leave this module out of tile()."
             )
-        return _Run.apply(self._name, run, self._tokens, x, *parameters)  # type: ignore[no-untyped-call]
+
+        first: dict[int, _Random] = {}
+
+        def positions(part: Tensor, where: slice) -> Tensor:
+            # In the backward, with the dropout of the forward.
+            before = _Random(part)
+            first.setdefault(where.start, before).restore()
+            y = _of_positions(self._name, run(part), part)
+            if first[where.start] is not before:
+                before.restore()
+            return y
+
+        return TileByTile.apply("tile()", positions, self._tokens, x, True, *parameters)  # type: ignore[no-untyped-call]
 
     def _check(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
         """Raise if a position's result depends on others: two positions together must give the results of each one
@@ -119,31 +137,48 @@ class _Tiled:
 def _of_positions(name: str, y: Any, x: Tensor) -> Tensor:
     if isinstance(y, Tensor) and y.shape[:2] == x.shape[:2]:
         return y
+    found = type(y).__name__
+    if isinstance(y, Tensor):
+        found = f"tensor {list(y.shape)}"
     raise UsageError(
-        f"{name} cannot run in tiles: it must return one tensor [rows, positions, ...], and returned "
-        f"{'a tensor ' + str(list(y.shape)) if isinstance(y, Tensor) else 'a ' + type(y).__name__}. Name other modules."
+        f"{name} cannot run in tiles: it must return one tensor [rows, positions, ...], and returned a {found}. Name other modules."
     )
 
 
-class _Run(torch.autograd.Function):
-    """An autograd function that runs a function tile by tile. Parameters are inputs, so that each gets its whole
-    gradient at once.
+def _refuse_mixing(name: str, module: nn.Module) -> None:
+    for inner, one in module.named_modules():
+        if isinstance(one, _MIXES):
+            raise UsageError(
+                f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one "
+                "position needs others: name modules that work position by position, such as MLPs."
+            )
+
+
+# ---------------------------------------------------------------------- tile by tile
+
+
+class TileByTile(torch.autograd.Function):
+    """An autograd function that runs a function tile by tile, and each tile again in the backward.
+
+    Its arguments are the name of the user's call; `run(part, where, *tensors)`; the most positions of a tile; x [rows,
+    positions, ...]; whether the tensors are parameters of a module, which `run` has itself; and the tensors, of which
+    each gets its whole gradient at once.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, name: str, run: Callable[[Tensor], Any], tokens: int, x: Tensor, *parameters: Tensor
+        ctx: Any, what: str, run: Callable[..., Tensor], most: int, x: Tensor, of_module: bool, *tensors: Tensor | None
     ) -> Tensor:
-        ctx.run, ctx.tokens, ctx.parameters = run, tokens, parameters
-        ctx.autocast = as_now(x.device.type)
-        ctx.save_for_backward(x)
-        ctx.random = []
+        ctx.what, ctx.run, ctx.most = what, run, most
+        ctx.parameters = tensors if of_module else ()
+        given = tensors[len(ctx.parameters) :]
+        ctx.save_for_backward(x, *given)
+        device = x.device.type
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.autocast = partial(torch.autocast, device, dtype=dtype, enabled=enabled)
         out = None
-        for where in parts(x.shape[1], tokens):
-            if any(ctx.needs_input_grad):
-                ctx.random.append(_Random(x))
-            part = x[:, where]
-            y = _of_positions(name, run(part.contiguous()), part)
+        for where in _parts(x.shape[1], most):
+            y = run(x[:, where].contiguous(), where, *given)
             if out is None:
                 out = y.new_empty(*x.shape[:2], *y.shape[2:])
             out[:, where] = y
@@ -152,25 +187,33 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        refuse_second_backward("tile()")
-        (x,) = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[3]
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"{ctx.what} computes tiles again in the backward, which has no second derivative: leave create_graph=True "
+                "out, or run this part of the model without tiles."
+            )
+        x, *given = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad[3:]
+        # Leaves, so that no hook on a parameter gets a part of its gradient.
+        given = [
+            tensor if tensor is None else tensor.detach().requires_grad_(need)
+            for tensor, need in zip(given, needs, strict=False)
+        ]
+        wanted = [tensor for tensor, need in zip((*ctx.parameters, *given), needs, strict=True) if need]
         by_x = torch.empty_like(x) if needs_x else None
-        sums = Sums()
-        before = _Random(x)
-        for random, where in zip(ctx.random, parts(x.shape[1], ctx.tokens), strict=True):
-            random.restore()
+        sums = _Sums()
+        for where in _parts(x.shape[1], ctx.most):
             own = x[:, where].detach().contiguous().requires_grad_(needs_x)
             with torch.enable_grad(), ctx.autocast():
-                y = ctx.run(own)
-            wanted = [own, *ctx.parameters] if needs_x else list(ctx.parameters)
-            made = list(torch.autograd.grad(y, wanted, gradients[0][:, where], allow_unused=True))
+                y = ctx.run(own, where, *given)
+            inputs = [own, *wanted] if needs_x else wanted
+            made = list(torch.autograd.grad(y, inputs, gradients[0][:, where], allow_unused=True))
             if by_x is not None:
                 of_x = made.pop(0)
                 by_x[:, where] = 0 if of_x is None else of_x
             sums.add(made)
-        before.restore()
-        return None, None, None, by_x, *sums.totals()
+        totals = iter(sums.totals())
+        return None, None, None, by_x, None, *[next(totals) if need else None for need in needs]
 
 
 class _Random:
@@ -188,10 +231,51 @@ class _Random:
             set_device_states(*self._others, device_type=self._device)
 
 
-def _refuse_mixing(name: str, module: nn.Module) -> None:
-    for inner, one in module.named_modules():
-        if isinstance(one, _MIXES):
-            raise UsageError(
-                f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one "
-                "position needs others: name modules that work position by position, such as MLPs."
-            )
+class _Sums:
+    """The sums of gradients over tiles: 16-bit gradients are summed in fp32, and rounded once, at the end."""
+
+    def __init__(self) -> None:
+        self._gradients: list[Tensor | None] | None = None
+        """The first tile's gradients, as autograd returned them. Two may be one tensor, so nothing is added to them in
+        place.
+        """
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add one tile's gradients; None is zero."""
+        if self._gradients is None:
+            self._gradients = list(gradients)
+            return
+        for index, gradient in enumerate(gradients):
+            first = self._gradients[index]
+            if gradient is None:
+                continue
+            if index in self._sums:
+                self._sums[index].add_(gradient)
+            elif first is None:
+                self._gradients[index] = gradient
+            else:
+                self._sums[index] = first.to(torch.promote_types(first.dtype, torch.float32)) + gradient
+
+    def totals(self) -> list[Tensor | None]:
+        """Return the sums, in the gradients' own dtypes."""
+        found = []
+        for index, first in enumerate(self._gradients or ()):
+            total = self._sums.get(index, first)
+            found.append(total if total is None or first is None else total.to(first.dtype))
+        return found
+
+
+def _parts(count: int, most: int) -> Iterable[slice]:
+    """Return the parts of `count` tokens, with at most `most` tokens in each: one after another, as they are asked for."""
+    return _CHOICE.get()([slice(start, min(start + most, count)) for start in range(0, max(count, 1), most)])
+
+
+@contextmanager
+def chosen(choice: Choice) -> Iterator[None]:
+    """Run only some of the parts: for a dry run, whose tensors have no values."""
+    token = _CHOICE.set(choice)
+    try:
+        yield
+    finally:
+        _CHOICE.reset(token)

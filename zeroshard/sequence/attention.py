@@ -34,16 +34,8 @@ _KEYWORD = "sequence_slice"
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Types of layers, as configurations name them, whose positions meet in attention only."""
 _RECURRENT = (
-    "Mamba",
-    "RWKV",
-    "Rwkv",
-    "Recurrent",
-    "DeltaNet",
-    "LinearAttention",
-    "LightningAttention",
-    "ShortConv",
-    "RetNet",
-)
+    "Mamba", "RWKV", "Rwkv", "Recurrent", "DeltaNet", "LinearAttention", "LightningAttention", "ShortConv", "RetNet",
+)  # fmt: skip
 """Parts of names of modules that carry a state from position to position."""
 _HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch")
 """Keywords of a model's forward that reach each attention, which does not use them."""
@@ -112,11 +104,9 @@ class CutAttention:
     def _begin(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._slice = None
         self._calls = 0
-        tokens = args[0] if args else kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs.get("inputs_embeds")
+        inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        own = next((tokens.shape[1] for tokens in inputs if tokens is not None), None)
         positions = kwargs.get("position_ids")
-        own = None if tokens is None else tokens.shape[1]
         if not isinstance(positions, Tensor) or positions.shape[-1] == own:
             if decoder.training and torch.is_grad_enabled():
                 raise UsageError(
@@ -153,45 +143,29 @@ class CutAttention:
             "only. Train this model without Sequences."
         )
 
-    def _mask(
-        self, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
-        mask_function: Any = None, attention_mask: Any = None, **options: Any,
-    ) -> Any:  # fmt: skip
+    def _mask(self, **options: Any) -> Any:
         """Make the mask of whole sequences, with the function of the model's own attention."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        make = ALL_MASK_ATTENTION_FUNCTIONS[self._core]
         cut = self._slice
-        if cut is None:
-            return make(
-                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-                mask_function=mask_function, attention_mask=attention_mask, **options,
-            )  # fmt: skip
-        if options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
-            raise _cannot(
-                self._decoder, "makes a mask that depends on more than positions (two directions, blocks, images)"
-            )
-        rows, length = cut.positions.shape
-        if cut.documents is not None:
-            mask_function = _within_documents(mask_function, cut.positions, cut.documents)
-            options["allow_is_causal_skip"] = False
-        return make(
-            batch_size=rows, q_length=length, kv_length=length, q_offset=0, kv_offset=0, mask_function=mask_function,
-            attention_mask=None, **options,
-        )  # fmt: skip
+        if cut is not None:
+            if options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
+                raise _cannot(
+                    self._decoder, "makes a mask that depends on more than positions (two directions, blocks, images)"
+                )
+            rows, length = cut.positions.shape
+            options |= {"batch_size": rows, "q_length": length, "kv_length": length, "attention_mask": None}
+            options |= {"q_offset": 0, "kv_offset": 0}
+            if cut.documents is not None:
+                options["mask_function"] = _within_documents(options["mask_function"], cut.positions, cut.documents)
+                options["allow_is_causal_skip"] = False
+        return ALL_MASK_ATTENTION_FUNCTIONS[self._core](**options)
 
     # ------------------------------------------------------------------ a layer
 
     def _attention(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend over whole sequences with this rank's heads: [B, heads, positions, D] in, [B, positions, heads, D] out."""
         core = _function_of(self._core, module)
         cut = options.pop(_KEYWORD, None)
@@ -232,8 +206,7 @@ class CutAttention:
         length = cut.positions.shape[1]
         if mask is None:
             window = options.get("sliding_window")
-            needs_one = cut.documents is not None or (window is not None and window < length)
-            if needs_one:
+            if cut.documents is not None or (window is not None and window < length):
                 raise _cannot(module, f"got no mask, where documents or a window of {window} need one ({_OWN_MASKS})")
         elif isinstance(mask, Tensor) and mask.shape[-2:] != (length, length):
             raise _cannot(
@@ -288,19 +261,17 @@ def _within_documents(mask_function: Callable[..., Any], positions: Tensor, docu
     return sees
 
 
-def _function_of(core: str, module: nn.Module) -> Callable[..., Any]:
+def _function_of(core: str, module: nn.Module) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if core in ALL_ATTENTION_FUNCTIONS:
-        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[core]
-        return found
+        return ALL_ATTENTION_FUNCTIONS[core]
     of_model = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if of_model is None:
         raise UsageError(
             f"{type(module).__name__} has no attention function named {core!r}: load the model with attn_implementation='sdpa'."
         )
-    own: Callable[..., Any] = of_model
-    return own
+    return of_model
 
 
 def _decoder_of(model: nn.Module) -> Any:
@@ -351,31 +322,29 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
         if isinstance(module, nn.RNNBase | nn.Conv1d) or any(part in type(module).__name__ for part in _RECURRENT)
     ]
     if types or states:
-        found = f"layers of the type {types[0]}" if types else f"{states[0]}"
+        found = [f"layers of the type {one}" for one in types] + states
         raise _cannot(
-            decoder, f"has {found}, which carry a state from position to position (recurrent layers, convolutions)"
+            decoder, f"has {found[0]}, which carry a state from position to position (recurrent layers, convolutions)"
         )
     if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
         raise UsageError(
             f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so it cannot be "
             "cut over ranks: take a model that does."
         )
-    scaled = [name for name, module in decoder.named_modules() if _scales_by_position(module)]
-    if scaled:
-        raise UsageError(
-            f"{scaled[0]} of {kind} scales queries by positions that it counts itself, from 0 in each slice "
-            "(attn_temperature_tuning): load the model with attn_temperature_tuning=False to cut sequences over ranks."
-        )
-    ropes = [
-        name
-        for name, module in decoder.named_modules()
-        if any(one in ("dynamic", "longrope") for one in _rope_types(module))
-    ]
-    if ropes:
-        raise UsageError(
-            f"{ropes[0]} of {kind} changes its frequencies with the longest position that it sees (dynamic or "
-            "longrope), which is each slice's own: set another rope_type to cut sequences over ranks."
-        )
+    for name, module in decoder.named_modules():
+        if _scales_by_position(module):
+            raise UsageError(
+                f"{name} of {kind} scales queries by positions that it counts itself, from 0 in each slice "
+                "(attn_temperature_tuning): load the model with attn_temperature_tuning=False to cut sequences over ranks."
+            )
+        ropes: Any = getattr(module, "rope_type", None)
+        if not isinstance(ropes, dict):
+            ropes = {"": ropes}
+        if any(rope in ("dynamic", "longrope") for rope in ropes.values()):
+            raise UsageError(
+                f"{name} of {kind} changes its frequencies with the longest position that it sees (dynamic or "
+                "longrope), which is each slice's own: set another rope_type to cut sequences over ranks."
+            )
     if getattr(config, "output_router_logits", False):
         raise UsageError(_ROUTER_LOSS.format(kind))
     refuse_heads(
@@ -387,12 +356,7 @@ def _scales_by_position(module: nn.Module) -> bool:
     """Return whether an attention is Llama 4's in a layer without rotary positions: it multiplies queries by a function
     of arange.
     """
-    has_scale = hasattr(module, "attn_scale") and hasattr(module, "floor_scale")
-    return (
-        has_scale and bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", False)
+    is_of_llama = (
+        hasattr(module, "attn_scale") and hasattr(module, "floor_scale") and not getattr(module, "use_rope", False)
     )
-
-
-def _rope_types(module: nn.Module) -> list[str]:
-    kinds = getattr(module, "rope_type", None)
-    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
+    return is_of_llama and bool(getattr(module, "attn_temperature_tuning", False))

@@ -102,17 +102,21 @@ def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> It
     batches = iter(loader)
     while True:
         own = next(batches, None)
-        device = torch.device("cpu") if own is None else _tokens(own).device
-        sent = None if own is None else {name: _to(value, torch.device("cpu")) for name, value in own.items()}
+        device = torch.device("cpu")
+        sent = None
+        if own is not None:
+            sent = _moved(own, device)
+            device = _tokens(own).device
         everyone = [batch for batch in ranks.gather(sent, "batches in turn") if batch is not None]
         if not everyone:
             return
         for batch in everyone:
-            yield cut_batch(ranks, {name: _to(value, device) for name, value in batch.items()})
+            yield cut_batch(ranks, _moved(batch, device))
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    tensors = {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}
+    return {**batch, **tensors}
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

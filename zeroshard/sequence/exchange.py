@@ -7,7 +7,6 @@ returns in another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.cut, ctx.whole = ranks, cut, whole
-        return tuple(_exchange(ranks, cut, whole, tensors))
+        parts = [tensor.unflatten(cut, (ranks.size, -1)).movedim(cut, 0) for tensor in tensors]
+        numels = [part[0].numel() for part in parts]
+        send = tensors[0].new_empty(ranks.size, sum(numels))
+        for part, room in zip(parts, send.split(numels, dim=1), strict=True):
+            room.view(part.shape).copy_(part)
+        received = ranks.all_to_all(send).split(numels, dim=1)
+        pieces = [piece.view(part.shape) for part, piece in zip(parts, received, strict=True)]
+        return tuple(piece.movedim(0, whole).flatten(whole, whole + 1) for piece in pieces)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -39,17 +45,6 @@ def _run(ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[
     apply: Any = _Exchange.apply
     result: tuple[Tensor, ...] = apply(ranks, cut, whole, *tensors)
     return result
-
-
-def _exchange(ranks: SequenceRanks, cut: int, whole: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    parts = [tensor.unflatten(cut, (ranks.size, -1)).movedim(cut, 0) for tensor in tensors]
-    numels = [part[0].numel() for part in parts]
-    send = tensors[0].new_empty(ranks.size, sum(numels))
-    for part, room in zip(parts, send.split(numels, dim=1), strict=True):
-        room.view(part.shape).copy_(part)
-    received = ranks.all_to_all(send).split(numels, dim=1)
-    pieces = [piece.view(part.shape) for part, piece in zip(parts, received, strict=True)]
-    return [piece.movedim(0, whole).flatten(whole, whole + 1) for piece in pieces]
 
 
 def heads_for_positions(ranks: SequenceRanks, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -87,9 +82,10 @@ def positions_for_heads(ranks: SequenceRanks, context: Tensor) -> Tensor:
 
 def refuse_heads(heads: int, key_heads: int, size: int) -> None:
     """Raise if heads cannot be divided over ranks."""
-    fits = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
-    if not fits:
-        of_keys = "" if key_heads == heads else f" ({key_heads} of keys and values)"
+    if heads % size or (key_heads % size and size % key_heads):
+        of_keys = ""
+        if key_heads != heads:
+            of_keys = f" ({key_heads} of keys and values)"
         raise UsageError(
             f"{heads} attention heads{of_keys} cannot be cut over {size} ranks of a sequence: each rank takes an equal "
             "number of heads. Choose a number of ranks that divides them."

@@ -55,7 +55,7 @@ class Sequences:
                 f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over "
                 "which gradients are averaged: shard over a group that has every rank of a sequence."
             )
-        self._attached: list[tuple[nn.Module, CutAttention]] = []
+        self._attached: dict[nn.Module, CutAttention] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequences:
         return self
@@ -98,18 +98,16 @@ class Sequences:
         """
         refuse_distributed(model.named_parameters(), "Sequences.attach()")
         if self.size > 1:
-            self._attached.append((model, CutAttention(self._ranks, model)))
+            self._attached[model] = CutAttention(self._ranks, model)
         return self
 
     def detach(self, model: nn.Module) -> None:
         """Restore a model's own attention."""
-        kept = [pair for pair in self._attached if pair[0] is not model]
-        if len(kept) == len(self._attached) and self.size > 1:
+        if self.size == 1:
+            return
+        if model not in self._attached:
             raise UsageError("detach() got a model that is not attached: pass the very object that attach() got.")
-        for attached, attention in self._attached:
-            if attached is model:
-                attention.remove()
-        self._attached = kept
+        self._attached.pop(model).remove()
 
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
@@ -158,7 +156,9 @@ class Sequences:
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)
-        return cut_in_turn(self._ranks, batches) if in_turn else cut_loader(self._ranks, batches)
+        if in_turn:
+            return cut_in_turn(self._ranks, batches)
+        return cut_loader(self._ranks, batches)
 
     def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's slice of a tensor with all positions in `dim`, such as `position_ids` in a model of your own."""
@@ -236,8 +236,7 @@ class Sequences:
 def _refuse_another_group(model: nn.Module, size: int) -> None:
     """Raise if `shard` averages over other ranks than those whose tokens are counted."""
     homes = (home_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    home = next((one for one in homes if one is not None), None)
-    unit = None if home is None else home.unit()
+    unit = next((home.unit() for home in homes if home is not None), None)
     if unit is not None and unit.collectives.world_size != size:
         raise UsageError(
             f"shard() averages gradients over {unit.collectives.world_size} ranks, and losses of these Sequences over "
@@ -259,8 +258,10 @@ def _head_of(model: nn.Module) -> nn.Linear:
         find = inner.get_base_model().get_output_embeddings
     head = None if find is None else find()
     if type(head) is not nn.Linear:
+        found = f"a {type(head).__name__}"
+        if head is None:
+            found = "missing"
         raise UsageError(
-            f"the head of {type(inner).__name__} is {'missing' if head is None else 'a ' + type(head).__name__}, and "
-            "an nn.Linear can run in tiles: use head_loss inside of the model."
+            f"the head of {type(inner).__name__} is {found}, and an nn.Linear can run in tiles: use head_loss inside of the model."
         )
     return head

@@ -174,10 +174,11 @@ class Checkpointer:
     # ------------------------------------------------------------------ costs
 
     def _measured(self, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        cost = None
+        cost = Cost()
         if self.options.profile:
-            cost = self.costs.setdefault(name, Cost())
-        return _Clock(cost, is_forward=True), _Clock(cost, is_forward=False)
+            cost = self.costs.setdefault(name, cost)
+        cost.calls += 1
+        return _Clock(cost, "forward"), _Clock(cost, "recompute")
 
     def table(self) -> Table:
         """Return a table of the time and bytes of each checkpoint, for rich's console. It is empty without `profile`."""
@@ -221,11 +222,11 @@ class Checkpointer:
 
 
 class _Clock(AbstractContextManager[None]):
-    """A timer that waits for the accelerator at both ends, and adds to a cost; entered once for each backward of the graph."""
+    """A timer of one part of a cost, which waits for the accelerator at both ends; entered once for each backward of the graph."""
 
-    def __init__(self, cost: Cost | None, *, is_forward: bool) -> None:
+    def __init__(self, cost: Cost, part: str) -> None:
         self._cost = cost
-        self._is_forward = is_forward
+        self._part = part
         self._start = 0.0
 
     def __enter__(self) -> None:
@@ -234,14 +235,7 @@ class _Clock(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         _synchronize()
-        seconds = time.perf_counter() - self._start
-        if self._cost is None:
-            return
-        if self._is_forward:
-            self._cost.calls += 1
-            self._cost.forward += seconds
-        else:
-            self._cost.recompute += seconds
+        vars(self._cost)[self._part] += time.perf_counter() - self._start
 
 
 def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:

@@ -68,7 +68,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def configured() -> Checkpointer:
     """Return the checkpointer that `checkpoint` uses, with its costs and their table."""
-    return _configured[0] if _configured else _DEFAULT
+    return next(iter(_configured), _DEFAULT)
 
 
 def is_configured() -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,7 +73,8 @@ class HostCopies:
     def __init__(self, slots: Slots | None = None, copies: Copies | None = None) -> None:
         self._slots = slots
         self._copies = copies
-        self._kept: list[weakref.ref[_HostInput]] = []
+        self._kept: weakref.WeakValueDictionary[int, _HostInput] = weakref.WeakValueDictionary()
+        """The inputs that a graph needs, in the order of the forward."""
         self._leaving: deque[tuple[Transfer, Tensor]] = deque()
         """Inputs whose copies may still run."""
 
@@ -91,8 +91,7 @@ class HostCopies:
         copy = _HostInput(memory, tensor.device, leaving, self)
         if self._slots is not None:
             self._slots.hold(copy)
-        self._kept = [one for one in self._kept if one() is not None]
-        self._kept.append(weakref.ref(copy))
+        self._kept[id(copy)] = copy
         return copy.recall
 
     def _host_memory(self, tensor: Tensor) -> Tensor:
@@ -118,11 +117,10 @@ class HostCopies:
             transfer.wait(copy.device)
         self._leaving.clear()
         before = None
-        for reference in self._kept:
-            one = reference()
+        for one in self._kept.values():
             if one is copy:
                 break
-            if one is not None and not one.is_recalled:
+            if not one.is_recalled:
                 before = one
         if before is not None:
             before.start()
@@ -190,7 +188,7 @@ class Slots:
     def __call__(self, tensor: Tensor) -> Recall:
         slot = self.take(tensor)
         slot.copy_(tensor.detach())
-        recall = partial(_same, slot)  # lives as long as the graph
+        recall = keep(slot)  # lives as long as the graph
         self.hold(recall)
         return recall
 
@@ -222,7 +220,3 @@ class Slots:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

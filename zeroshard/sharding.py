@@ -172,9 +172,9 @@ def shard_on(
         # If whole parameters have master weights of another dtype, the next update would undo a write through `data`.
         attributes = notes_data(live.note_data) if _has_copies(optimizer, precision) else None
     device = parameters[0].device
-    mesh = mesh_of(model, group)
+    mesh = mesh_of(model)
     if mesh is not None:
-        refuse_beside_others(model, mesh, precision, whole_parameters=whole)
+        refuse_beside_others(model, mesh, group, precision, whole_parameters=whole)
     collectives = backend.collectives(group, device, what="shard()", within=policy.within, wire=policy.wire)
     others = _others(backend, mesh, device, collectives)
     kind = None if mesh is None else distributed_class()

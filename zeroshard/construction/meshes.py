@@ -20,14 +20,11 @@ from zeroshard.storage.buffers import memory_of
 from zeroshard.torch_private import is_distributed, local_of
 
 
-def mesh_of(model: nn.Module, group: dist.ProcessGroup | None) -> DeviceMesh | None:
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the model's DTensors, or None if it has none.
 
-    Args:
-        group: the group of the data-parallel ranks.
-
     Raises:
-        UsageError: there are several meshes, or one has ranks of the group, or a placement that zeroshard does not take.
+        UsageError: there are several meshes, or one has a placement that zeroshard does not take.
     """
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
@@ -50,14 +47,6 @@ def mesh_of(model: nn.Module, group: dist.ProcessGroup | None) -> DeviceMesh | N
                 f"parameters {first} and {name} are DTensors over different meshes, {mesh} and {other}: divide "
                 "all by one dimension of one mesh."
             )
-    divided = mesh.mesh.flatten().tolist()
-    own = ranks_of(group)
-    shared = {*own} & {*divided} - {dist.get_rank()}
-    if shared:
-        raise UsageError(
-            f"parameter {first} is a DTensor over ranks {divided}, and zeroshard would shard it over ranks {own}: both have "
-            f'{sorted(shared)}. Name the data-parallel dimension of the mesh: shard(..., group=mesh["dp"]).'
-        )
     return mesh
 
 
@@ -77,12 +66,27 @@ def placed(parameter: Tensor) -> str:
     return f" {distributed.placements}" if is_distributed(parameter) else ""
 
 
-def refuse_beside_others(model: nn.Module, mesh: DeviceMesh, precision: Precision, *, whole_parameters: bool) -> None:
+def refuse_beside_others(
+    model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None, precision: Precision, *, whole_parameters: bool
+) -> None:
     """Raise if settings for a model with DTensors need more than each rank's own part.
+
+    Args:
+        mesh: the mesh of the DTensors.
+        group: the group of the data-parallel ranks.
 
     Raises:
         UsageError: names the parameter and the remedy.
     """
+    divided = mesh.mesh.flatten().tolist()
+    own = ranks_of(group)
+    shared = {*own} & {*divided} - {dist.get_rank()}
+    if shared:
+        first = next(name for name, parameter in model.named_parameters() if is_distributed(parameter))
+        raise UsageError(
+            f"parameter {first} is a DTensor over ranks {divided}, and zeroshard would shard it over ranks {own}: both have "
+            f'{sorted(shared)}. Name the data-parallel dimension of the mesh: shard(..., group=mesh["dp"]).'
+        )
     for name, parameter in model.named_parameters():
         if mesh.size() > 1 and isinstance(parameter, BornSharded):
             raise UsageError(

@@ -95,21 +95,6 @@ def _pattern_of(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def mesh_of_model(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of a model's first DTensor, or None if it has none.
-
-    Raises:
-        UsageError: it has several dimensions, or a placement that zeroshard does not take.
-    """
-    for name, parameter in model.named_parameters():
-        if is_distributed(parameter):
-            placement_of(name, parameter)
-            distributed: Any = parameter
-            mesh: DeviceMesh = distributed.device_mesh
-            return mesh
-    return None
-
-
 def refuse_uneven(size: int, world: int) -> None:
     """Raise if this number of tensor-parallel ranks does not divide the ranks of the job."""
     if world % size:

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.config.document import listing
 from zeroshard.config.load import Config, load_config, refuse_without_batch_size, tensor_parallel_ranks
+from zeroshard.construction.meshes import mesh_of
 from zeroshard.construction.tensor_parallel import (
     data_parallel_group,
     divide,
-    mesh_of_model,
     refuse_uneven,
     replace_parameters,
     tensor_mesh,
@@ -80,7 +80,7 @@ def initialize(
     device = local_device()
     join_ranks(device, dist_init_required)
     refuse_sharded(model)
-    mesh = mesh_of_model(model)
+    mesh = mesh_of(model)
     ranks = _tensor_parallel_ranks(config, mesh, group)
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     if group is None:

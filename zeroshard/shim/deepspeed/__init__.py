@@ -26,7 +26,8 @@ from zeroshard import Precision, UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
 from zeroshard.config.load import read, tensor_parallel_ranks
-from zeroshard.construction.tensor_parallel import divide, mesh_of_model, tensor_mesh
+from zeroshard.construction.meshes import mesh_of
+from zeroshard.construction.tensor_parallel import divide, tensor_mesh
 from zeroshard.integrations.accelerate import refuse_dispatched_batches, refuse_tensor_parallel
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
@@ -67,7 +68,7 @@ def initialize(
         lr_scheduler=lr_scheduler, dist_init_required=dist_init_required, collate_fn=collate_fn, config=given,
         auto=_samples_of_a_microbatch(given), group=_data_parallel_group(mpu), attributes=DeepSpeedParameter,
     )  # fmt: skip
-    divided = mesh_of_model(made[0].module)
+    divided = mesh_of(made[0].module)
     if divided is not None and divided.size() > 1:
         refuse_dispatched_batches(made[0].module, divided.size())
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
@@ -155,7 +156,7 @@ def tp_model_init(
     """
     if any(value is not None for value in kwargs.values()):
         raise UsageError(f"tp_model_init({', '.join(kwargs)}=...) is not offered: ranks are neighbours. Leave it out.")
-    mesh = mesh_of_model(model)
+    mesh = mesh_of(model)
     if mesh is not None and mesh.size() != tp_size:
         raise UsageError(
             f"tp_model_init(tp_size={tp_size}): the model is divided over {mesh.size()} ranks already. Name that number, or "

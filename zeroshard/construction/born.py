@@ -11,6 +11,7 @@ import copy
 import itertools
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,47 +37,48 @@ shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Only an index, as in unsharded.py, so that the user's parameters need no attribute.
 
 
+@dataclass(eq=False)
 class Births:
-    """The settings and registers that the parameters of one `sharded_init` share."""
+    """The settings and registers that the parameters of one `sharded_init` share.
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        folder: str | os.PathLike[str] | None = None,
-        source: int | None = None,
-        attributes: type | None = None,
-        detached_stay_cut: bool = False,
-    ) -> None:
-        self.device = device
-        """The device for parameters that are still on the meta device."""
-        self.source = source
-        self._folder = folder
-        self.detached_stay_cut = detached_stay_cut
-        self.away_class = BornSharded if attributes is None else _born_class(attributes)
-        self.whole_class = whole_class(attributes)
+    Attributes:
+        device: for parameters that are still on the meta device.
+        open: the shards that are whole because views of them exist, see `Shard.keep_open`.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    folder: str | os.PathLike[str] | None = None
+    source: int | None = None
+    attributes: type | None = None
+    detached_stay_cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.away_class: type[BornSharded] = BornSharded
+        if self.attributes is not None:
+            self.away_class = type("BornSharded", (self.attributes, BornSharded), {})
+        self.whole_class = whole_class(self.attributes)
         self.open: list[Shard] = []
-        """The shards that are whole because views of them exist, see `Shard.keep_open`."""
-        self._group = group
         self._collectives: dict[str, Collectives] = {}
-        self.rank, self.world_size = (self.collectives(device).rank, self.collectives(device).world_size)
+        self.rank = self.collectives(self.device).rank
+        self.world_size = self.collectives(self.device).world_size
 
     def collectives(self, device: torch.device) -> Collectives:
         """Return the collectives for tensors on `device`: a model may be moved after it was built."""
         if device.type not in self._collectives:
             self._collectives[device.type] = create_collectives(
-                self._group, device, what="sharded_init()", lasting=False
+                self.group, device, what="sharded_init()", lasting=False
             )
         return self._collectives[device.type]
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros for this rank's part of a parameter. If a folder was named, they are in an unnamed file there."""
         nbytes = numel * dtype.itemsize
-        if self._folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
+        if self.folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         try:
             # Python's mmap keeps a descriptor open for each part; torch's does not.
-            descriptor, path = tempfile.mkstemp(dir=self._folder, prefix="zeroshard-")
+            descriptor, path = tempfile.mkstemp(dir=self.folder, prefix="zeroshard-")
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
                 return torch.from_file(path, shared=True, size=numel, dtype=dtype)
@@ -85,7 +87,7 @@ class Births:
                 Path(path).unlink()
         except OSError as error:
             raise StorageError(
-                f"{self._folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder "
+                f"{self.folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder "
                 "that is there, can be written to, and has room."
             ) from error
 
@@ -116,9 +118,9 @@ class Shard:
         """Return this rank's elements, 1-D, padded; writes to views of the whole count."""
         if self._whole is None:
             return self._own
-        own = (
-            torch.zeros_like(self._own) if self.shows else self._own
-        )  # whether writes to a shown one count is decided later
+        own = self._own
+        if self.shows:  # whether writes to it count is decided later
+            own = torch.zeros_like(own)
         self._keep_part(self._whole, own)
         return own
 
@@ -136,9 +138,8 @@ class Shard:
 
     def converted(self, own: Tensor) -> Shard:
         """Return the shard in another dtype, or on another device."""
-        twin = Shard(self._shape, self.births)
+        twin = copy.copy(self)
         twin.own = own
-        twin.number = self.number
         return twin
 
     def take(self, whole: Tensor) -> None:
@@ -148,6 +149,9 @@ class Shard:
         if self.births.source is not None:
             whole = whole.detach().contiguous()
             self.births.collectives(whole.device).broadcast(whole, self.births.source)
+        self._store(whole)
+
+    def _store(self, whole: Tensor) -> None:
         self._own = self.births.room(self.numel, whole.dtype, whole.device)
         self._keep_part(whole, self._own)
 
@@ -209,8 +213,7 @@ class Shard:
         """Store this rank's part of a shown parameter, which is the same on every rank, in its present shape and dtype."""
         self._shape = parameter.shape
         self.numel = -(-self._shape.numel() // self.births.world_size)
-        self._own = self.births.room(self.numel, parameter.dtype, parameter.device)
-        self._keep_part(parameter.data, self._own)
+        self._store(parameter.data)
 
     def hide(self, parameter: nn.Parameter) -> None:
         """End one `show`. Writes to the parameter that were not kept are lost."""
@@ -247,8 +250,9 @@ class BornSharded(nn.Parameter):
                 if isinstance(args[1], BornSharded):  # `module.to`, as it was converted below
                     shard_of[args[0]] = shard_of[args[1]]
                     args = (args[0], _placeholder(shard_of[args[0]].own, args[0].shape))
-                else:
-                    _release(args[0])  # `shard` takes the parameter, or the user assigns another value
+                else:  # `shard` takes the parameter, or the user assigns another value
+                    shard_of.pop(args[0], None)
+                    args[0].__class__ = nn.Parameter
             elif func.__name__ == "__get__" and attribute == "data":
                 return args[0]  # writes to it count, as for `data`
             elif func.__name__ == "detach" and shard_of[args[0]].births.detached_stay_cut:
@@ -284,10 +288,6 @@ def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSha
     shard_of[parameter] = shard
     parameter.__class__ = shard.births.away_class
     return cast("BornSharded", parameter)
-
-
-def _born_class(attributes: type) -> type[BornSharded]:
-    return type("BornSharded", (attributes, BornSharded), {})
 
 
 def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
@@ -342,8 +342,3 @@ def _cut(parameter: nn.Parameter, shard: Shard) -> None:
 def is_shown(parameter: Tensor) -> bool:
     """Return whether a parameter that was born sharded is shown whole now."""
     return parameter in shard_of and shard_of[parameter].shows > 0
-
-
-def _release(parameter: nn.Parameter) -> None:
-    shard_of.pop(parameter, None)
-    parameter.__class__ = nn.Parameter

@@ -19,12 +19,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook as on_module_registration,
-)
-from torch.nn.modules.module import (
-    register_module_parameter_registration_hook as on_parameter_registration,
-)
+from torch.nn.modules import module as registration
 
 from zeroshard.construction.born import Births, cut_parameter
 from zeroshard.errors import UsageError
@@ -78,7 +73,10 @@ def sharded_init(
         if not holders or holders[-1]() is not module:
             holders.append(weakref.ref(module))
 
-    handles = [on_module_registration(cut), on_parameter_registration(note)]
+    handles = [
+        registration.register_module_module_registration_hook(cut),
+        registration.register_module_parameter_registration_hook(note),
+    ]
     before = torch.get_default_dtype()
     try:
         if dtype is not None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
@@ -41,8 +41,9 @@ def _block_of_null(value: Any) -> Any:
     return {} if value is None else value
 
 
-def _in_small_letters(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
+def _text(change: Callable[[str], str]) -> BeforeValidator:
+    """Change a text before it is checked."""
+    return BeforeValidator(lambda value: change(value) if isinstance(value, str) else value)
 
 
 # A table: one row for each key.
@@ -51,8 +52,7 @@ class OptimizerBlock(Block):
     """`optimizer`: the optimizer and its arguments."""
 
     type: Annotated[str, works(
-        "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices "
-        "inside the blocks; "
+        "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside the blocks; "
         "AdamW for all other parameters), or any class of torch.optim. An optimizer that needs whole parameters gets them unsharded.")]
     params: Annotated[dict[str, Any], works(
         "arguments of the optimizer; Adam, AdamW, SGD and Adagrad are fused unless `fused` is false.")] = {}
@@ -187,13 +187,8 @@ class ActivationCheckpointingBlock(Block):
 class CheckpointBlock(Block):
     """`checkpoint`: the reading and writing of checkpoints. zeroshard has one format."""
 
-    tag_validation: Annotated[
-        Literal["Ignore", "Warn", "Fail"],
-        BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
-        works(
-            "if ranks name different tags: Fail raises on all ranks, Warn warns and takes rank 0's, Ignore takes rank 0's."
-        ),
-    ] = "Warn"
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
+        "if ranks name different tags: Fail raises on all ranks, Warn warns and takes rank 0's, Ignore takes rank 0's.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
         "the folder is local to each host: a local disk, or memory (/dev/shm). The next host keeps a copy, so that "
@@ -282,7 +277,7 @@ class Schema(BaseModel):
         "divide gradients by this factor before they are summed over ranks, and by (ranks / factor) after.")] = 1.0
     prescale_gradients: Annotated[bool, works(
         "divide gradients by the number of ranks before they are summed, not after.")] = False
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_in_small_letters), works(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], _text(str.lower), works(
         "average gradients over ranks, or sum them.")] = "mean"
     fp32_allreduce: Annotated[bool, refused('"communication_data_type": "fp32" is its new name.')] = False
     graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False

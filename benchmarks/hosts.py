@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import typer
 from figures import MIB, RESULTS, Run, machine, median_of, number, ratios, save, show, spread
-from systems import TrainStep, ddp, fsdp2
+from systems import TrainStep, adamw, ddp, fsdp2, loop
 from torch import nn
 
 import zeroshard
@@ -50,28 +50,13 @@ def hsdp(ranks: int, model: nn.Module) -> TrainStep:
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _loop(model, _adamw(model))
+    return loop(model, adamw(model))
 
 
 def zero(stage: int, within: bool, _: int, model: nn.Module, wire: zeroshard.Wire = EXACT) -> TrainStep:
     """zeroshard, flat or within hosts."""
     policy = zeroshard.Policy.stage(stage, within="host" if within else None, wire=wire)
-    return _loop(model, zeroshard.shard(model, _adamw(model), policy).optimizer)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainStep:
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return loop(model, zeroshard.shard(model, adamw(model), policy).optimizer)
 
 
 SYSTEMS: dict[str, Callable[[int, nn.Module], TrainStep]] = {

@@ -17,7 +17,9 @@ LEARNING_RATE = 1e-4
 TrainStep = Callable[[Tensor], Tensor]
 
 
-def _loop(forward: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> TrainStep:
+def loop(forward: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> TrainStep:
+    """Return a function that takes one step."""
+
     def step(tokens: Tensor) -> Tensor:
         loss = forward(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -28,7 +30,8 @@ def _loop(forward: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> T
     return step
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of all systems but those that shard it themselves."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
@@ -44,7 +47,7 @@ def ddp(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
     """torch's DistributedDataParallel."""
     if checkpointed:
         _checkpoint(model)
-    return _loop(nn.parallel.DistributedDataParallel(model), _adamw(model))
+    return loop(nn.parallel.DistributedDataParallel(model), adamw(model))
 
 
 def ddp_zero_redundancy(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
@@ -54,7 +57,7 @@ def ddp_zero_redundancy(model: nn.Module, *, checkpointed: bool = False) -> Trai
     if checkpointed:
         _checkpoint(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-    return _loop(nn.parallel.DistributedDataParallel(model), optimizer)
+    return loop(nn.parallel.DistributedDataParallel(model), optimizer)
 
 
 def floor(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
@@ -94,7 +97,7 @@ def fsdp2(reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> Tra
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return _loop(model, _adamw(model))
+    return loop(model, adamw(model))
 
 
 def zeroshard_stage(
@@ -112,8 +115,8 @@ def zeroshard_stage(
     policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
     offload = zeroshard.Offload(os.environ.get("FOLDER", tempfile.gettempdir()), buffer_numel=4 << 20)
     policy = policy.offloaded(optimizer=optimizer, parameters=parameters, offload=offload)
-    sharded = zeroshard.shard(model, _adamw(model), policy)
-    return _loop(model, sharded.optimizer)
+    sharded = zeroshard.shard(model, adamw(model), policy)
+    return loop(model, sharded.optimizer)
 
 
 def deepspeed(stage: int, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
@@ -130,7 +133,7 @@ def deepspeed(stage: int, model: nn.Module, *, checkpointed: bool = False) -> Tr
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    engine, *_ = peer.initialize(model=model, optimizer=_adamw(model), config=config, dist_init_required=False)
+    engine, *_ = peer.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
 
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = engine(tokens[:, :-1], tokens[:, 1:])

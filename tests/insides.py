@@ -31,7 +31,7 @@ from zeroshard.recompute.saved_inputs import Slots
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
-from zeroshard.storage.direct_file import DirectFile
+from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.transfers import LANDED, Copies
 from zeroshard.training_progress import TrainingRow
 

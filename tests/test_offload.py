@@ -23,7 +23,7 @@ from ranks import on_ranks, run_ranks
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Sharded, ZeroshardError
 from zeroshard.storage import storages
-from zeroshard.storage.direct_file import DirectFile
+from zeroshard.storage.disk import DirectFile
 from zeroshard.testing import Workload, train
 
 PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}

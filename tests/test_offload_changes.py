@@ -23,7 +23,7 @@ from twin import every_state
 import zeroshard
 from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
 from zeroshard.step.travelling import Frame
-from zeroshard.storage.direct_file import Requests
+from zeroshard.storage.disk import Requests
 
 
 def change_as_modifier(sharded: Sharded) -> None:

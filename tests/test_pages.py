@@ -22,7 +22,7 @@ from zeroshard.errors import UsageError
 from zeroshard.storage import accelerator
 from zeroshard.storage.accelerator import AcceleratorStorage
 from zeroshard.storage.buffers import FlatBuffer, PagedBuffer
-from zeroshard.storage.kernel_memory import CHUNK_NBYTES, kernel_memory
+from zeroshard.storage.pages import CHUNK_NBYTES, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig

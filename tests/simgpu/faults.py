@@ -22,7 +22,7 @@ from typing import Any
 import zeroshard
 
 ROAD = (
-    "storage.transfers", "storage.base", "storage.buffers", "storage.disk", "storage.direct_file",
+    "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
     "collectives.native", "collectives.grouped", "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket",
     "recompute.saved_inputs", "step.parking", "step.resident", "step.travelling", "step.sub_groups", "step.frames",
     "schedule.unit", "schedule.writes", "schedule.schedule",
@@ -70,7 +70,6 @@ NO_SITES = {
 }
 """Calls that are no sites, each with the reason."""
 NO_WAITS = {
-    "self._pages.hold(": "a count of bytes",
     "self._schedule.hold(": "a count of users",
     "work.wait(_PROBE)": "a look, after an error",
 }

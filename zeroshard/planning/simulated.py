@@ -309,14 +309,8 @@ class _Counted(MemoryStorage):
     """Memory that the ledger counts."""
 
     def __init__(self, ledger: Ledger, copies: Copies) -> None:
-        self.device = CPU
+        super().__init__(CPU, copies)
         self._ledger = ledger
-        self._copies = copies
-        self._nbytes = 0
-
-    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        assert whole is None or isinstance(whole, MemorySlot)
-        return MemorySlot(label, memory, self, self._copies, whole)
 
 
 @final
@@ -337,10 +331,6 @@ class _Device(_Counted, DeviceStorage):
         self._nbytes += numel * dtype.itemsize
         with self._ledger.purpose(_purpose_of(label)):
             return self.around(label, torch.zeros(numel, dtype=dtype))
-
-    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        self._nbytes += memory.nbytes
-        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         self._nbytes += numel * dtype.itemsize

@@ -55,9 +55,7 @@ class Slot(ABC):
 
     def before_write(self) -> None:
         """Block until no other reader uses the content in `memory_in`, which is about to change."""
-        return
 
-    @abstractmethod
     def prefetch(self) -> None:
         """Prepare the `read` that comes next, if that delays no other."""
 
@@ -67,15 +65,10 @@ class Slot(ABC):
 
     # ------------------------------------------------------------------ content that is not always wanted
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no content, and nothing is kept for it."""
-        return False
-
-    @property
-    def buffer(self) -> FlatBuffer | None:
-        """The memory under the slot, if it can be freed while the slot stays."""
-        return None
+    is_empty = False
+    """Whether there is no content, and nothing is kept for it."""
+    buffer: FlatBuffer | None = None
+    """The memory under the slot, if it can be freed while the slot stays."""
 
     def empty(self) -> None:
         """Drop the content, and give its memory back where that is possible.
@@ -83,11 +76,9 @@ class Slot(ABC):
         A `read` then raises until the next `write` or `fill`. Views of the memory stay valid, but nobody may read them until
         then. Memory that other code uses stays.
         """
-        return
 
     def fill(self) -> None:
         """Take memory again after `empty`, with undefined content."""
-        return
 
     def refuse_empty(self) -> None:
         """Raise where there is no content."""
@@ -163,7 +154,10 @@ class Storage(ABC):
 class MemoryStorage(Storage):
     """A storage that is memory: values go with their tensors, and `_nbytes` counts them."""
 
-    _nbytes: int
+    def __init__(self, device: torch.device, copies: Copies) -> None:
+        self.device = device
+        self._copies = copies
+        self._nbytes = 0
 
     def close(self) -> None:
         return
@@ -172,17 +166,19 @@ class MemoryStorage(Storage):
     def nbytes(self) -> int:
         return self._nbytes
 
-    @abstractmethod
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
         """Make a slot around existing memory, which may be a part of another slot's."""
+        assert whole is None or isinstance(whole, MemorySlot)
+        return MemorySlot(label, memory, self, self._copies, whole)
 
 
 class DeviceStorage(MemoryStorage):
     """The memory of the device that computes."""
 
-    @abstractmethod
     def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
         """Make a slot in memory that was allocated for it."""
+        self._nbytes += memory.nbytes
+        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 
     @abstractmethod
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
@@ -194,7 +190,6 @@ class DeviceStorage(MemoryStorage):
 
     def keep_freed_at_most(self, nbytes: int) -> None:
         """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
-        return
 
     @property
     def freed_nbytes(self) -> int:
@@ -227,36 +222,28 @@ class MemorySlot(Slot):
         self._memory = memory
         self._storage = storage
         self._copies = copies
-        self._buffer = buffer
+        self.buffer = buffer
         self._before_write: Callable[[], None] = before_write if whole is None else whole._before_write
         self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
         self._writes: InFlight = InFlight() if whole is None else whole._writes
-        self._is_empty = buffer is not None and not buffer.nbytes
+        self.is_empty = buffer is not None and not buffer.nbytes
 
     def memory_in(self, storage: Storage) -> Tensor | None:
         return self._memory if storage is self._storage else None
 
-    @property
-    def is_empty(self) -> bool:
-        return self._is_empty
-
-    @property
-    def buffer(self) -> FlatBuffer | None:
-        return self._buffer
-
     def empty(self) -> None:
-        if self._buffer is not None:
+        if self.buffer is not None:
             if self._memory.device.type != "cpu":
                 # no test can miss this wait: every reader of gradients waits for the copy before the step ends. Without
                 # it, memory that a late copy still reads would go to its next user.
                 self._in_flight.wait(self._memory.device)
-            self._buffer.free()
-            self._is_empty = True
+            self.buffer.free()
+            self.is_empty = True
 
     def fill(self) -> None:
-        if self._buffer is not None:
-            self._buffer.allocate()
-            self._is_empty = False
+        if self.buffer is not None:
+            self.buffer.allocate()
+            self.is_empty = False
 
     def read(self, out: Tensor) -> Transfer:
         self.refuse_empty()
@@ -276,9 +263,6 @@ class MemorySlot(Slot):
 
     def before_write(self) -> None:
         self._before_write()
-
-    def prefetch(self) -> None:
-        return
 
     def wait(self, device: torch.device = CPU) -> None:
         self._in_flight.wait(device)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import StorageError
-from zeroshard.storage.pages import Arena, Pages, Range
+from zeroshard.storage.pages import Part
 from zeroshard.storage.transfers import LANDED, Transfer, aligned_bytes
 from zeroshard.torch_private import storage_users
 
@@ -131,70 +131,34 @@ class ResizedBuffer(FlatBuffer):
 
 @final
 class PagedBuffer(FlatBuffer):
-    """A buffer of zeros in CPU memory, whose pages go to the next buffer.
+    """A buffer in CPU memory, whose pages go to the next buffer. It begins with zeros, or without memory.
 
     Raises:
-        OSError: there are no addresses.
         StorageError: there is no memory.
     """
 
-    def __init__(self, label: str, numel: int, dtype: torch.dtype, pages: Pages) -> None:
-        self._pages = pages
-        self._nbytes = numel * dtype.itemsize
-        self._is_here = False
-        self._range = Range(pages, self._nbytes)
-        super().__init__(label, self._range.tensor(0, numel, dtype))
-        self._all = self._range.pieces(0, self._nbytes)
-        self._take()
-        self.tensor.zero_()
-
-    def __del__(self) -> None:
-        if self._is_here:
-            self._pages.hold(-self._nbytes)
+    def __init__(self, label: str, dtype: torch.dtype, part: Part, *, is_filled: bool) -> None:
+        super().__init__(label, part.tensor(dtype))
+        self._part = part
+        if is_filled:
+            self._take()
+            self.tensor.zero_()
 
     def _give_back(self) -> None:
-        self._is_here = False
-        self._pages.hold(-self._nbytes)
-        self._range.empty(self._all)
-
-    def _take(self) -> None:
-        try:
-            self._range.fill(self._all)
-        except OSError as error:
-            raise _no_memory(self.label, self._nbytes, error) from error
-        self._is_here = True
-        self._pages.hold(self._nbytes)
-        self._pages.trim()
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes if self._is_here else 0
-
-
-@final
-class ArenaBuffer(FlatBuffer):
-    """A part of an arena in CPU memory, which shares pages with its neighbours. It begins without memory."""
-
-    def __init__(self, label: str, numel: int, dtype: torch.dtype, arena: Arena) -> None:
-        self._nbytes = numel * dtype.itemsize
-        self._is_here = False
-        self._part = arena.part(self._nbytes)
-        super().__init__(label, self._part.tensor(numel, dtype))
-
-    def _give_back(self) -> None:
-        self._is_here = False
         self._part.empty()
 
     def _take(self) -> None:
         try:
             self._part.fill()
         except OSError as error:
-            raise _no_memory(self.label, self._nbytes, error) from error
-        self._is_here = True
+            raise StorageError(
+                f"no memory for {self.label} ({self.tensor.nbytes:,} bytes): {error}. Use a higher stage, offload, or smaller "
+                "buckets."
+            ) from error
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes if self._is_here else 0
+        return self._part.nbytes
 
 
 @final
@@ -220,12 +184,6 @@ class ShareableBuffer(FlatBuffer):
     @property
     def nbytes(self) -> int:
         return 0 if self.tensor.data_ptr() in self._emptied else self.tensor.nbytes
-
-
-def _no_memory(label: str, nbytes: int, error: OSError) -> StorageError:
-    return StorageError(
-        f"no memory for {label} ({nbytes:,} bytes): {error}. Use a higher stage, offload, or smaller buckets."
-    )
 
 
 class BufferPool:

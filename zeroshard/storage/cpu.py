@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from zeroshard.storage.base import MemorySlot, MemoryStorage, Slot
+from zeroshard.storage.base import MemoryStorage, Slot
 from zeroshard.storage.transfers import CPU, Copies, aligned_bytes, in_pages
 
 SLAB_NBYTES = 256 << 20
@@ -21,22 +21,16 @@ class CpuStorage(MemoryStorage):
     """CPU memory that is allocated once and kept; pinned if `pin` is True."""
 
     def __init__(self, copies: Copies, *, pin: bool) -> None:
-        self.device = CPU
-        self._copies = copies
+        super().__init__(CPU, copies)
         self.pin = pin
         self._rests: list[Tensor] = []
         """The parts of slabs that no slot has taken."""
-        self._nbytes = 0
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         nbytes = numel * dtype.itemsize
         memory = self._take(in_pages(nbytes))[:nbytes].view(dtype).zero_()
         self._nbytes += nbytes
         return self.around(label, memory)
-
-    def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        assert whole is None or isinstance(whole, MemorySlot)
-        return MemorySlot(label, memory, self, self._copies, whole)
 
     def _take(self, nbytes: int) -> Tensor:
         if not self.pin:

@@ -1,20 +1,240 @@
-"""Owns model states on disk, and the few buffers in CPU memory that transfers use."""
+"""Owns model states on disk: one file for each rank, and the few buffers in CPU memory that transfers use.
+
+Blocks of the file are read and written by threads, around the page cache, with checksums. The file has no name: it is gone from its
+folder before it is used, so the operating system takes it back whatever becomes of this process, and no other job can open it.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
 import weakref
+import zlib
 from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import final
+from pathlib import Path
+from typing import Any, Protocol, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.collectives.watch import make_current
 from zeroshard.errors import PolicyError, StorageError
-from zeroshard.policy import Offload
+from zeroshard.policy import PAGE_NBYTES, Offload
 from zeroshard.storage.base import Slot, Storage
-from zeroshard.storage.direct_file import BlockFile, DirectFile
-from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, aligned_bytes
+from zeroshard.storage.buffers import memory_of
+from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, aligned_bytes, in_pages
+
+BOUNCE_NBYTES = 1 << 20
+"""Bytes that are copied at once where direct I/O cannot take the memory itself."""
+
+
+class Requests(Transfer):
+    """The reads or writes of blocks that are under way."""
+
+    def __init__(self, futures: Sequence[Future[None]]) -> None:
+        self._futures = futures
+        self.has_raised = False
+
+    def wait(self, device: torch.device) -> None:
+        """Block, for any device: the CPU writes files.
+
+        Raises:
+            StorageError: names the file and the cause.
+        """
+        try:
+            for future in self._futures:
+                future.result()
+        except StorageError:
+            self.has_raised = True
+            raise
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+
+class BlockFile(Protocol):
+    """The part of a file that a disk storage uses."""
+
+    buffers_nbytes: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def allocate(self, nbytes: int, label: str) -> int: ...
+
+    def release(self, start: int, nbytes: int) -> None: ...
+
+    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer: ...
+
+    def read(self, start: int, flat: Tensor, label: str) -> Transfer: ...
+
+    def close(self) -> None: ...
+
+
+class DirectFile:
+    """A `BlockFile` without a name, see the module's docstring.
+
+    Args:
+        folder: the file's folder, which must exist.
+        block_nbytes: the bytes of one request, with one checksum (CRC-32); a multiple of the page.
+        requests: how many are under way at once.
+        device: the device from which written data may still be on its way.
+
+    Raises:
+        StorageError: no file can be made there.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], block_nbytes: int, requests: int, device: torch.device = CPU
+    ) -> None:
+        self.folder = Path(folder)
+        self._block_nbytes = block_nbytes
+        self._bounce_nbytes = min(block_nbytes, BOUNCE_NBYTES)
+        self.buffers_nbytes = requests * self._bounce_nbytes
+        """The most bytes of CPU memory for data that does not begin at a page."""
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
+        except OSError as error:
+            raise StorageError(
+                f"{self.folder}, where model states are to rest, cannot hold a file: {error.strerror}. Name a folder "
+                "that is there and can be written to (in a config, nvme_path)."
+            ) from error
+        self._descriptor = self._file.fileno()
+        self.is_direct = self._go_direct()
+        self._nbytes = 0
+        self._released: dict[int, list[int]] = {}
+        self._checksums: dict[int, int] = {}
+        self._own = threading.local()
+        self._threads = ThreadPoolExecutor(
+            requests, thread_name_prefix="zeroshard disk", initializer=make_current, initargs=(device,)
+        )
+
+    def _go_direct(self) -> bool:
+        """Go around the page cache, where the file system allows it."""
+        flag = getattr(os, "O_DIRECT", 0)
+        before = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, before | flag)
+            os.pwritev(self._descriptor, [mmap.mmap(-1, PAGE_NBYTES)], 0)
+        except OSError as error:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, before)
+            if error.errno != errno.EINVAL:
+                raise StorageError(
+                    f"{self.folder} cannot be written to: {error.strerror}. Name another folder (in a config, "
+                    "nvme_path)."
+                ) from error
+            return False
+        return bool(flag)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the file that are in use."""
+        return self._nbytes - sum(nbytes * len(starts) for nbytes, starts in self._released.items())
+
+    def allocate(self, nbytes: int, label: str) -> int:
+        """Take space on the disk now, so that a step does not run out of it. Returns the offset where it begins, in bytes."""
+        start = self._nbytes
+        nbytes = in_pages(nbytes)
+        if self._released.get(nbytes):
+            return self._released[nbytes].pop()
+        try:
+            os.posix_fallocate(self._descriptor, start, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise StorageError(
+                    f"{self.folder} has no room for {label} ({nbytes:,} bytes, after {start:,} that are there): "
+                    f"{error.strerror}. Make room, or name another folder."
+                ) from error
+        self._nbytes += nbytes
+        return start
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Release a range of `allocate`."""
+        self._released.setdefault(in_pages(nbytes), []).append(start)
+
+    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Requests:
+        """Start to write a contiguous CPU tensor at `start`, once `after` is over."""
+        return self._start(self._write, start, flat, label, after)
+
+    def read(self, start: int, flat: Tensor, label: str) -> Requests:
+        """Start to fill a contiguous CPU tensor from `start`, and verify the checksums of its blocks."""
+        return self._start(self._read, start, flat, label, LANDED)
+
+    def _start(self, work: Any, start: int, flat: Tensor, label: str, after: Transfer) -> Requests:
+        data = np.frombuffer(memory_of(flat), dtype=np.uint8)
+        step = self._block_nbytes
+        return Requests(
+            [
+                self._threads.submit(work, start + low, data[low : low + step], label, after)
+                for low in range(0, len(data), step)
+            ]
+        )
+
+    def _write(self, start: int, data: Any, label: str, after: Transfer) -> None:
+        after.wait(CPU)
+        self._checksums[start] = zlib.crc32(data)
+        for low, part, pages in self._in_pages(data):
+            if pages is not part:
+                np.copyto(pages[: len(part)], part)
+            self._transfer(os.pwritev, start + low, pages, len(part), label)
+
+    def _read(self, start: int, data: Any, label: str, after: Transfer) -> None:
+        for low, part, pages in self._in_pages(data):
+            self._transfer(os.preadv, start + low, pages, len(part), label)
+            if pages is not part:
+                np.copyto(part, pages[: len(part)])
+        if zlib.crc32(data) != self._checksums.get(start):
+            raise StorageError(
+                f"the file for {label} in {self.folder} is not what was written: bytes {start:,} to {start + len(data):,} have "
+                "another checksum. The disk is failing, or another program writes to it. Go on from the last checkpoint."
+            )
+
+    def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
+        """(its start, a part of `data`, pages for it): the part itself if direct I/O takes it, otherwise this thread's
+        pages.
+        """
+        whole = len(data)
+        if self.is_direct:
+            whole = 0 if data.ctypes.data % PAGE_NBYTES else len(data) // PAGE_NBYTES * PAGE_NBYTES
+        if whole:
+            yield 0, data[:whole], data[:whole]
+        if whole < len(data) and not hasattr(self._own, "pages"):
+            self._own.pages = np.frombuffer(mmap.mmap(-1, self._bounce_nbytes), dtype=np.uint8)
+        for low in range(whole, len(data), self._bounce_nbytes):
+            part = data[low : low + self._bounce_nbytes]
+            yield low, part, self._own.pages[: in_pages(len(part))]
+
+    def _transfer(self, call: Any, start: int, pages: Any, wanted: int, label: str) -> None:
+        """Repeat the system call until all of `pages` is transferred; of the last page only the bytes up to `wanted` count."""
+        done = 0
+        while done < wanted:
+            try:
+                count = call(self._descriptor, [pages[done:]], start + done)
+            except OSError as error:
+                raise StorageError(
+                    f"the file for {label} in {self.folder} cannot be {'written' if call is os.pwritev else 'read'} at "
+                    f"byte {start + done:,}: {error.strerror}. Go on from the last checkpoint."
+                ) from error
+            if count == 0:
+                raise StorageError(
+                    f"the file for {label} in {self.folder} ends at byte {start + done:,}, before its end: it was cut. "
+                    "Go on from the last checkpoint."
+                )
+            done += count
+
+    def close(self) -> None:
+        """Wait for transfers under way, and give the disk its space back."""
+        self._threads.shutdown()
+        self._file.close()
 
 
 class Staging:

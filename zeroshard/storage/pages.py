@@ -11,17 +11,114 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from bisect import bisect_right
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.storage.kernel_memory import CHUNK_NBYTES, KernelMemory
 from zeroshard.storage.transfers import in_pages
+
+CHUNK_NBYTES = 2 << 20
+"""The bytes that a kernel maps as one huge page, and that move at once."""
 
 BLOCK_NBYTES = 64 << 20
 """Addresses that an arena reserves at once."""
+_RESERVED = 0
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 3
+_FIXED = 0x10
+_NO_RESERVE = 0x4000
+_MAY_MOVE = 1
+_MOVE_FIXED = 2
+_KEEP_OLD = 4
+_DONT_NEED = 4
+_HUGE_PAGES = 14
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class KernelMemory:
+    """The private anonymous mappings of this process. Addresses are plain integers: the caller keeps them alive.
+
+    Raises:
+        OSError: the kernel refused (in all functions); its number has the reason.
+    """
+
+    def __init__(self) -> None:
+        self._libc: Any = ctypes.CDLL(None, use_errno=True)
+        size = ctypes.c_size_t
+        pointer = ctypes.c_void_p
+        for name, arguments in {
+            "mmap": (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+            "mremap": (pointer, size, size, ctypes.c_int, pointer),
+        }.items():
+            getattr(self._libc, name).argtypes = arguments
+            getattr(self._libc, name).restype = pointer
+        self._libc.munmap.argtypes = (pointer, size)
+        self._libc.madvise.argtypes = (pointer, size, ctypes.c_int)
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses without memory: a read there ends the process. A chunk or more begins at a multiple of CHUNK_NBYTES."""
+        if nbytes < CHUNK_NBYTES:
+            return self._map(None, nbytes, _RESERVED)
+        start = self._map(None, nbytes + CHUNK_NBYTES, _RESERVED)
+        address = -(-start // CHUNK_NBYTES) * CHUNK_NBYTES
+        if address > start:
+            self.unmap(start, address - start)
+        if start + CHUNK_NBYTES > address:
+            self.unmap(address + nbytes, start + CHUNK_NBYTES - address)
+        return address
+
+    def fill(self, address: int, nbytes: int) -> None:
+        """Map zeros there. A page takes memory at its first write; a range of exactly CHUNK_NBYTES gets huge pages."""
+        self._map(address, nbytes, _READ_WRITE)
+        if nbytes == CHUNK_NBYTES:
+            self._libc.madvise(address, nbytes, _HUGE_PAGES)  # a wish
+
+    def hide(self, address: int, nbytes: int) -> None:
+        """Hide the range, as `reserve` left it: memory that was there goes back to the kernel."""
+        try:
+            self._map(address, nbytes, _RESERVED)
+        except OSError:  # too many mappings: then zeros are read there
+            self._libc.madvise(address, nbytes, _DONT_NEED)
+
+    def move(self, source: int, target: int, nbytes: int) -> None:
+        """Move pages, without a copy: afterwards `target` has those of `source`, and `source` has none."""
+        flags = _MAY_MOVE | _MOVE_FIXED | _KEEP_OLD
+        self._check(self._libc.mremap(source, nbytes, nbytes, flags, target))
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Release the addresses to the kernel."""
+        self._libc.munmap(address, nbytes)
+
+    def _map(self, address: int | None, nbytes: int, protection: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE | (0 if address is None else _FIXED)
+        return self._check(self._libc.mmap(address, nbytes, protection, flags, -1, 0))
+
+    def _check(self, address: int | None) -> int:
+        if address is None or address == _FAILED:
+            raise OSError(ctypes.get_errno(), "no memory mapping")
+        return address
+
+
+def kernel_memory() -> KernelMemory | None:
+    """Return None where the kernel cannot move pages and keep the addresses (Linux before 5.7, a filter of system calls)."""
+    try:
+        kernel = KernelMemory()
+        one = kernel.reserve(mmap.PAGESIZE)
+        other = kernel.reserve(mmap.PAGESIZE)
+    except (OSError, AttributeError, TypeError):
+        return None
+    try:
+        kernel.fill(one, mmap.PAGESIZE)
+        ctypes.memset(one, 1, 1)
+        kernel.move(one, other, mmap.PAGESIZE)
+        moved = ctypes.string_at(other, 1) == b"\1" and ctypes.string_at(one, 1) == b"\0"
+        kernel.hide(one, mmap.PAGESIZE)
+        return kernel if moved else None
+    except OSError:
+        return None
+    finally:
+        for address in (one, other):
+            kernel.unmap(address, mmap.PAGESIZE)
 
 
 class Pages:
@@ -113,66 +210,61 @@ def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
 
 
 class Range:
-    """A range of `nbytes` addresses, in pieces of CHUNK_NBYTES and a shorter last one. Each piece has memory or has none.
+    """A range of `nbytes` addresses, in pieces of CHUNK_NBYTES and a shorter last one. A piece has memory while any part uses it.
 
-    The addresses are reserved as long as this, or a tensor of it, lives.
+    The addresses are reserved as long as this, or a part of it, lives.
 
     Raises:
         OSError: there are no addresses (RLIMIT_AS).
     """
 
     def __init__(self, pages: Pages, nbytes: int) -> None:
-        self._pages = pages
-        self._nbytes = _whole_pages(nbytes)
-        self._address = pages.kernel.reserve(self._nbytes)
-        weakref.finalize(self, pages.kernel.unmap, self._address, self._nbytes).atexit = False
-        self._starts = range(0, self._nbytes, CHUNK_NBYTES)
-        self._has_memory = [False] * len(self._starts)
-
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype, owner: object = None) -> Tensor:
-        """Return `numel` (at least 1) elements from `offset` on, in a storage of their own, which keeps `owner` alive too."""
-        array: Any = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(self._address + offset)
-        array.owner = self if owner is None else owner  # which lives as long as the storage
-        return torch.frombuffer(array, dtype=dtype)
-
-    def pieces(self, offset: int, nbytes: int) -> range:
-        """Return the numbers of the pieces that contain these bytes."""
-        return range(bisect_right(self._starts, offset) - 1, bisect_right(self._starts, offset + nbytes - 1))
+        self.pages = pages
+        self.nbytes = _whole_pages(nbytes)
+        self.address = pages.kernel.reserve(self.nbytes)
+        weakref.finalize(self, pages.kernel.unmap, self.address, self.nbytes).atexit = False
+        self._users = [0] * -(-self.nbytes // CHUNK_NBYTES)
 
     def fill(self, pieces: range) -> None:
-        """Give memory of undefined content to pieces without memory.
+        """Use pieces. Those without memory get some, of undefined content.
 
         Raises:
             OSError: there is none left.
         """
-        for piece in pieces:
-            if not self._has_memory[piece]:
-                self._pages.put(*self._piece(piece))
-                self._has_memory[piece] = True
+        for number, piece in enumerate(pieces):
+            if not self._users[piece]:
+                try:
+                    self.pages.put(*self._piece(piece))
+                except OSError:
+                    self.empty(pieces[:number])
+                    raise
+            self._users[piece] += 1
 
     def empty(self, pieces: range) -> None:
-        """Return the memory to the pool or the kernel."""
+        """Use pieces no longer. The memory of those that no part uses returns to the pool or the kernel."""
+        start = end = 0
         for piece in pieces:
-            if self._has_memory[piece]:
-                self._pages.take(*self._piece(piece))
-                self._has_memory[piece] = False
-        if pieces:
-            start, (last, nbytes) = self._piece(pieces[0])[0], self._piece(pieces[-1])
-            self._pages.kernel.hide(start, last + nbytes - start)
+            self._users[piece] -= 1
+            if not self._users[piece]:  # only the first and the last piece of a part have other users
+                address, nbytes = self._piece(piece)
+                self.pages.take(address, nbytes)
+                start = start or address
+                end = address + nbytes
+        if start:
+            self.pages.kernel.hide(start, end - start)
 
     def _piece(self, number: int) -> tuple[int, int]:
-        start = self._starts[number]
-        return self._address + start, min(CHUNK_NBYTES, self._nbytes - start)
+        start = number * CHUNK_NBYTES
+        return self.address + start, min(CHUNK_NBYTES, self.nbytes - start)
 
 
 class Arena:
-    """A list of ranges that parts are cut from, one after another. A piece has memory while any part in it has."""
+    """A list of ranges that parts are cut from, one after another."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self._range: Range | None = None
-        self._users: list[int] = []
-        self._used = self._nbytes = 0
+        self._used = 0
 
     def part(self, nbytes: int) -> Part:
         """Make a part of this many bytes (at least 1), without memory.
@@ -180,33 +272,38 @@ class Arena:
         Raises:
             OSError: there are no addresses.
         """
-        if self._range is None or self._used + nbytes > self._nbytes:
-            self._nbytes = max(BLOCK_NBYTES, -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES)
-            self._range = Range(self._pages, self._nbytes)
-            self._users = []
+        if self._range is None or self._used + nbytes > self._range.nbytes:
+            self._range = Range(self._pages, max(BLOCK_NBYTES, -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES))
             self._used = 0
-            self._users = [0] * (self._nbytes // CHUNK_NBYTES)
-        part = Part(self._range, self._users, self._used, nbytes)
+        part = Part(self._range, self._used, nbytes)
         self._used += -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
         return part
 
 
 class Part:
-    """A part of an arena, made by it. Its memory is freed when neither this nor its tensor is alive."""
+    """Bytes of a range, which have memory or none. It is freed when neither this nor its tensor is alive.
 
-    def __init__(self, of: Range, users: list[int], offset: int, nbytes: int) -> None:
+    Args:
+        is_unit: the pool counts it as memory of a unit.
+    """
+
+    def __init__(self, of: Range, offset: int, nbytes: int, *, is_unit: bool = False) -> None:
         self._range = of
-        self._users = users
         self._offset = offset
-        self._pieces = of.pieces(offset, nbytes)
-        self._is_filled = False
+        self._all_nbytes = nbytes
+        self._pieces = range(offset // CHUNK_NBYTES, -(-(offset + nbytes) // CHUNK_NBYTES))
+        self._is_unit = is_unit
+        self.nbytes = 0
+        """The number of bytes of live memory now."""
 
     def __del__(self) -> None:
         self.empty()
 
-    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return all of the range as a tensor."""
-        return self._range.tensor(self._offset, numel, dtype, self)
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """Return all of the part as a 1-D tensor, in a storage of its own."""
+        array: Any = (ctypes.c_uint8 * self._all_nbytes).from_address(self._range.address + self._offset)
+        array.owner = self  # which lives as long as the storage
+        return torch.frombuffer(array, dtype=dtype)
 
     def fill(self) -> None:
         """Give the part memory of undefined content.
@@ -214,21 +311,22 @@ class Part:
         Raises:
             OSError: there is none left.
         """
-        if not self._is_filled:
+        if not self.nbytes:
             self._range.fill(self._pieces)
-            self._is_filled = True
-            for piece in self._pieces:
-                self._users[piece] += 1
+            self._set_live(self._all_nbytes)
+            if self._is_unit:
+                self._range.pages.trim()
 
     def empty(self) -> None:
         """Give the part's memory back."""
-        if not self._is_filled:
-            return
-        for piece in self._pieces:
-            self._users[piece] -= 1
-            if not self._users[piece]:
-                self._range.empty(range(piece, piece + 1))
-        self._is_filled = False
+        if self.nbytes:
+            self._set_live(0)
+            self._range.empty(self._pieces)
+
+    def _set_live(self, nbytes: int) -> None:
+        if self._is_unit:
+            self._range.pages.hold(nbytes - self.nbytes)
+        self.nbytes = nbytes
 
 
 _LINE_NBYTES = 64

@@ -34,20 +34,6 @@ class Transfer(ABC):
         """Return whether `wait` would not block."""
 
 
-class Landed(Transfer):
-    """A transfer that is over."""
-
-    def wait(self, device: torch.device) -> None:
-        return
-
-    @property
-    def is_done(self) -> bool:
-        return True
-
-
-LANDED = Landed()
-
-
 class _Lane:
     """The stream of one direction's copies, and the copies whose memory the allocator must not give out again yet.
 
@@ -128,6 +114,10 @@ class InFlight(Transfer):
         return all(transfer.is_done for transfer in self._transfers)
 
 
+LANDED: Transfer = InFlight()
+"""A transfer that is over."""
+
+
 class Copies:
     """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies.
 
@@ -177,16 +167,15 @@ class Copies:
         copying: Transfer = LANDED
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):
-            buffer, busy = self._staging.popleft() if len(self._staging) == STAGED_COUNT else (self._buffer(), LANDED)
+            if len(self._staging) < STAGED_COUNT:
+                self._staging.appendleft((aligned_bytes(STAGED_NBYTES, pin=self._pin), LANDED))
+            buffer, busy = self._staging.popleft()
             busy.wait(CPU)
             part = target[low : low + step]
             cast = buffer.view(target.dtype)[: part.numel()].copy_(source[low : low + step])
             copying = self.copy(part, cast, after)
             self._staging.append((buffer, copying))
         return copying  # the last on its stream
-
-    def _buffer(self) -> Tensor:
-        return aligned_bytes(STAGED_NBYTES, pin=self._pin)
 
     @property
     def nbytes(self) -> int:

@@ -20,8 +20,7 @@ from simgpu import server
 import zeroshard
 from zeroshard import CollectiveError, Policy, Precision
 from zeroshard.collectives import choose
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.watch import NOTICE_VARIABLE
 from zeroshard.gradients.norm import coefficient_of, norm_of, scale_, sums_of_squares

@@ -24,8 +24,7 @@ from torch import nn
 import zeroshard
 from zeroshard import CollectiveError, Policy, UsageError
 from zeroshard.collectives import watch as watching
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, sum_into
+from zeroshard.collectives.base import CHUNK_NUMEL, Alone, Collectives, sum_into
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Neighbours

@@ -484,13 +484,14 @@ def test_a_rank_that_closes_takes_away_nothing_that_others_still_read(tmp_path: 
 
 def slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank read late what others offer in place."""
-    original = SharedMemory.view
+    original = SharedMemory.lent_by
 
-    def view(self: SharedMemory, *arguments: Any) -> Tensor:
+    def lent_by(self: SharedMemory, *arguments: Any) -> Tensor:
+        found = original(self, *arguments)
         time.sleep(0.001)
-        return original(self, *arguments)
+        return found
 
-    monkeypatch.setattr(SharedMemory, "view", view)
+    monkeypatch.setattr(SharedMemory, "lent_by", lent_by)
 
 
 def both_ways(body: Callable[[int], dict[str, Tensor]], count: int = 2) -> None:

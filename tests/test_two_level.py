@@ -17,12 +17,14 @@ from twin import build, gpt_batch, same, step, whole
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import sum_into
+from zeroshard.collectives.base import Alone, sum_into
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.over_hosts import OverHosts
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.two_level import TwoLevel, cut
+from zeroshard.collectives.watch import Watch
 from zeroshard.config.load import load_config
 from zeroshard.testing import run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -91,6 +93,25 @@ def test_every_operation(transport: str) -> None:
         assert control.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(4)]
         control.close()
         collectives.close()
+
+    on_ranks(body, 4)
+
+
+def test_bytes_count_where_ranks_at_one_place_are_on_several_machines() -> None:
+    """The transport across is then made of two transports, and both count."""
+
+    def body(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        members = Members.of(dist.group.WORLD, CPU)
+        watch = Watch(members.root, members.ranks, members.own, 30.0)
+        machines = [[0, 1], [2, 3]]
+        collectives = TwoLevel(members, CPU, watch, 1, lambda *given: OverHosts(*given, machines, SharedMemory))
+        collectives.all_gather(torch.zeros(4, 16), 0, "gather").wait()
+        # The own row to the neighbour and to the other machine, and the row that came from there to the neighbour.
+        assert collectives.sent == {"all_gather across": 3 * 64}
+        collectives.exchange(b"x", "the end")
+        collectives.close()
+        watch.close()
 
     on_ranks(body, 4)
 

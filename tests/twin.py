@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.two_level import TwoLevel

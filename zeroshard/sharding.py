@@ -25,8 +25,7 @@ from zeroshard.access.freezing import Freezing
 from zeroshard.access.unsharded import is_taken, register
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.live_model import LiveModel
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import group_of
 from zeroshard.construction.born import BornSharded, is_shown

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -134,7 +135,9 @@ class Collectives(ABC):
         Args:
             units: elements of each unit, the largest first. The largest is mostly a root with its embeddings, and like no other.
         """
-        return 2 * _of_most(units)
+        if not units:
+            return 0
+        return 2 * units[min(1, len(units) - 1)]
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         """Block until no other rank reads `memory` (default: all memory at rest), which is about to change."""
@@ -282,11 +285,6 @@ class Collectives(ABC):
         return self
 
 
-def _of_most(units: Sequence[int]) -> int:
-    """Return the elements of the largest unit but one."""
-    return units[len(units) > 1] if units else 0
-
-
 CHUNK_NUMEL = 1 << 16
 """Elements that a CPU sums and divides at once: small enough that the second pass finds them in the cache."""
 
@@ -316,18 +314,14 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             torch.div(total, divisor, out=target)
 
 
+@dataclass(eq=False)
 class SummedRows(Reduction):
-    """A reduction whose rows arrive as they are: they are summed here, in the order of ranks, and divided.
+    """A reduction whose rows arrive as they are: they are summed here, in the order of ranks, and divided."""
 
-    Args:
-        works: bring the rows.
-        rows: every rank's row for this one, each [shard_numel], by rank.
-    """
-
-    def __init__(self, works: Sequence[Work], rows: Sequence[Tensor], divisor: float) -> None:
-        self._works = works
-        self._rows = rows
-        self._divisor = divisor
+    _works: Sequence[Work]
+    _rows: Sequence[Tensor]
+    """Every rank's row for this one, each [shard_numel], by rank; `_works` bring them."""
+    _divisor: float
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         for work in self._works:
@@ -345,3 +339,32 @@ class SummedRows(Reduction):
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()
+
+
+class Alone(Collectives):
+    """The collectives of one rank, which sends nothing."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        return Done()
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        return SummedRows((), list(rows), divisor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        return [data]
+
+    def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
+        values = torch.zeros(1, dtype=torch.float64, device="cpu") if value is None else value.reshape(1)
+        return values, [data]
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        return Done()

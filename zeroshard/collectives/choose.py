@@ -8,17 +8,16 @@ from contextlib import nullcontext, suppress
 import torch
 import torch.distributed as dist
 
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import TURNED_OFF, NotShared
 from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.over_hosts import OverHosts
 from zeroshard.collectives.point_to_point import PointToPoint
-from zeroshard.collectives.quantized import BITS, QuantizedGradients
+from zeroshard.collectives.quantized import BITS
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.two_level import OneHost, Reducer, TwoLevel, Within, cut
+from zeroshard.collectives.two_level import OneHost, TwoLevel, Within, cut
 from zeroshard.collectives.watch import Watch, notice_seconds
 from zeroshard.launch import mark_use
 from zeroshard.policy import EXACT, Wire
@@ -60,15 +59,12 @@ def create_collectives(
     refuse_split(members)
     watch = Watch(members.root, members.ranks, members.own, notice_seconds(), device)
 
-    def crossing(across: Collectives) -> Reducer:
-        return across if wire.gradients is None else QuantizedGradients(across, BITS[wire.gradients])
-
     try:
         with watch.operation(what) if what else nullcontext():
             collectives: Grouped | None = None
             if within is not None:
                 with suppress(OneHost):
-                    collectives = TwoLevel(members, device, watch, within, _best, crossing)
+                    collectives = TwoLevel(members, device, watch, within, _best, BITS[wire.gradients])
             collectives = collectives or _best(members, device, watch, lasting=lasting)
     except BaseException:
         watch.close()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.collectives.base import Collectives, Work
+from zeroshard.collectives.base import Collectives, Work, nothing
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.report import describe_failure
 from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
-from zeroshard.errors import CollectiveError, ZeroshardError
+from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
 
 T = TypeVar("T")
 
@@ -118,6 +119,11 @@ class Grouped(Collectives):
         )
 
 
+def closed() -> UsageError:
+    """Return the error of an operation after `close`."""
+    return UsageError("these collectives were closed by remove(), so nothing can be sent. Shard the model again.")
+
+
 def _says_closed(error: BaseException) -> bool:
     return any(words in str(error) for words in _CLOSED)
 
@@ -137,24 +143,21 @@ def _closed_peers(works: Sequence[Posted]) -> set[int]:
     return closed
 
 
+@dataclass(eq=False)
 class Transfer(Work):
-    """The works of one operation, None until `begin`. `land` is called when they are done.
+    """The works of one operation, None until `begin`. `_land` is called when they are done.
 
-    Args:
-        pairing: where waits can be in vain without a notice.
+    Attributes:
+        _pairing: where waits can be in vain without a notice.
     """
 
-    def __init__(
-        self, collectives: Grouped, works: Sequence[Posted] | None, kind: str, label: str,
-        land: Callable[[], None] | None = None, pairing: Pairing | None = None,
-    ) -> None:  # fmt: skip
-        self._collectives = collectives
-        self._works = works
-        self._kind = kind
-        self._label = label
-        self._land = land
-        self._failed: CollectiveError | None = None
-        self._pairing = pairing
+    _collectives: Grouped
+    _works: Sequence[Posted] | None
+    _kind: str
+    _label: str
+    _land: Callable[[], None] = nothing
+    _pairing: Pairing | None = None
+    _failed: CollectiveError | None = None
 
     def begin(self, works: Sequence[Posted]) -> None:
         """Record the works of the launched operations."""
@@ -187,6 +190,5 @@ class Transfer(Work):
             finally:
                 collectives.watch.leave()
         land = self._land
-        self._land = None
-        if land is not None:
-            land()
+        self._land = nothing
+        land()

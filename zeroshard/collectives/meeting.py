@@ -71,34 +71,26 @@ def meet(members: Members) -> Met:
         NotShared: they cannot.
     """
     store = members.counted_store("neighbours")
-    why_not = _refusal()
-    file = None
-    listener = None
-    told: dict[str, str] = {"host": host_id(), "secret": secrets.token_hex(16), "address": ""}
-    if not why_not:
-        try:
-            file = SharedFile()
-            listener = _listener()
-            told["address"] = listener.getsockname().decode("latin-1")
-        except (OSError, ValueError) as error:
-            why_not = f"rank {members.own} may not share memory ({_reason(error)})"
-    try:
-        everyone = _agree(store, members, "here", {**told, "why_not": why_not})
-    except BaseException:
-        _give_up(file, listener)
-        raise
-    why_not = next((one["why_not"] for one in everyone if one["why_not"]), "")
-    hosts = _grouped([one["host"] for one in everyone])
-    near = [peer for peer in range(len(everyone)) if peer != members.rank]
-    if why_not or len(hosts) > 1:
-        _give_up(file, listener)
-        raise NotShared(why_not, []) if why_not else NotShared(SEVERAL_HOSTS, hosts)
-    assert file is not None
-    assert listener is not None
+    told = {"host": host_id(), "secret": secrets.token_hex(16), "address": "", "why_not": _refusal()}
+    near = [peer for peer in range(len(members.ranks)) if peer != members.rank]
+    sockets: dict[int, socket.socket] = {}
+    windows: dict[int, Window] = {}
     with ExitStack() as undo:
-        undo.callback(file.close)
-        sockets: dict[int, socket.socket] = {}
-        windows: dict[int, Window] = {}
+        if not told["why_not"]:
+            try:
+                file = SharedFile()
+                undo.callback(file.close)
+                listener = undo.enter_context(_listener())
+                told["address"] = listener.getsockname().decode("latin-1")
+            except (OSError, ValueError) as error:
+                told["why_not"] = f"rank {members.own} may not share memory ({_reason(error)})"
+        everyone = _agree(store, members, "here", told)
+        for one in everyone:
+            if one["why_not"]:
+                raise NotShared(one["why_not"], [])
+        hosts = _grouped([one["host"] for one in everyone])
+        if len(hosts) > 1:
+            raise NotShared(SEVERAL_HOSTS, hosts)
         problem = ""
         is_cause = False
         with listener:
@@ -112,9 +104,8 @@ def meet(members: Members) -> Met:
         if problem:
             undo.close()  # ranks that wait for this one then fail too
         problems = [(not cause, one) for one, cause in _agree(store, members, "met", (problem, is_cause)) if one]
-        problem = min(problems, default=(False, ""))[1]
-        if problem:
-            raise NotShared(problem, [])
+        if problems:
+            raise NotShared(min(problems)[1], [])
         undo.pop_all()
     file.hand_over()
     return Met(file, windows, Neighbours(sockets, members.timeout.total_seconds()))
@@ -156,13 +147,6 @@ def _refusal() -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _give_up(file: SharedFile | None, listener: socket.socket | None) -> None:
-    if file is not None:
-        file.close()
-    if listener is not None:
-        listener.close()
 
 
 def _close_all(held: Iterable[socket.socket | Window]) -> None:

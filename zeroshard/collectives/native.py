@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -129,7 +130,6 @@ class Native(Grouped):
         return transfer
 
     def _launch(self, kind: str, launches: list[_Launch]) -> None:
-        names = _NAMES[kind]
         group: dist.ProcessGroup = self._gather_group
         options: Any = AllgatherOptions()
         if kind == _REDUCE:
@@ -137,12 +137,13 @@ class Native(Grouped):
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if launches[0].averages else dist.ReduceOp.SUM
         options.asyncOp = True
+        # As in `PointToPoint`, the group's own method: torch has no public function for several tensors.
+        newer, older = _METHODS[kind, len(launches) > 1]
+        method = getattr(group, newer, None) or getattr(group, older)
         if len(launches) == 1:
-            work = _method(group, names.one)(launches[0].output, launches[0].input, options)
+            work = method(launches[0].output, launches[0].input, options)
         else:
-            outputs = [one.output for one in launches]
-            inputs = [one.input for one in launches]
-            work = _method(group, names.several)(outputs, inputs, options)
+            work = method([one.output for one in launches], [one.input for one in launches], options)
         for launch in launches:
             launch.transfer.begin([(work, None)])
 
@@ -168,19 +169,15 @@ class Native(Grouped):
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
         transfer = _OnDevice(self, None, _REDUCE, label)
-        moves = list[_Move]()
-        for peer in (other for other in range(self.world_size) if other != self.rank):
-            # Where they run one after the other, the lower rank of a pair sends first.
-            both = [(dist.isend, rows), (dist.irecv, received)]
-            if self.rank > peer:
-                both.reverse()
-            for operation, rows_of in both:
-                there = self.members.ranks[peer]
-                moves.append(
-                    _Move(dist.P2POp(operation, rows_of[peer], there, self._group, TRANSFER_TAG), peer, transfer)
-                )
+        operations = list[dist.P2POp]()
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                both = [self._end(dist.isend, rows[peer], peer), self._end(dist.irecv, received[peer], peer)]
+                if self.rank > peer:  # where they run one after the other, the lower rank of a pair sends first
+                    both.reverse()
+                operations += both
         with self.guarded(label):
-            works = dist.batch_isend_irecv([move.operation for move in moves])
+            works = dist.batch_isend_irecv(operations)
         transfer.begin([(work, None) for work in works])
         return transfer
 
@@ -197,12 +194,15 @@ class Native(Grouped):
             return transfer
         self.sent["transfer"] += tensor.nbytes if self.rank == source else 0
         operation, peer = (dist.isend, target) if self.rank == source else (dist.irecv, source)
-        move = _Move(dist.P2POp(operation, tensor, self.members.ranks[peer], self._group, TRANSFER_TAG), peer, transfer)
+        move = _Move(self._end(operation, tensor, peer), peer, transfer)
         if self._open is not None:
             self._moves.append(move)
         else:
             self._move([move], label)
         return transfer
+
+    def _end(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, self.members.ranks[peer], self._group, TRANSFER_TAG)
 
     def _move(self, moves: list[_Move], label: str) -> None:
         """Send and receive all at once. One by one, each pair of ranks would need a communicator of its own."""
@@ -230,34 +230,20 @@ class Native(Grouped):
         return values.view(-1), messages
 
 
-class _Names(NamedTuple):
-    """The names of a group's method: torch 2.13's, and the one before."""
-
-    one: tuple[str, str]
-    several: tuple[str, str]
-
-
-_NAMES = {
-    _GATHER: _Names(
-        ("all_gather_single", "_allgather_base"), ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-    ),
-    _REDUCE: _Names(
-        ("reduce_scatter_single", "_reduce_scatter_base"),
-        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    ),
+_METHODS = {
+    (_GATHER, False): ("all_gather_single", "_allgather_base"),
+    (_GATHER, True): ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    (_REDUCE, False): ("reduce_scatter_single", "_reduce_scatter_base"),
+    (_REDUCE, True): ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 }
+"""The names of a group's method for one tensor, or several (True): torch 2.13's, and the one before."""
 
 
-def _method(group: dist.ProcessGroup, names: tuple[str, str]) -> Any:
-    """Return a group's own method, as in `PointToPoint`: torch has no public function for several tensors."""
-    return getattr(group, names[0], None) or getattr(group, names[1])
-
-
+@dataclass(eq=False)
 class _NativeMean(Reduction):
-    def __init__(self, transfer: Transfer, total: Tensor, divisor: float) -> None:
-        self._transfer = transfer
-        self._total = total
-        self._divisor = divisor
+    _transfer: Transfer
+    _total: Tensor
+    _divisor: float
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._transfer.wait()

@@ -15,10 +15,9 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
-_TAG = struct.Struct("<Q")
-_STUCK_HEAD = struct.Struct("<Q")
+_NUMBER = struct.Struct("<Q")
+"""A message begins with its tag; that of a rank that waits goes on with a count."""
 LIMIT = 1 << 16
 """Bytes of one message at most."""
 READ = 1 << 63
@@ -42,18 +41,6 @@ class Lost(RuntimeError):
         self.peers = peers
 
 
-class _Stuck(NamedTuple):
-    """The message of a rank that waits for this one.
-
-    Attributes:
-        heard: the number of our messages that it had received by then.
-        label: the operation that it waits for.
-    """
-
-    heard: int
-    label: str
-
-
 class Neighbours:
     """The other ranks of a group that are on this host.
 
@@ -72,9 +59,13 @@ class Neighbours:
         self._inbox: dict[int, dict[int, deque[bytes]]] = {peer: defaultdict(deque) for peer in sockets}
         self._sent = dict.fromkeys(sockets, 0)
         self._heard = dict.fromkeys(sockets, 0)
-        self._stuck: dict[int, _Stuck] = {}
-        self._finished, self._dead, self._failed = set[int](), set[int](), set[int]()
-        self._poll, self._peer_of = select.poll(), dict[int, int]()
+        self._stuck: dict[int, tuple[int, str]] = {}
+        """By peers that wait for this rank, the number of our messages that they had received by then, and the operation."""
+        self._finished: set[int] = set()
+        self._dead: set[int] = set()
+        self._failed: set[int] = set()
+        self._poll = select.poll()
+        self._peer_of: dict[int, int] = {}
         self._processes: list[int] = []
         for peer, one in sockets.items():
             one.setblocking(False)
@@ -111,7 +102,7 @@ class Neighbours:
         return True
 
     def _put(self, peer: int, tag: int, data: bytes) -> None:
-        message = _TAG.pack(tag) + data
+        message = _NUMBER.pack(tag) + data
         deadline = 0.0
         while True:
             try:
@@ -157,21 +148,17 @@ class Neighbours:
         start = time.monotonic()
         told = False
         while not is_over():
-            self._refuse_silence(peer)
+            self._refuse_absent(peer)
+            heard, awaited = self._stuck.get(peer, (-1, ""))
+            if heard == self._sent[peer]:
+                raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {awaited}")
             waited = time.monotonic() - start
             if waited > self._timeout:
                 raise RuntimeError(f"timed out after {self._timeout:g} s")
             if not told and waited > _STUCK_SECONDS:
-                self._put(peer, _STUCK, _STUCK_HEAD.pack(self._heard[peer]) + label.encode()[: LIMIT // 2])
+                self._put(peer, _STUCK, _NUMBER.pack(self._heard[peer]) + label.encode()[: LIMIT // 2])
                 told = True
             self._take_in(min(self._timeout - waited, self._timeout if told else _STUCK_SECONDS) + 0.001)
-
-    def _refuse_silence(self, peer: int) -> None:
-        """Raise if this rank would wait for this peer forever."""
-        self._refuse_absent(peer)
-        stuck = self._stuck.get(peer)
-        if stuck is not None and stuck.heard == self._sent[peer]:
-            raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
 
     def _refuse_absent(self, peer: int) -> None:
         """Raise if a process ended, or this peer no longer takes part."""
@@ -216,7 +203,7 @@ class Neighbours:
                 del self._peer_of[one.fileno()]
                 self._ended(peer)
                 return
-            self._take(peer, _TAG.unpack_from(message)[0], message[_TAG.size :])
+            self._take(peer, *_split(message))
 
     def _take(self, peer: int, tag: int, data: bytes) -> None:
         if tag == _GOODBYE:
@@ -224,9 +211,8 @@ class Neighbours:
         elif tag == _FAILED:
             self._failed.add(peer)
         elif tag == _STUCK:
-            self._stuck[peer] = _Stuck(
-                _STUCK_HEAD.unpack_from(data)[0], data[_STUCK_HEAD.size :].decode(errors="replace")
-            )
+            heard, label = _split(data)
+            self._stuck[peer] = heard, label.decode(errors="replace")
         else:
             self._heard[peer] += 1
             if tag & READ:
@@ -240,14 +226,18 @@ class Neighbours:
         for peer, one in self._sockets.items():
             if peer not in self._dead:
                 with suppress(OSError):
-                    one.send(_TAG.pack(_FAILED))
+                    one.send(_NUMBER.pack(_FAILED))
+
+
+def _split(message: bytes) -> tuple[int, bytes]:
+    return _NUMBER.unpack_from(message)[0], message[_NUMBER.size :]
 
 
 def _close(process: int, sockets: dict[int, socket.socket], processes: list[int]) -> None:
     for one in sockets.values():
         if os.getpid() == process:  # otherwise it is a forked child, which sends nothing
             with suppress(OSError):
-                one.send(_TAG.pack(_GOODBYE))
+                one.send(_NUMBER.pack(_GOODBYE))
         one.close()
     for number in processes:
         os.close(number)

@@ -45,20 +45,17 @@ def sentence(own: int, seconds: float, text: str, ranks: Sequence[int], others: 
     for rank, told in others.items():
         waiting[told.text].append(rank)
     with_us = sorted([own, *waiting.pop(text, [])])
-    parts = [f"{spell(with_us)} {_has(with_us)} waited {seconds:.0f} s for {text}"]
-    parts += [f"{spell(them)} {_has(them)} waited for {what}" for what, them in waiting.items()]
+    parts = [f"{_subject(with_us, 'has', 'have')} waited {seconds:.0f} s for {text}"]
+    parts += [f"{_subject(them, 'has', 'have')} waited for {what}" for what, them in waiting.items()]
     silent = [rank for rank in ranks if rank != own and rank not in others]
     if silent:
-        parts.append(f"{spell(silent)} {_is(silent)} not waiting for any rank (still in other code?)")
+        parts.append(f"{_subject(silent, 'is', 'are')} not waiting for any rank (still in other code?)")
     return "; ".join(parts)
 
 
-def _has(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _is(ranks: Sequence[int]) -> str:
-    return "are" if len(ranks) > 1 else "is"
+def _subject(ranks: Sequence[int], one: str, several: str) -> str:
+    """Return the words for ranks, and the verb in the form for one rank or for several."""
+    return f"{spell(ranks)} {several if len(ranks) > 1 else one}"
 
 
 def describe_failure(
@@ -90,10 +87,8 @@ def describe_failure(
         )
         ended = f"Check that the host of {spell(silent)} runs, and that this one reaches it. {ended}"
     elif silent:
-        were = "were" if len(silent) > 1 else "was"
-        lines.append(
-            f"{spell(silent)} {were} not waiting for any rank (dead, finished, cut off, or still in other code)"
-        )
+        subject = _subject(silent, "was", "were")
+        lines.append(f"{subject} not waiting for any rank (dead, finished, cut off, or still in other code)")
     return (
         f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
         + "\n  ".join(lines)

@@ -16,18 +16,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Done, Reduction, Work, nothing, sum_into
-from zeroshard.collectives.grouped import Grouped, Posted
-from zeroshard.collectives.lending import Lending
+from zeroshard.collectives.base import Collectives, Done, Reduction, Sent, Work, nothing, sum_into
+from zeroshard.collectives.grouped import Grouped, Posted, closed
 from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
+from zeroshard.collectives.shared_file import SharedFile
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, UsageError
 
@@ -40,16 +41,92 @@ _PIECE_NBYTES = 4 << 20
 """The bytes of a long transfer that pass through the file at once."""
 
 
-class Offer(NamedTuple):
-    """The message of one rank to another about an operation.
+class Lent(NamedTuple):
+    """The memory that this rank lets others of its host read in one operation.
 
     Attributes:
-        offset: the place of the data in its file.
-        nbytes: how much of it, to find out ranks that diverge.
+        readers: the ranks that have not read it.
+        tensor: stays until then.
+        offset: the place of its first element in this rank's file.
+        room: in which the tensor is a copy, to be used again.
     """
 
+    tag: int
+    label: str
+    readers: set[int]
+    tensor: Tensor
     offset: int
-    nbytes: int
+    room: Tensor | None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a rank may still read the sender's own tensor, which must not change until then."""
+        return self.room is None and bool(self.readers)
+
+    def was_read_by(self, reader: int) -> bool:
+        """Return whether a rank has read it."""
+        return reader not in self.readers
+
+
+class Lending:
+    """The memory that this rank lends, until all have read it: tensors of its file, and copies of others."""
+
+    def __init__(self, file: SharedFile) -> None:
+        self._file = file
+        self._lent: dict[int, Lent] = {}
+        """By tag."""
+        self._rooms: list[Tensor] = []
+        """Free buffers for copies, as bytes."""
+
+    def lend(self, tensor: Tensor, tag: int, readers: Iterable[int], label: str) -> Lent:
+        """Keep a contiguous tensor for these ranks."""
+        offset = self._file.offset_of(tensor) if tensor.numel() else 0
+        room = None
+        if offset is None:
+            room = self._room(tensor.nbytes)
+            tensor = room[: tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+            offset = self._file.offset_of(tensor)
+            assert offset is not None
+        lent = Lent(tag, label, set(readers), tensor, offset, room)
+        self._lent[tag] = lent
+        return lent
+
+    def _room(self, nbytes: int) -> Tensor:
+        self._rooms.sort(key=Tensor.numel)
+        for number, room in enumerate(self._rooms):
+            if room.numel() >= nbytes:
+                return self._rooms.pop(number)
+        if self._rooms:  # one that is too small makes room
+            self._rooms.pop()
+        return self._file.empty(nbytes, torch.uint8)
+
+    @property
+    def copies_nbytes(self) -> int:
+        """The bytes of memory for copies, in use and free."""
+        used = [lent.room for lent in self._lent.values() if lent.room is not None]
+        return sum(room.numel() for room in [*used, *self._rooms])
+
+    def was_read(self, tag: int, reader: int) -> None:
+        """Record that a rank has read what is lent under a tag."""
+        lent = self._lent.get(tag)
+        if lent is None:
+            return
+        lent.readers.discard(reader)
+        if not lent.readers:
+            del self._lent[tag]
+            if lent.room is not None:
+                self._rooms.append(lent.room)
+
+    def in_place(self) -> list[Lent]:
+        """Return all memory that others may still read in place."""
+        return [lent for lent in self._lent.values() if lent.is_in_place]
+
+    def clear(self) -> None:
+        """Forget the readers, when no message of theirs can arrive any more."""
+        for lent in self._lent.values():
+            lent.readers.clear()
+        self._lent.clear()
+        self._rooms.clear()
 
 
 class SharedMemory(Grouped):
@@ -66,8 +143,8 @@ class SharedMemory(Grouped):
         self._met = met = self._made(lambda: meet(members))
         # If these are dropped without `close`, data that others have not read yet stays.
         weakref.finalize(self, met.file.close).atexit = False
-        self._made_lending: Lending | None = Lending(met.file)
-        met.neighbours.was_read = self._made_lending.was_read
+        self._lending = Lending(met.file)
+        met.neighbours.was_read = self._lending.was_read
         self._sequence: Counter[int] = Counter()
         self._unread: weakref.WeakSet[SharedGather] = weakref.WeakSet()
         self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -76,21 +153,13 @@ class SharedMemory(Grouped):
     @property
     def _here(self) -> Met:
         if self._met is None:
-            raise UsageError(
-                "these collectives were closed by remove(), so nothing can be sent. Shard the model again."
-            )
+            raise closed()
         if os.getpid() != self._process:  # it would take the messages that are for its parent
             raise UsageError(
                 "a forked process used a model that its parent trains, which only the ranks can. Give it a copy of "
                 "the values, or make the call in the parent."
             )
         return self._met
-
-    @property
-    def _lending(self) -> Lending:
-        assert self._here
-        assert self._made_lending is not None
-        return self._made_lending
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._here.file.empty(numel, dtype)
@@ -119,12 +188,13 @@ class SharedMemory(Grouped):
             ) from error
 
     def discard(self, memory: Tensor) -> None:
-        self._wait_in_place(lambda _: True)
+        for lent in self._lending.in_place():
+            self.wait_read(lent)
         self._here.file.discard(memory)
 
     @property
     def buffers_nbytes(self) -> int:
-        return self._made_lending.copies_nbytes if self._made_lending is not None else 0
+        return self._lending.copies_nbytes
 
     def close(self) -> None:
         if self._met is not None:
@@ -132,10 +202,11 @@ class SharedMemory(Grouped):
             self._met.file.close()
             for window in self._met.windows.values():
                 window.close()
-        self._met = self._made_lending = None
+        self._met = None
+        self._lending.clear()
         super().close()
 
-    # ------------------------------------------------------------------ offers
+    # ------------------------------------------------------------------ memory that is lent
 
     def tag(self, bucket: int, kind: int) -> int:
         """Return the next tag of an operation on a bucket, which is the same on every rank."""
@@ -144,62 +215,44 @@ class SharedMemory(Grouped):
         number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
         return self.watch.operation_code << _OPERATION_SHIFT | number
 
-    def offer(self, tensor: Tensor, tag: int, peers: Iterable[int], label: str) -> bool:
-        """Let these ranks read a contiguous tensor. If it returns True, they read in place until `wait_read(tag)`: do not write."""
-        readers = sorted(peers)
-        offset, in_place = self._lending.lend(tensor, tag, readers, label)
-        for peer in readers:
+    def lend(self, tensor: Tensor, tag: int, readers: Iterable[int], label: str) -> Lent:
+        """Let these ranks read a contiguous tensor. If it `is_in_place`, do not write to it before `wait_read`."""
+        neighbours = self._here.neighbours
+        lent = self._lending.lend(tensor, tag, readers, label)
+        for peer in sorted(lent.readers):
             with self.guarded(label, peer):
-                if not self._here.neighbours.send_if_there(peer, tag, _OFFER.pack(offset, tensor.nbytes)):
+                if not neighbours.send_if_there(peer, tag, _OFFER.pack(lent.offset, tensor.nbytes)):
                     self._lending.was_read(tag, peer)
-        return in_place and self.is_lent(tag)
+        return lent
 
-    def wait_read(self, tag: int) -> None:
-        """Block until all peers have read the offer under this tag."""
-        for peer in self._lending.readers(tag):
-            label = f"the readers of {self._lending.label(tag)}"
+    def wait_read(self, lent: Lent) -> None:
+        """Block until all peers have read what is lent."""
+        label = f"the readers of {lent.label}"
+        for peer in sorted(lent.readers):  # while one is waited for, others end
             with self.guarded(label, peer):
-                self._here.neighbours.block(peer, partial(self._lending.was_read_by, tag, peer), label)
-            if not self._lending.readers(tag):
-                return
+                self._here.neighbours.block(peer, partial(lent.was_read_by, peer), label)
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         # Others may wait in the same way for this rank to read their data.
         for gather in [one for one in self._unread if memory is None or one.rests_in(memory)]:
             gather.read_early()
-
-        def concerns(tag: int) -> bool:
+        for lent in self._lending.in_place():
             # This excludes rows: a peer may read those only after this rank's next operation.
-            is_gather = tag >> _SEQUENCE_BITS & 3 == _GATHER
-            return is_gather and (memory is None or _overlap(self._lending.tensor(tag), memory))
+            is_gather = lent.tag >> _SEQUENCE_BITS & 3 == _GATHER
+            if is_gather and (memory is None or _overlap(lent.tensor, memory)):
+                self.wait_read(lent)
 
-        self._wait_in_place(concerns)
-
-    def _wait_in_place(self, concerns: Callable[[int], bool]) -> None:
-        if self._made_lending is None:
-            return
-        for tag in self._made_lending.in_place():
-            if self.is_lent(tag) and concerns(tag):  # while one is waited for, others end
-                self.wait_read(tag)
-
-    def is_lent(self, tag: int) -> bool:
-        """Return whether a peer may still read the offer under this tag in place."""
-        return self._made_lending is not None and self._made_lending.is_in_place(tag)
-
-    def offered(self, peer: int, tag: int, nbytes: int, label: str) -> Offer:
-        """Wait for a rank's offer of `nbytes`. `view` returns its elements, and `release` reports that it was read."""
+    def lent_by(self, peer: int, tag: int, numel: int, dtype: torch.dtype, label: str) -> Tensor:
+        """Wait until a rank lends so many elements, and return them, read-only, until `release` reports that they were read."""
+        expected = numel * dtype.itemsize
         with self.guarded(label, peer):
-            found = Offer(*_OFFER.unpack(self._here.neighbours.receive(peer, tag, label)))
-            if found.nbytes != nbytes:
-                raise RuntimeError(f"rank {peer} offers {found.nbytes} bytes, and this rank expects {nbytes}")
-        return found
-
-    def view(self, peer: int, offer: Offer, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return elements of an offer, from the `start`-th on."""
-        return self._here.windows[peer].view(offer.offset + start * dtype.itemsize, numel, dtype)
+            offset, nbytes = _OFFER.unpack(self._here.neighbours.receive(peer, tag, label))
+            if nbytes != expected:
+                raise RuntimeError(f"rank {peer} offers {nbytes} bytes, and this rank expects {expected}")
+        return self._here.windows[peer].view(offset, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
-        """Report to its rank that an offer was read."""
+        """Report to a rank that the memory it lent was read."""
         with self.guarded(label, peer):
             self._here.neighbours.tell_read(peer, tag)
 
@@ -225,29 +278,22 @@ class SharedMemory(Grouped):
             prepare()
             prepare = nothing
         offered = rows[self.rank] if own is None else own
-        tag = self.tag(bucket, _GATHER)
         self.sent["all_gather"] += offered.nbytes * len(self.near)
-        in_place = self.offer(offered, tag, self.near, label)
-        gather = SharedGather(self, rows, tag, label, own, prepare, waits_for_readers=in_place and own is None)
+        lent = self.lend(offered, self.tag(bucket, _GATHER), self.near, label)
+        gather = SharedGather(self, lent, rows, own, prepare)
         if own is not None:
             self._unread.add(gather)
         return gather
 
-    def was_read(self, gather: SharedGather) -> None:
-        """Forget a gather whose data was all read."""
-        self._unread.discard(gather)
-
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        tag = self.tag(bucket, _REDUCE)
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
-        self.offer(rows, tag, self.near, label)
-        return SharedMean(self, rows, tag, label, divisor)
+        return SharedMean(self, self._lend_rows(rows, bucket, label), rows, divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        tag = self.tag(bucket, _REDUCE)
+        return SharedRows(self, self._lend_rows(rows, bucket, label), received)
+
+    def _lend_rows(self, rows: Tensor, bucket: int, label: str) -> Lent:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
-        self.offer(rows, tag, self.near, label)
-        return SharedRows(self, received, tag, label)
+        return self.lend(rows, self.tag(bucket, _REDUCE), self.near, label)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
@@ -271,14 +317,14 @@ class SharedMemory(Grouped):
         for piece in flat.split(max(_PIECE_NBYTES // flat.dtype.itemsize, 1)):
             tag = self.tag(channel, _MOVE)
             if self.rank == source:
-                self.offer(piece, tag, targets, label)
+                lent = self.lend(piece, tag, targets, label)
                 if last is not None:
                     self.wait_read(last)
-                last = tag
+                last = lent
             else:
                 with self.measure(kind):
-                    found = self.offered(source, tag, piece.nbytes, label)
-                piece.copy_(self.view(source, found, 0, piece.numel(), piece.dtype))
+                    found = self.lent_by(source, tag, piece.numel(), piece.dtype, label)
+                piece.copy_(found)
                 self.release(source, tag, label)
         if last is not None:
             self.wait_read(last)
@@ -305,23 +351,20 @@ class SharedMemory(Grouped):
 # ---------------------------------------------------------------- operations in flight
 
 
+@dataclass(eq=False)
 class SharedGather(Work):
     """An all-gather."""
 
-    def __init__(
-        self, collectives: SharedMemory, rows: Tensor, tag: int, label: str,
-        own: Tensor | None, prepare: Callable[[], None], *, waits_for_readers: bool,
-    ) -> None:  # fmt: skip
-        self._collectives = collectives
-        self._rows = rows
-        self._tag = tag
-        self._label = label
-        self._waits_for_readers = waits_for_readers
-        self._own = own
-        self._prepare = prepare
+    _collectives: SharedMemory
+    _lent: Lent
+    _rows: Tensor
+    _own: Tensor | None
+    _prepare: Callable[[], None]
+    _failed: CollectiveError | None = None
+
+    def __post_init__(self) -> None:
         self._early: dict[int, Tensor] = {}
-        self._failed: CollectiveError | None = None
-        self._left = list(collectives.near)
+        self._left = list(self._collectives.near)
 
     def wait(self) -> None:
         if self._failed is not None:  # missing data has not arrived since
@@ -332,8 +375,8 @@ class SharedGather(Work):
             prepare()
             with self._collectives.measure("gather"):
                 self._read(wanted=True)
-                if self._waits_for_readers:
-                    self._collectives.wait_read(self._tag)
+                if self._own is None and self._lent.is_in_place:
+                    self._collectives.wait_read(self._lent)
         except CollectiveError as error:
             self._failed = error
             raise
@@ -351,92 +394,92 @@ class SharedGather(Work):
 
     def read_early(self) -> None:
         """Copy the others' rows now. `wait` puts them into the rows, which may have no memory yet."""
-        for peer in [peer for peer in self._left if peer not in self._early]:
-            self._early[peer] = self._view(peer).clone()
-            self._collectives.release(peer, self._tag, self._label)
+        for peer in self._left:
+            if peer not in self._early:
+                self._early[peer] = self._row(peer).clone()
+                self._release(peer)
 
-    def _view(self, peer: int) -> Tensor:
-        """Wait for a rank's row, and return a view of that rank's memory. The rows need only a shape, no memory."""
-        numel = self._rows.shape[1]
-        dtype = self._rows.dtype
-        offer = self._collectives.offered(peer, self._tag, numel * dtype.itemsize, self._label)
-        return self._collectives.view(peer, offer, 0, numel, dtype)
+    def _row(self, peer: int) -> Tensor:
+        """Wait for a rank's row, in that rank's memory. Our rows need only a shape, no memory."""
+        rows = self._rows
+        return self._collectives.lent_by(peer, self._lent.tag, rows.shape[1], rows.dtype, self._lent.label)
+
+    def _release(self, peer: int) -> None:
+        self._collectives.release(peer, self._lent.tag, self._lent.label)
 
     def _read(self, *, wanted: bool) -> None:
-        collectives = self._collectives
         while self._left:
             peer = self._left[0]
             early = self._early.pop(peer, None)
-            found = self._view(peer) if early is None else early
+            found = self._row(peer) if early is None else early
             if wanted:
                 self._rows[peer].copy_(found)
             if early is None:
-                collectives.release(peer, self._tag, self._label)
+                self._release(peer)
             del self._left[0]
-        collectives.was_read(self)
 
 
-class SharedMean(Reduction):
+@dataclass(eq=False)
+class SentRows(Sent):
+    """Rows from each rank to each: the others read this rank's in place."""
+
+    _collectives: SharedMemory
+    _lent: Lent
+
+    def _row(self, peer: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Wait for a rank's row for this one, in that rank's memory."""
+        collectives = self._collectives
+        rows = collectives.lent_by(peer, self._lent.tag, shape.numel(), dtype, self._lent.label)
+        return rows.view(shape)[collectives.rank]
+
+    def _release(self, peer: int) -> None:
+        self._collectives.release(peer, self._lent.tag, self._lent.label)
+
+    @property
+    def is_released(self) -> bool:
+        return not self._lent.is_in_place
+
+    def wait_released(self) -> None:
+        self._collectives.wait_read(self._lent)
+
+
+@dataclass(eq=False)
+class SharedMean(SentRows, Reduction):
     """A reduce-scatter."""
 
-    def __init__(self, collectives: SharedMemory, rows: Tensor, tag: int, label: str, divisor: float) -> None:
-        self._collectives = collectives
-        self._rows = rows
-        self._tag = tag
-        self._label = label
-        self._divisor = divisor
+    _rows: Tensor
+    _divisor: float
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         collectives = self._collectives
         rows = self._rows
-        rank = self._collectives.rank
-        numel = rows.shape[1]
-        contributions = {rank: rows[rank]}
+        contributions = {collectives.rank: rows[collectives.rank]}
         with collectives.measure("reduce"):
             for peer in collectives.near:
-                offer = collectives.offered(peer, self._tag, rows.nbytes, self._label)
-                contributions[peer] = collectives.view(peer, offer, rank * numel, numel, rows.dtype)
+                contributions[peer] = self._row(peer, rows.shape, rows.dtype)
         ordered = [contributions[one] for one in range(collectives.world_size)]
         sum_into(ordered, self._divisor, out, accumulate)
         for peer in collectives.near:
-            collectives.release(peer, self._tag, self._label)
-
-    @property
-    def is_released(self) -> bool:
-        return not self._collectives.is_lent(self._tag)
-
-    def wait_released(self) -> None:
-        self._collectives.wait_read(self._tag)
+            self._release(peer)
 
 
-class SharedRows(Work):
-    """Rows from each rank to each."""
+@dataclass(eq=False)
+class SharedRows(SentRows, Work):
+    """The rows themselves, as bytes."""
 
-    def __init__(self, collectives: SharedMemory, received: Tensor, tag: int, label: str) -> None:
-        self._collectives = collectives
-        self._received = received
-        self._tag = tag
-        self._label = label
-        self._left = list(collectives.near)
+    _received: Tensor
+
+    def __post_init__(self) -> None:
+        self._left = list(self._collectives.near)
 
     def wait(self) -> None:
-        collectives = self._collectives
         received = self._received
-        with collectives.measure("reduce"):
+        with self._collectives.measure("reduce"):
             while self._left:
                 peer = self._left[0]
-                numel = received.shape[1]
-                offer = collectives.offered(peer, self._tag, received.nbytes, self._label)
-                received[peer].copy_(collectives.view(peer, offer, collectives.rank * numel, numel, received.dtype))
-                collectives.release(peer, self._tag, self._label)
+                received[peer].copy_(self._row(peer, received.shape, received.dtype))
+                self._release(peer)
                 del self._left[0]
-
-    @property
-    def is_released(self) -> bool:
-        return not self._collectives.is_lent(self._tag)
-
-    def wait_released(self) -> None:
-        self._collectives.wait_read(self._tag)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

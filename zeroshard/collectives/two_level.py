@@ -15,18 +15,18 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives, Done, Reduction, Work, nothing
+from zeroshard.collectives.base import Alone, Collectives, Done, Reduction, Work, nothing
 from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.meeting import hosts_of
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.point_to_point import control_of
+from zeroshard.collectives.over_hosts import Composed, ComposedGather
+from zeroshard.collectives.quantized import QuantizedGradients
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 
@@ -34,28 +34,17 @@ Within = int | Literal["host"]
 Make = Callable[[Members, torch.device, Watch], Grouped]
 
 
-class Reducer(Protocol):
-    """A part that sums across hosts: a transport, or lossy reductions of one."""
-
-    def workspace_numel(self, rows: Tensor) -> int: ...
-
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction: ...
-
-
-Crossing = Callable[[Collectives], Reducer]
-
-
 class OneHost(Exception):
     """The error when there is only one host, so that nothing crosses."""
 
 
-class TwoLevel(Grouped):
+class TwoLevel(Composed):
     """A transport on two levels, inside hosts and across them, see the module's docstring.
 
     Args:
         within: how many ranks are one host, in the group's order; or "host", for those that share a machine.
         make: the collectives for some of the members. Each of those must call it.
-        crossing: makes of the collectives across hosts those that bring sums.
+        bits: the number of bits of rounded gradients across hosts; None sends them as they are.
 
     Raises:
         OneHost: all of them are.
@@ -64,7 +53,7 @@ class TwoLevel(Grouped):
 
     def __init__(
         self, members: Members, device: torch.device, watch: Watch, within: Within, make: Make,
-        crossing: Crossing = lambda across: across,
+        bits: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(members, device, watch)
         self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
@@ -76,27 +65,21 @@ class TwoLevel(Grouped):
         own = self._hosts[self._host]
         self._place = own.index(self.rank)
         there = [host[self._place] for host in self._hosts]
-        self._inside: Collectives = make(members.only(own), device, watch) if len(own) > 1 else Alone()
-        across = make(members.only(there), device, watch)
-        # One count and one clock for both.
-        self._inside.count_in(self.sent, self._measure_of_both)
-        across.count_in(CrossingCount(self.sent), self._measure_of_both)
-        across.warn_others = self._inside.tell_failure
-        self._across: Collectives = across
-        self._reducer = crossing(across)
+        near = make(members.only(own), device, watch) if len(own) > 1 else Alone()
+        far = make(members.only(there), device, watch)
+        self.compose(near, far)
+        far.count_in(CrossingCount(self.sent), self._measure_of_both)
+        self._reducer = far if bits is None else QuantizedGradients(far, bits)
         self._latest: Callable[[], _Mean | None] = lambda: None
         """The last reduction, as long as somebody waits for it."""
 
-    def _measure_of_both(self, kind: str) -> AbstractContextManager[None]:
-        return self.measure(kind)
-
     @property
     def inside(self) -> Collectives:
-        return self._inside
+        return self._near
 
     @property
     def across(self) -> Collectives:
-        return self._across
+        return self._far
 
     @property
     def shard(self) -> int:
@@ -109,47 +92,19 @@ class TwoLevel(Grouped):
     def by_shard(self, by_rank: Tensor) -> Tensor:
         return torch.stack([by_rank[self.owner(shard)] for shard in range(self.world_size)])
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._inside.buffer(numel, dtype)
-
     def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return self._inside.resting_memory(numel, dtype)
-
-    def is_lent_by_system(self, tensor: Tensor) -> bool:
-        return self._inside.is_lent_by_system(tensor)
-
-    def sends_in_place(self, tensor: Tensor) -> bool:
-        return self._inside.sends_in_place(tensor)
+        return self._near.resting_memory(numel, dtype)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._across.sum_dtype(self._inside.sum_dtype(dtype))
+        return self._far.sum_dtype(self._near.sum_dtype(dtype))
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
-        return max(self._inside.numel_in_flight(units), self._across.numel_in_flight(units))
-
-    def control(self) -> Collectives:
-        return control_of(self)
-
-    def discard(self, memory: Tensor) -> None:
-        self._inside.discard(memory)
-
-    @property
-    def buffers_nbytes(self) -> int:
-        return self._inside.buffers_nbytes + self._across.buffers_nbytes
-
-    def wait_released(self, memory: Tensor | None = None) -> None:
-        self._inside.wait_released(memory)
-        self._across.wait_released(memory)
-
-    def close(self) -> None:
-        self._inside.close()
-        self._across.close()
-        super().close()
+        return max(self._near.numel_in_flight(units), self._far.numel_in_flight(units))
 
     # ------------------------------------------------------------------ rows
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        return rows.view(self._inside.world_size, -1)
+        return rows.view(self._near.world_size, -1)
 
     def _row(self, block: Tensor) -> Tensor:
         return block.view(len(self._hosts), -1)
@@ -158,30 +113,24 @@ class TwoLevel(Grouped):
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
         prepare()
-        return _Gather(self, rows, bucket, label)
-
-    def start_across(self, rows: Tensor, bucket: int, label: str) -> Work:
-        """Start to fill this rank's block."""
-        return self._across.all_gather(self._row(self._blocks(rows)[self._place]), bucket, f"{label} across hosts")
-
-    def start_inside(self, rows: Tensor, bucket: int, label: str) -> Work:
-        """Start to fill the other blocks."""
-        return self._inside.all_gather(self._blocks(rows), bucket, f"{label} inside the host")
+        blocks = self._blocks(rows)
+        crossing = self._far.all_gather(self._row(blocks[self._place]), bucket, f"{label} across hosts")
+        return ComposedGather(crossing, lambda: [self._near.all_gather(blocks, bucket, f"{label} inside the host")])
 
     def workspace_numel(self, rows: Tensor) -> int:
-        if self._inside.world_size == 1:
+        if self._near.world_size == 1:
             return self._reducer.workspace_numel(rows)
         partial = self._row(torch.empty(self._blocks(rows).shape[1], dtype=_wide(rows), device="meta"))
         wide = partial.numel() + self._reducer.workspace_numel(partial)
-        return self._inside.workspace_numel(self._blocks(rows)) + wide * _wide(rows).itemsize // rows.dtype.itemsize
+        return self._near.workspace_numel(self._blocks(rows)) + wide * _wide(rows).itemsize // rows.dtype.itemsize
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        if self._inside.world_size == 1:  # there is no sum that would need more digits than the rows have
+        if self._near.world_size == 1:  # there is no sum that would need more digits than the rows have
             return self._reducer.reduce_scatter(rows, workspace, bucket, label, divisor)
         blocks = self._blocks(rows)
-        cut_at = self._inside.workspace_numel(blocks)
+        cut_at = self._near.workspace_numel(blocks)
         # The division comes last: the sum inside is not divided.
-        pending = self._inside.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host", 1.0)
+        pending = self._near.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host", 1.0)
         wide = workspace[cut_at:].view(_wide(rows))
         partial = self._row(wide[: blocks.shape[1]])
         mean = _Mean(self._reducer, pending, partial, wide[blocks.shape[1] :], bucket, label, divisor)
@@ -195,7 +144,7 @@ class TwoLevel(Grouped):
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         found = [b""] * self.world_size
-        of_places = self._inside.exchange(b"".join(self._across.exchange(data, label)), label)
+        of_places = self._near.exchange(b"".join(self._far.exchange(data, label)), label)
         for place, joined in enumerate(of_places):
             for host, members in enumerate(self._hosts):
                 found[members[place]] = joined[host * len(data) : (host + 1) * len(data)]
@@ -208,8 +157,8 @@ class TwoLevel(Grouped):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         host, place = self._where(source)
         if self._place == place:
-            self._across.broadcast(tensor, host)
-        self._inside.broadcast(tensor, place)
+            self._far.broadcast(tensor, host)
+        self._near.broadcast(tensor, place)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
         # Two hops: across at the source's place, then inside the target's host. A rank in between receives the size
@@ -220,10 +169,10 @@ class TwoLevel(Grouped):
         is_end = self.rank in (source, target)
         passing = tensor if is_end else tensor.new_empty(nbytes, dtype=torch.uint8)
         if host != to_host and self._place == place:
-            self._across.transfer(passing, host, to_host, label).wait()
+            self._far.transfer(passing, host, to_host, label).wait()
         if place == to_place or self._host != to_host:
             return Done()
-        return self._inside.transfer(passing, place, to_place, label)
+        return self._near.transfer(passing, place, to_place, label)
 
 
 class CrossingCount(Counter[str]):
@@ -240,37 +189,18 @@ class CrossingCount(Counter[str]):
         self._whole[f"{kind} across"] = nbytes
 
 
-class _Gather(Work):
-    def __init__(self, collectives: TwoLevel, rows: Tensor, bucket: int, label: str) -> None:
-        self._collectives = collectives
-        self._arguments = (rows, bucket, label)
-        self._crossing = collectives.start_across(rows, bucket, label)
-        self._spreading: Work | None = None
-
-    def wait(self) -> None:
-        if self._spreading is None:
-            self._crossing.wait()
-            self._spreading = self._collectives.start_inside(*self._arguments)
-        self._spreading.wait()
-
-    def push(self) -> None:  # data from other hosts is passed on inside the host when it is waited for
-        self.wait()
-
-
+@dataclass(eq=False)
 class _Mean(Reduction):
     """A reduction that crosses hosts when the next one has started, or when it is waited for."""
 
-    def __init__(
-        self, across: Reducer, inside: Reduction, partial: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float,
-    ) -> None:  # fmt: skip
-        self._across = across
-        self._inside = inside
-        self._partial = partial
-        self._workspace = workspace
-        self._bucket = bucket
-        self._label = label
-        self._divisor = divisor
-        self._crossing: Reduction | None = None
+    _across: Grouped | QuantizedGradients
+    _inside: Reduction
+    _partial: Tensor
+    _workspace: Tensor
+    _bucket: int
+    _label: str
+    _divisor: float
+    _crossing: Reduction | None = None
 
     def cross(self) -> None:
         """Wait for the sum inside the host, and start to reduce it across hosts."""

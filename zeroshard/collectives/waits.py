@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -15,31 +16,26 @@ OPERATION_SHIFT = 26
 """A tag has a number in its channel, the channel, and from this bit on the code of the operation. gloo's have 31 bits."""
 
 
+@dataclass(eq=False)
 class Pairing:
     """The place of an operation among those of other ranks, over connections that do not notice that ranks wait in vain.
 
-    Args:
-        connections: a name for them, the same on every rank.
-        tag: the operation's tag.
-        ranks: the others that must begin it, by their numbers among all ranks.
-        begun: by channel, the last tag that this rank has begun; kept up to date.
-        close: closes the connections, so that waits fail on all ranks. Any thread may call it.
-
     Attributes:
+        _connections: a name for them, the same on every rank.
+        _ranks: the others that must begin the operation, by their numbers among all ranks.
+        _begun: by channel, the last tag that this rank has begun; kept up to date.
+        _close: closes the connections, so that waits fail on all ranks. Any thread may call it.
         awaited: the rank among all ranks that is waited for now.
         why_interrupted: the reason, after `interrupt`.
     """
 
-    def __init__(
-        self, connections: str, tag: int, ranks: Sequence[int], begun: Mapping[int, int], close: Callable[[], None]
-    ) -> None:
-        self._connections = connections
-        self._tag = tag
-        self._ranks = ranks
-        self._begun = begun
-        self._close = close
-        self.awaited = -1
-        self.why_interrupted = ""
+    _connections: str
+    _tag: int
+    _ranks: Sequence[int]
+    _begun: Mapping[int, int]
+    _close: Callable[[], None]
+    awaited: int = -1
+    why_interrupted: str = ""
 
     def interrupt(self, why: str) -> None:
         """Let the wait of another thread fail."""
@@ -84,13 +80,8 @@ class Wait(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The operation and its part, in words."""
-        return spelled(self.operation, self.label)
-
-
-def spelled(operation: str | None, label: str) -> str:
-    """Return the words for a wait: the whole operation, and the part of it."""
-    return f"{operation} ({label})" if operation else label
+        """The whole operation and its part, in words."""
+        return f"{self.operation} ({self.label})" if self.operation else self.label
 
 
 def code_of(name: str) -> int:

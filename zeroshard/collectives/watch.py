@@ -22,7 +22,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from zeroshard.collectives.report import Told, sentence
-from zeroshard.collectives.waits import Pairing, Waits, spelled
+from zeroshard.collectives.waits import Pairing, Wait, Waits
 from zeroshard.errors import UsageError
 from zeroshard.uncaught import is_users
 
@@ -125,8 +125,8 @@ class Watch(Waits):
 
     def told_of(self, label: str) -> Told:
         """Return this thread's message about a wait that failed."""
-        operation = self.operation_name
-        return Told(spelled(operation, label), True, operation, place_of(threading.get_ident()))
+        wait = Wait(self.operation_name, label, time.monotonic())
+        return Told(wait.text, True, wait.operation, place_of(threading.get_ident()))
 
     def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
         """Report a failed wait to the others, and return their messages by global rank.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.collectives.alone import Alone
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.everyone import Everyone
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.layout.named_parameter import NamedParameter

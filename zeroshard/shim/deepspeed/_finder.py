@@ -27,12 +27,11 @@ def fill(module: ModuleType) -> None:
     row = TABLE.get(module.__name__, Row())
     own = vars(module)
     defined = [name for name, value in own.items() if not name.startswith("_") and _is_of(value, module.__name__)]
-    public: list[str] = own.get("__all__", defined)
     own["__getattr__"] = _missing(module.__name__, row)
     own.update(row.values)
     refused = {name: _refused(name, instead) for name, instead in _each(row.refused).items()}
     own.update(refused)
-    public = [*public, *row.values, *refused]
+    public = [*defined, *row.values, *refused]
     for home, name, theirs in _places(row.names):
         own[name] = _take(home, theirs, module.__name__, name)
         public.append(name)

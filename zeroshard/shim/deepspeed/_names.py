@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Row:
@@ -42,6 +44,17 @@ _KERNELS = ("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lion", "
 _MICS = "Use zero.Init(), and mics_shard_size in the config."
 _MONITORS = "The config's blocks tensorboard, csv_monitor, wandb and comet write the figures of engine.step()."
 _OPTIMIZER = "deepspeed.initialize makes the engine's optimizer."
+_GROUPS = """
+    _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank
+    get_data_parallel_group=_get_data_parallel_group _get_sequence_data_parallel_group=_get_data_parallel_group
+    get_data_parallel_world_size=_get_data_parallel_world_size
+    _get_sequence_data_parallel_world_size=_get_data_parallel_world_size
+    get_data_parallel_rank=_get_data_parallel_rank _get_sequence_data_parallel_rank=_get_data_parallel_rank
+    _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
+    _get_model_parallel_world_size get_model_parallel_world_size=_get_model_parallel_world_size
+    get_tensor_model_parallel_world_size=_get_model_parallel_world_size _get_model_parallel_rank
+    get_model_parallel_rank=_get_model_parallel_rank get_tensor_model_parallel_rank=_get_model_parallel_rank
+"""
 
 # fmt: off
 _ROWS = {
@@ -56,16 +69,24 @@ _ROWS = {
     ".accelerator": Row(
         ".accelerator.real_accelerator: *",
         {"set_accelerator": "torch finds the accelerator; CUDA_VISIBLE_DEVICES hides some."}),
+    ".accelerator.real_accelerator": Row(
+        "._accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported"),
     ".checkpoint": Row(".checkpoint: utils", {
         "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` reads DeepSpeed's."}),
-    ".checkpoint.utils": Row("._tensors: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
+    ".checkpoint.utils": Row("._functions: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
     ".checkpointing": Row(".runtime.activation_checkpointing.checkpointing: * __getattr__"),
     ".comm": Row(".comm.comm: * __getattr__ .comm: comm"),
     ".comm.comm": Row(
-        "zeroshard.launch: get_local_rank=local_rank",
-        {"configure": 'Set {"comms_logger": {"enabled": true}} in the config.',
-         "log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'},
+        "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed configure get_world_group get_global_rank "
+        "get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor",
+        {"log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'},
         otherwise="torch.distributed"),
+    ".git_version_info": Row(values={
+        "version": "0.19.8", "git_hash": "zeroshard", "git_branch": "zeroshard", "installed_ops": {}, "compatible_ops": {},
+        "accelerator_name": "",
+        "torch_info": {
+            "version": ".".join(torch.__version__.split(".")[:2]), "cuda_version": torch.version.cuda or "0.0",
+            "nccl_version": "0.0", "hip_version": torch.version.hip or "0.0", "bf16_support": True}}),
     ".launcher": Row(".launcher: runner"),
     ".launcher.runner": Row(
         instead={"main": "Start scripts with `zeroshard run`, torchrun, srun or mpirun."},
@@ -78,7 +99,7 @@ _ROWS = {
     ".monitor.monitor": Row(refused={"Monitor MonitorMaster": _MONITORS}),
     ".moe.layer": Row(
         refused={"MoE": "Experts of transformers' models (Mixtral and its kin) are sharded as all parameters are."}),
-    ".moe.utils": Row("._answers: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"),
+    ".moe.utils": Row("._functions: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"),
     ".ops": Row(
         ".ops: adagrad adam aio lamb lion op_builder", {"transformer": "zeroshard has no compiled kernels."},
         values={"__compatible_ops__": dict.fromkeys(_KERNELS, True)}),
@@ -93,7 +114,7 @@ _ROWS = {
     ".ops.lion.cpu_lion": Row("._optimizers: DeepSpeedCPULion"),
     ".ops.lion.fused_lion": Row("._optimizers: FusedLion"),
     ".ops.op_builder": Row(
-        "._answers: AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder"),
+        "._functions: AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder"),
     ".pipe": Row(".runtime.pipe.module: *"),
     ".runtime": Row(
         ".runtime: activation_checkpointing base_optimizer config config_utils dataloader engine fp16 lr_schedules "
@@ -101,7 +122,8 @@ _ROWS = {
         {"hybrid_engine": "Train with initialize()."}),
     ".runtime.activation_checkpointing": Row(),
     ".runtime.activation_checkpointing.checkpointing": Row(
-        "zeroshard.recompute.checkpointing: configure is_configured reset ._loops: checkpoint non_reentrant_checkpoint=checkpoint",
+        "zeroshard.recompute.checkpointing: configure is_configured reset "
+        "._functions: checkpoint non_reentrant_checkpoint=checkpoint",
         {"get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed":
             "checkpoint() itself saves and restores torch's random state of every device.",
          "partition_activations_in_checkpoint": "Use configure(None, partition_activations=True).",
@@ -115,12 +137,12 @@ _ROWS = {
         values={f"{name.upper()}_OPTIMIZER": name for name in ("adam", "adamw", "lion", "muon", "adagrad")}),
     ".runtime.config_utils": Row("zeroshard.config.fields: DeepSpeedConfigModel=Block"),
     ".runtime.dataloader": Row(
-        "._loops: RepeatingLoader", {"DeepSpeedDataLoader": "initialize(training_data=...) returns a loader."}),
+        "._functions: RepeatingLoader", {"DeepSpeedDataLoader": "initialize(training_data=...) returns a loader."}),
     ".runtime.engine": Row("zeroshard: DeepSpeedEngine=Engine"),
     ".runtime.fp16": Row(".runtime.fp16: fused_optimizer loss_scaler"),
     ".runtime.fp16.fused_optimizer": Row("zeroshard.engine.engine_optimizer: FP16_Optimizer=EngineOptimizer"),
     ".runtime.fp16.loss_scaler": Row(
-        "zeroshard: DynamicLossScaler LossScaler=StaticLossScaler ._answers: LossScalerBase",
+        "zeroshard: DynamicLossScaler LossScaler=StaticLossScaler ._functions: LossScalerBase",
         {"CreateLossScaler": "The config's fp16 block makes one; engine.loss_scaler is it."},
         values={"INITIAL_LOSS_SCALE": "init_scale", "MIN_LOSS_SCALE": "min_scale", "SCALE_WINDOW": "scale_window",
                 "DELAYED_SHIFT": "delayed_shift", "CONSECUTIVE_HYSTERESIS": "consecutive_hysteresis"}),
@@ -137,12 +159,12 @@ _ROWS = {
             "There is no pipeline parallelism: all ranks are data-parallel."}),
     ".runtime.sequence_parallel": Row(".runtime.sequence_parallel: ulysses_sp"),
     ".runtime.sequence_parallel.ulysses_sp": Row(
-        "._sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+        "._ranks: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
         {"SequenceTiledCompute TiledMLP": "zeroshard.sequence.tile(model, '*.mlp') runs modules in tiles.",
          "TiledFusedLogitsLoss": "zeroshard.sequence.head_loss makes no whole logits."}),
     ".runtime.utils": Row(
-        "torch.nn.utils: clip_grad_norm_ .accelerator: get_accelerator ._memory: empty_cache see_memory_usage "
-        "._tensors: move_to_device"),
+        "torch.nn.utils: clip_grad_norm_ .accelerator: get_accelerator ._accelerator: empty_cache see_memory_usage "
+        "._functions: move_to_device"),
     ".runtime.zero": Row(
         ".runtime.zero.parameter_offload: * .runtime.zero.partition_parameters: GatheredParameters Init "
         "ZeroParamStatus ZeroParamType register_external_parameter unregister_external_parameter .runtime.zero.stage3: "
@@ -160,36 +182,46 @@ _ROWS = {
         "._config: OffloadDeviceEnum OffloadStateTypeEnum zeroshard.config.zero_block: "
         "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerBlock DeepSpeedZeroOffloadParamConfig=OffloadParamBlock"),
     ".runtime.zero.mics": Row(instead={"MiCS_Init": _MICS}, refused={"MiCS_Optimizer": _OPTIMIZER}),
-    ".runtime.zero.parameter_offload": Row("._answers: DeepSpeedZeRoOffload"),
+    ".runtime.zero.parameter_offload": Row("._functions: DeepSpeedZeRoOffload"),
     ".runtime.zero.partition_parameters": Row(
-        ".accelerator: get_accelerator",
+        ".accelerator: get_accelerator ._parameters: DeepSpeedParameter GatheredParameters Init ZeroParamStatus ZeroParamType "
+        "is_zero_param register_external_parameter unregister_external_parameter zero_wrapper_for_fp_tensor_constructor "
+        "_orig_torch_arange _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full",
         {"shutdown_init_context restore_init_context":
             "Leave the `with zero.Init()` block before you build what is not to be sharded."}),
     ".runtime.zero.stage3": Row(
-        "._loops: unwrap_model_for_generation ._memory: model_to_params estimate_zero3_model_states_mem_needs "
+        "._functions: unwrap_model_for_generation ._accelerator: model_to_params estimate_zero3_model_states_mem_needs "
         "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
         refused={"DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER}),
     ".runtime.zero.stage_1_and_2": Row(
-        "._memory: model_to_params=number_of_parameters estimate_zero2_model_states_mem_needs "
+        "._accelerator: model_to_params=number_of_parameters estimate_zero2_model_states_mem_needs "
         "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
         refused={"DeepSpeedZeroOptimizer": _OPTIMIZER}),
     ".runtime.zero.utils": Row(
-        "._answers: ZeRORuntimeException is_zero_supported_optimizer .runtime.zero.partition_parameters: is_zero_param"),
+        "._functions: ZeRORuntimeException is_zero_supported_optimizer .runtime.zero.partition_parameters: is_zero_param"),
     ".utils": Row(
         "torch.distributed: is_initialized .runtime.dataloader: RepeatingLoader .utils: groups logging "
         ".utils.init_on_device: OnDevice .utils.logging: log_dist log_dist_once logger set_log_level_from_string "
-        ".utils.tensor_fragment: * .utils.z3_leaf_module: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
-        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
+        ".utils.tensor_fragment: * .utils.z3_leaf_module: *",
         {"instrument_w_nvtx": "torch.profiler sees everything."}),
     ".utils.comms_logging": Row(instead={
         "CommsLogger calc_bw_log convert_size get_caller_func":
             'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'}),
-    ".utils.groups": Row(instead={
+    ".utils.groups": Row(
+        f"._ranks: sequence_groups {_GROUPS}", {
         "_get_expert_parallel_group _get_expert_data_parallel_group get_tensor_model_parallel_group initialize":
             "All ranks are data-parallel: there are no groups of experts, tensors or pipeline stages."}),
-    ".utils.init_on_device": Row("._tensors: OnDevice"),
-    ".utils.logging": Row("._logging: log_dist log_dist_once logger print_dist set_log_level_from_string"),
-    ".utils.torch": Row("._answers: required_torch_version"),
+    ".utils.init_on_device": Row("._functions: OnDevice"),
+    ".utils.logging": Row("._functions: log_dist log_dist_once logger print_dist set_log_level_from_string"),
+    ".utils.tensor_fragment": Row(
+        "._parameters: safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_full_grad safe_set_full_fp32_param "
+        "safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
+        "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+        "safe_update_full_grad_vectorized"),
+    ".utils.torch": Row("._functions: required_torch_version"),
+    ".utils.z3_leaf_module": Row(
+        "._config: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules with_leaf_modules z3_leaf_module z3_leaf_parameter"),
     ".utils.zero_to_fp32": Row(instead={
         "get_model_state_file get_optim_files": "Checkpoints here have one format: get_fp32_state_dict_from_zero_checkpoint and "
         "`zeroshard consolidate` read them."}),

@@ -1,8 +1,12 @@
-"""Sequence parallelism under DeepSpeed's names, which accelerate uses for `ParallelismConfig(sp_backend="deepspeed")`."""
+"""The groups of ranks: torch.distributed under DeepSpeed's names, and neighbours that hold sequences together.
+
+accelerate uses the latter for `ParallelismConfig(sp_backend="deepspeed")`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +15,96 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
 from zeroshard import UsageError
+from zeroshard.integrations.accelerate import tell_backend
+from zeroshard.launch import init_distributed as _init_distributed
 from zeroshard.sequence import Sequences
+
+
+def is_initialized() -> bool:
+    tell_backend()
+    return dist.is_initialized()
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, verbose: bool = True,
+    timeout: timedelta | None = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
+    rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
+    """Join the ranks of a launcher, unless they are joined already. A process without a launcher becomes a group of one."""
+    _init_distributed(
+        dist_backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size, required=dist_init_required
+    )  # fmt: skip
+    tell_backend()
+
+
+def configure(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: the config's `comms_logger` decides what is logged."""
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_all_gather_into_tensor
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def _get_data_parallel_group() -> Any:
+    return dist.group.WORLD
+
+
+def _get_data_parallel_world_size() -> int:
+    return dist.get_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    return dist.get_rank()
+
+
+sequence_groups: list[Any] = []
+"""The groups that `UlyssesSPAttentionHF.register_with_transformers` made, if any: accelerate reads them here."""
+
+
+def _get_sequence_parallel_group() -> Any:
+    if not sequence_groups:
+        raise UsageError(
+            'no rank holds a part of a sequence: set ParallelismConfig(sp_size=...), sp_backend="deepspeed".'
+        )
+    return sequence_groups[0].get_sequence_parallel_group()
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return sequence_groups[0].get_sequence_parallel_world_size() if sequence_groups else 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return sequence_groups[0].get_sequence_parallel_rank() if sequence_groups else 0
+
+
+def _get_model_parallel_world_size() -> int:
+    return 1
+
+
+def _get_model_parallel_rank() -> int:
+    return 0
+
+
+# ---------------------------------------------------------------------- sequences
 
 
 class SequenceGroups:
@@ -68,7 +159,7 @@ class UlyssesSPAttentionHF:
             model.set_attn_implementation(core_attn_implementation)
         made = SequenceGroups(sequence_parallel_size)
         made.sequences.attach(model)
-        groups.sequence_groups[:] = [made]
+        sequence_groups[:] = [made]
         return made
 
 

@@ -1,0 +1,290 @@
+"""Functions and classes that scripts call, and for which zeroshard has no name of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import DynamicLossScaler, StaticLossScaler, checkpointing
+from zeroshard.integrations.accelerate import refuse_divided_by_transformers
+
+# ---------------------------------------------------------------------- training loops
+
+
+class RepeatingLoader:
+    """A loader that starts again where another ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, and compute its activations again in the backward instead of keeping them."""
+    if not kwargs:
+        return checkpointing.checkpoint(function, *args)
+    # As arguments by position: tensors among them take part in the gradients.
+    return checkpointing.checkpoint(partial(_call, function, len(args), tuple(kwargs)), *args, *kwargs.values())
+
+
+def _call(function: Callable[..., Any], count: int, names: tuple[str, ...], *values: Any) -> Any:
+    return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Unshard the engine's parameters inside, so that each rank may generate independently."""
+    with zeroshard.unsharded(model.parameters()):
+        yield model
+
+
+# ---------------------------------------------------------------------- tensors on other devices
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copy tensors to `device`, each into its own storage, in lists, tuples and dicts of any depth; tied ones stay one
+    tensor.
+
+    A view of a flat buffer would be saved with the whole buffer.
+    """
+    return _clone(item, torch.device(device), {})
+
+
+def _clone(item: Any, device: torch.device, copies: dict[Any, Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        same = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
+        if same not in copies:
+            copies[same] = item.detach().to(device, copy=True)
+        return copies[same]
+    if isinstance(item, list | tuple):
+        return type(item)([_clone(one, device, copies) for one in item])
+    if isinstance(item, dict):
+        return type(item)({key: _clone(one, device, copies) for key, one in item.items()})
+    return item
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return tensors on `device`, in lists, tuples and dicts of any depth; change those that `criterion_func` accepts in place."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, list | tuple):
+        return type(item)([move_to_device(one, device, criterion_func) for one in item])
+    if isinstance(item, dict):
+        return {key: move_to_device(one, device, criterion_func) for key, one in item.items()}
+    return item.to(device)
+
+
+class OnDevice:
+    """A block (`with OnDevice(dtype, device):`) with a default dtype and device for new tensors."""
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype or torch.get_default_dtype())
+            self._stack.enter_context(torch.device(self.device))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+
+# ---------------------------------------------------------------------- the logger
+
+
+class _OfTrainings(logging.Logger):
+    """A logger that refuses a training without an engine.
+
+    transformers sets its level when a training begins (`deepspeed_init`). For a model that it divided itself, it calls
+    nothing else of this package.
+    """
+
+    def setLevel(self, level: int | str) -> None:
+        refuse_divided_by_transformers()
+        super().setLevel(level)
+
+
+def _create() -> logging.Logger:
+    created = logging.getLogger("DeepSpeed")
+    created.setLevel(logging.WARNING)
+    created.propagate = False
+    if not created.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        created.addHandler(handler)
+    created.__class__ = _OfTrainings
+    return created
+
+
+logger = _create()
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the ranks that are named; [-1] is all of them."""
+    line = _line(message, ranks)
+    if line is not None:
+        logger.log(level, line)
+
+
+def print_dist(message: str, ranks: list[int] | None = None) -> None:
+    """Print on the ranks that are named; [-1] is all of them."""
+    line = _line(message, ranks)
+    if line is not None:
+        print(line)
+
+
+def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+@cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, None if ranks is None else list(ranks), level)
+
+
+def _line(message: str, ranks: list[int] | None) -> str | None:
+    if not dist.is_initialized():
+        return f"[Rank -1] {message}"
+    rank = dist.get_rank()
+    return f"[Rank {rank}] {message}" if ranks and (ranks[0] == -1 or rank in ranks) else None
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level by its name: "debug", "info", "warning", "error", "critical"."""
+    (custom_logger or logger).setLevel(log_level_str.upper())
+
+
+# ---------------------------------------------------------------------- features that zeroshard lacks: experts, kernels, hooks
+
+LossScalerBase = (DynamicLossScaler, StaticLossScaler)
+"""The loss scalers, for isinstance."""
+
+
+class ZeRORuntimeException(Exception):
+    """An error that is never raised: zeroshard's errors are of `zeroshard.errors`."""
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    return hasattr(optimizer, "param_groups")
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    from packaging.version import Version
+
+    own = Version(Version(torch.__version__).base_version)
+    if min_version is not None and own < Version(str(min_version)):
+        return False
+    return max_version is None or own <= Version(str(max_version))
+
+
+# ---------------------------------------------------------------------- experts: no parameter is one rank's own
+
+
+def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
+    """Return (False, 0): no module has layers of DeepSpeed's MoE, since none can be made."""
+    return False, 0
+
+
+def is_moe_param(parameter: Tensor) -> bool:
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+# ---------------------------------------------------------------------- kernels: each is compatible, with nothing to load
+
+
+class _Builder:
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True: there is nothing to compile."""
+        return True
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Raise an error: there is no kernel."""
+        raise NotImplementedError(
+            f"zeroshard has no compiled kernels to load: it replaces {type(self).__name__} by Python code on torch."
+        )
+
+
+def _builder(name: str, kernel: str, product: str) -> type[_Builder]:
+    return type(name, (_Builder,), {"__doc__": f"{product}.", "__module__": __name__, "NAME": kernel})
+
+
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", "FusedAdam")
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", "DeepSpeedCPUAdam")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", "DeepSpeedCPUAdagrad")
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "DeepSpeedCPULion")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "FusedLion")
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "Files of offload")
+
+
+# ---------------------------------------------------------------------- hooks: trainers take them off before they generate
+
+
+class _NoModule:
+    """A module without parameters: there is nothing to clear on them."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    ds_external_parameters = named_parameters
+
+
+class _NoTrace:
+    """A trace of parameters that was never taken."""
+
+    def is_invalid_trace(self) -> bool:
+        return True
+
+    def _invalidate_trace(self) -> None:
+        return
+
+
+class DeepSpeedZeRoOffload:
+    """An engine's `optimizer.parameter_offload`: hooks that are none, since `unsharded` lets the model run."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.module = _NoModule()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.param_coordinator = _NoTrace()
+
+    def _register_deepspeed_module(self, *_: Any, **__: Any) -> None:
+        return
+
+    setup_zero_stage3_hooks = _register_deepspeed_module

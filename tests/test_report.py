@@ -90,7 +90,6 @@ def test_a_page_shows_the_config_and_the_environment(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["report", "{tmp}"],
         ["compare", "--model", "x:y", "--plot", "{tmp}/bars.png"],
         ["plan", "x:y", "--plot", "{tmp}/memory.png"],
     ],
@@ -99,12 +98,22 @@ def test_a_page_shows_the_config_and_the_environment(tmp_path: Path, monkeypatch
 def test_without_matplotlib_the_remedy_comes_before_any_work(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log, the model and the function that these name do not exist: a command that looked for them would fail otherwise."""
+    """The model and the function that these name do not exist: a command that looked for them would fail otherwise."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, [argument.replace("{tmp}", str(tmp_path)) for argument in arguments])
     assert isinstance(done.exception, UsageError)
     assert "is not installed: pip install 'zeroshard[plots]'." in str(done.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_log_is_named_before_a_missing_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert isinstance(done.exception, UsageError) and "no log at" in str(done.exception)
+    folder = write(tmp_path / "run", [step(1)])
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert "zeroshard report draws with matplotlib, which is not installed" in str(done.exception)
+    assert not (folder / "report.html").exists()
 
 
 def test_without_matplotlib_an_underflow_report_is_a_table_only(

@@ -23,8 +23,8 @@ def report(
     from zeroshard.observe.report_page import page
     from zeroshard.observe.run_log import read_run
 
-    require_matplotlib("zeroshard report")
     read = read_run(run)
+    require_matplotlib("zeroshard report")
     path = output_file(out or read.path.with_name("report.html"), "--out")
     if path.suffix == ".jsonl":
         raise UsageError(f"--out: {path} is a log's name, and the page is HTML: name a file such as report.html.")

@@ -288,3 +288,15 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
         patch.setattr(dry_run, "take_foreach", lambda _: None)
         one_by_one = peak()
     assert at_once > one_by_one if name == "AdamW" else at_once >= one_by_one
+
+
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
+def test_an_optimizer_that_reads_its_states_is_planned(name: str, machine: str) -> None:
+    """NAdam divides by 1 - a product that it reads. Adagrad has states, with a step of 0, before it steps."""
+    cls = getattr(torch.optim, name)
+    made = zeroshard.plan(
+        partial(nn.Linear, 8, 8), {"train_micro_batch_size_per_gpu": 1}, world_size=2, machine=machine, loss=torch.sum,
+        batch=lambda n: (torch.zeros(n, 8),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
+    )  # fmt: skip
+    assert made.figures.states["optimizer"] > 0

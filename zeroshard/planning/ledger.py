@@ -73,7 +73,7 @@ class Moment:
 
 class Ledger(TorchDispatchMode):
     """A mode that counts live bytes, and advances the clock with each operation. Inside a FakeTensorMode, it also
-    answers reads of values from tensors without values: True, and 1.
+    answers reads of values from tensors without values: True, 1, and 0.5 in a step.
 
     Attributes:
         phase, module: the present phase and module of the model, which a peak records.
@@ -238,12 +238,21 @@ class Ledger(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func in _ASKS and isinstance(args[0], FakeTensor):
-            return _answer(args[0], func)
+        if func in _ASKS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return self._answer(args[0], func)
         out = func(*args, **kwargs)
         if func.namespace != "prim" and not _is_view(func):
             self._note(func, args, kwargs, out)
         return out
+
+    def _answer(self, tensor: Tensor, func: Any) -> Any:
+        if func is aten.equal.default or tensor.dtype is torch.bool:
+            return True
+        if not tensor.dtype.is_floating_point:
+            return 1
+        if self.phase == "step":  # NAdam divides by 1 - a product that it reads
+            return 0.5
+        return 1.0
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         given = tree_leaves((args, kwargs))
@@ -268,12 +277,6 @@ class Ledger(TorchDispatchMode):
 def _is_meta(tensor: Tensor) -> bool:
     """Return whether the engine itself made it only for its shape."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
-
-
-def _answer(tensor: Tensor, func: Any) -> Any:
-    if func is aten.equal.default or tensor.dtype is torch.bool:
-        return True
-    return 1.0 if tensor.dtype.is_floating_point else 1
 
 
 _DEVICE = torch.ops.prim.device.default

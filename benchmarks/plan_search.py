@@ -142,7 +142,7 @@ def compared(case: Case, machine: str, rounds: int, clock: str) -> Outcome:
     everything = sweep(case)
     configs = {one: one.config(BASE, case.per_rank // one.micro) for one in everything}
     plain = Search(job, BASE, case.per_rank, 1 << 50, 1 << 50)
-    plans = {one: plan for one, _, plan in plain._plans([(one, None) for one in everything]) if plan is not None}
+    plans = {one: plan for one, _, plan in plain._dry_runs([(one, None) for one in everything])}
     least, most = (choose(plan.needed_nbytes for plan in plans.values()) for choose in (min, max))
     limit = least + int(case.share * (most - least))
     found = Search(job, BASE, case.per_rank, limit, 1 << 50).run()

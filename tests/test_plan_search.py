@@ -49,17 +49,16 @@ def machine() -> Machine:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Remembered(Search):
     """Runs each dry run once, whatever the limit."""
 
     seen: dict[tuple[Choice, int | None], Figures] = field(default_factory=dict)
     asked: set[tuple[Choice, int | None]] = field(default_factory=set)
 
-    def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
+    def _dry_runs(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan]]:
         unknown = [run for run in runs if run not in self.seen]
-        for choice, layers, plan in super()._plans(unknown):
-            assert plan is not None
+        for choice, layers, plan in super()._dry_runs(unknown):
             self.seen[choice, layers] = plan.figures
         self.asked.update(runs)
         for run in runs:
@@ -77,7 +76,7 @@ def search_of(model: Model) -> Remembered:
 def everything(search: Search) -> dict[Choice, Plan]:
     """Each setting's plan."""
     choices = [choice for micro in micros(search.per_rank) for wave in settings(search.job, micro) for choice in wave]
-    return {choice: plan for choice, _, plan in search._plans([(choice, None) for choice in choices]) if plan}
+    return {choice: plan for choice, _, plan in search._dry_runs([(choice, None) for choice in choices])}
 
 
 @pytest.mark.full

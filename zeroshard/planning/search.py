@@ -13,7 +13,6 @@ not fit at full depth, the settings that were left out because of it are tried.
 from __future__ import annotations
 
 import copy
-import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,7 +330,7 @@ class Found:
     others: Sequence[tuple[Choice, Estimate]] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Search:
     """The search for the fastest choice that fits.
 
@@ -351,8 +350,11 @@ class Search:
     depth: int | None = None
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
     told: Told = lambda _done, _of: None
-    _done: list[int] = field(default_factory=lambda: [0], init=False)
+    _known: dict[Choice, Estimate] = field(default_factory=dict, init=False)
+    _plans: dict[Choice, Plan] = field(default_factory=dict, init=False)
+    """The choices that were run at full depth."""
     _refusals: list[ZeroshardError] = field(default_factory=list, init=False)
+    _done: int = field(default=0, init=False)
 
     def run(self) -> Found:
         """Run promising choices, by their estimates from shallow models, at full depth.
@@ -360,52 +362,61 @@ class Search:
         Raises:
             UsageError: the engine refuses the first choices.
         """
-        known: dict[Choice, Estimate] = {}
-        plans: dict[Choice, Plan] = {}
         sizes = micros(self.per_rank)
-        self._explore(known, plans, sizes)
-        while self._is_shallow and (mistaken := self._run_at_full_depth(known, plans)):
-            known |= mistaken
-            self._explore(known, plans, sizes)
-        if not any(plan.fits for plan in plans.values()):
-            self._add_what_misses_least(known, plans, sizes)
-        return self._best(plans, known)
+        self._explore(sizes)
+        while self._is_shallow and self._run_promising():
+            self._explore(sizes)
+        if not any(plan.fits for plan in self._plans.values()):
+            self._add_what_misses_least(sizes)
+        return self._best()
 
-    def _explore(self, known: dict[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]) -> None:
+    def _explore(self, sizes: Sequence[int]) -> None:
         """Estimate choices that may be the answer and are not estimated yet."""
         for wave in settings(self.job, sizes[0]):
             waiting = wave
             while waiting:
-                waiting = [one for one in waiting if not self._is_settled(one, known)]
-                known |= self._estimates([one for one in waiting if one not in known], plans)
-                if not known:
+                waiting = [one for one in waiting if not self._is_settled(one)]
+                self._known |= self._estimates(waiting)
+                if not self._known:
                     # The first settings enable the fewest features, so the others would be refused too.
                     raise self._refused()
-                smaller = [self._smaller(one, known[one], sizes) for one in waiting if one in known]
+                smaller = [self._smaller(one, sizes) for one in waiting if one in self._known]
                 waiting = [one for one in smaller if one is not None]
 
-    def _add_what_misses_least(
-        self, known: Mapping[Choice, Estimate], plans: dict[Choice, Plan], sizes: Sequence[int]
-    ) -> None:
+    def _run_promising(self) -> bool:
+        """Run the fastest choices that may fit, a few at a time, until one fits. Return whether some surely fitted by
+        estimate but do not; their plans then replace the estimates.
+        """
+        may_fit = {one: each.seconds for one, each in self._known.items() if self._over(each) <= self._doubt}
+        order = _lower_stages_first(may_fit)
+        tried: list[Choice] = []
+        while len(tried) < len(order) and not any(one in self._plans and self._plans[one].fits for one in tried):
+            tried = order[: len(tried) + _FINALISTS]
+            self._run_at_full_depth(tried)
+        failed = [one for one in tried if one in self._plans and not self._plans[one].fits]
+        mistaken = {one: _exact(self._plans[one]) for one in failed if self._fits_for_sure(self._known[one])}
+        self._known |= mistaken
+        return bool(mistaken)
+
+    def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
         """Add the choice that is closest to fitting: of the smallest micro-batches, or of the largest, which keep no sums."""
-        extremes = dict.fromkeys(replace(choice, micro=micro) for choice in known for micro in (sizes[-1], sizes[0]))
-        found = {**known, **self._estimates([one for one in extremes if one not in known], plans)}
+        extremes = dict.fromkeys(replace(one, micro=micro) for one in self._known for micro in (sizes[-1], sizes[0]))
+        found = self._known | self._estimates(extremes)
         if self._is_shallow:
-            missing = {choice: self._missing(estimate) for choice, estimate in found.items()}
-            order = sorted(extremes, key=lambda one: missing.get(one, math.inf))
-            runs = [(one, None) for one in order[:_FINALISTS] if one not in plans]
-            plans |= {choice: plan for choice, _, plan in self._counted(runs) if plan is not None}
+            order = sorted((one for one in extremes if one in found), key=lambda one: self._missing(found[one]))
+            self._run_at_full_depth(order[:_FINALISTS])
 
     @property
     def _is_shallow(self) -> bool:
         return self.shallow is not None and self.depth is not None and self.depth > 2 * _SHALLOW[-1]
 
-    def _is_settled(self, choice: Choice, known: Mapping[Choice, Estimate]) -> bool:
+    def _is_settled(self, choice: Choice) -> bool:
         """Return whether another choice fits and is never slower."""
-        return any(choice.is_dearer_than(one) and self._fits_for_sure(known[one]) for one in known)
+        return any(choice.is_dearer_than(one) and self._fits_for_sure(each) for one, each in self._known.items())
 
-    def _smaller(self, choice: Choice, estimate: Estimate, sizes: Sequence[int]) -> Choice | None:
+    def _smaller(self, choice: Choice, sizes: Sequence[int]) -> Choice | None:
         """Return the same choice with the next micro-batch that may fit; None if this one surely fits, or none will."""
+        estimate = self._known[choice]
         if self._fits_for_sure(estimate):
             return None
         for micro in sizes:
@@ -414,47 +425,8 @@ class Search:
                 return replace(choice, micro=micro)
         return None
 
-    def _estimates(self, choices: Sequence[Choice], plans: dict[Choice, Plan]) -> dict[Choice, Estimate]:
-        """Return the figures of two shallow runs of each choice, or of one at full depth, which is kept as a plan."""
-        depths: tuple[int | None, ...] = (None,)
-        if self._is_shallow:
-            depths = _SHALLOW
-        runs = [(choice, layers) for choice in choices for layers in depths]
-        found: dict[Choice, list[tuple[int, Plan]]] = {}
-        for choice, layers, plan in self._counted(runs):
-            if plan is not None:
-                found.setdefault(choice, []).append((layers or 0, plan))
-                if layers is None:
-                    plans[choice] = plan
-        if not self._is_shallow:
-            return {choice: _exact(one) for choice, [(_, one)] in found.items()}
-        assert self.depth is not None
-        pairs = {choice: sorted(two, key=lambda one: one[0]) for choice, two in found.items() if len(two) == 2}
-        return {choice: _extrapolated(low, high, self.depth) for choice, ((_, low), (_, high)) in pairs.items()}
-
-    def _run_at_full_depth(
-        self, estimates: Mapping[Choice, Estimate], plans: dict[Choice, Plan]
-    ) -> dict[Choice, Estimate]:
-        """Run the fastest choices that may fit, a few at a time, until one fits. Return those that surely fitted by
-        estimate but do not.
-        """
-        may_fit = [choice for choice in estimates if self._may_fit(estimates[choice])]
-        order = _lower_stages_first({choice: estimates[choice].seconds for choice in may_fit})
-        tried: list[Choice] = []
-        while len(tried) < len(order) and not any(choice in plans and plans[choice].fits for choice in tried):
-            tried = order[: len(tried) + _FINALISTS]
-            runs = [(choice, None) for choice in tried if choice not in plans]
-            plans |= {choice: plan for choice, _, plan in self._counted(runs) if plan is not None}
-        mistaken = [
-            one for one in tried if one in plans and not plans[one].fits and self._fits_for_sure(estimates[one])
-        ]
-        return {choice: _exact(plans[choice]) for choice in mistaken}
-
     def _fits_for_sure(self, estimate: Estimate) -> bool:
         return self._over(estimate) <= -self._doubt
-
-    def _may_fit(self, estimate: Estimate) -> bool:
-        return self._over(estimate) <= self._doubt
 
     @property
     def _doubt(self) -> float:
@@ -467,21 +439,32 @@ class Search:
     def _missing(self, estimate: Estimate) -> float:
         return max(estimate.needed - self.limit, estimate.host - self.host_limit)
 
-    def _counted(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
-        """Make plans as `_plans` does, and report progress."""
-        before = self._done[0]
-        for ended in self._plans(runs):
-            self._done[0] += 1
-            self.told(self._done[0], before + len(runs) + _FINALISTS * self._is_shallow)
-            yield ended
+    def _estimates(self, choices: Iterable[Choice]) -> dict[Choice, Estimate]:
+        """Return the figures of choices that have none yet: from two shallow runs, or from one at full depth."""
+        new = [one for one in choices if one not in self._known]
+        if not self._is_shallow:
+            self._run_at_full_depth(new)
+            return {one: _exact(self._plans[one]) for one in new if one in self._plans}
+        assert self.depth is not None
+        found: dict[Choice, dict[int | None, Plan]] = {}
+        for choice, layers, plan in self._dry_runs([(one, layers) for one in new for layers in _SHALLOW]):
+            found.setdefault(choice, {})[layers] = plan
+        pairs = {choice: [plans[layers] for layers in _SHALLOW] for choice, plans in found.items() if len(plans) == 2}
+        return {choice: _extrapolated(low, high, self.depth) for choice, (low, high) in pairs.items()}
 
-    def _plans(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan | None]]:
-        """Yield each run's plan as it ends, or None if the engine refuses."""
+    def _run_at_full_depth(self, choices: Sequence[Choice]) -> None:
+        runs = [(choice, None) for choice in choices if choice not in self._plans]
+        self._plans |= {choice: plan for choice, _, plan in self._dry_runs(runs)}
+
+    def _dry_runs(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan]]:
+        """Yield the plan of each run of a choice and a depth as it ends, unless the engine refuses, and report progress."""
         work = [self._work(choice, layers) for choice, layers in runs]
-        for number, figures in in_processes(work, first_here=not self._done[0]):
+        expected = self._done + len(runs) + _FINALISTS * self._is_shallow
+        for number, figures in in_processes(work, first_here=not self._done):
+            self._done += 1
+            self.told(self._done, expected)
             if isinstance(figures, ZeroshardError):
                 self._refusals.append(figures)
-                yield *runs[number], None
             else:
                 yield *runs[number], Plan(self.job, figures, self.limit, self.host_limit)
 
@@ -496,17 +479,16 @@ class Search:
     def _refused(self) -> UsageError:
         return UsageError(f"the engine refused every config; the first refusal: {self._refusals[0]}")
 
-    def _best(self, plans: Mapping[Choice, Plan], known: Mapping[Choice, Estimate]) -> Found:
+    def _best(self) -> Found:
+        plans = self._plans
         if not plans:
             raise self._refused()
         fitting = {choice: plan.seconds for choice, plan in plans.items() if plan.fits}
         if not fitting:
-            choice = min(plans, key=lambda one: max(plans[one].overshoot, plans[one].host_nbytes - self.host_limit))
+            choice = min(plans, key=lambda one: self._missing(_exact(plans[one])))
             return Found(choice, plans[choice])
         choice = _lower_stages_first(fitting)[0]
-        others = {
-            one: estimate for one, estimate in known.items() if one not in plans and self._fits_for_sure(estimate)
-        }
+        others = {one: each for one, each in self._known.items() if one not in plans and self._fits_for_sure(each)}
         others |= {one: _exact(plans[one]) for one in fitting}
         del others[choice]
         order = sorted(others, key=lambda one: others[one].seconds)

@@ -90,12 +90,13 @@ def plan(
         from zeroshard.config.auto import supply
         from zeroshard.config.load import read
         from zeroshard.planning.long_sequences import LongSequences
-        from zeroshard.planning.planner import divided, job_of, limits
+        from zeroshard.planning.planner import job_of, limits
 
         subject = subject_of(model, sequence)
-    sequences = LongSequences(sequence_parallel, tile_tokens)
-    job = job_of(subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init, sequences=sequences)
-    job = divided(job, tensor_parallel, {} if config is None else config)
+    job = job_of(
+        subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init,
+        sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
+    )  # fmt: skip
     bounds = limits(job.machine, memory, host_memory)
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)

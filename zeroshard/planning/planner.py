@@ -235,61 +235,28 @@ def plan(
     if not callable(batch):
         make_batch = lambda _: batch  # noqa: E731
         micro_batch = micro_batch or _samples(batch)
-    sequences = LongSequences(sequence_parallel, tile_tokens)
     job = job_of(
-        model_factory,
-        make_batch,
-        world_size,
-        machine,
-        hosts,
-        loss,
-        optimizer,
-        sharded_init=sharded_init,
-        sequences=sequences,
-    )
-    job = divided(job, tensor_parallel, config)
+        model_factory, make_batch, world_size, machine, hosts, loss, optimizer, sharded_init=sharded_init,
+        sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
+    )  # fmt: skip
     if memory is not None:  # the engine reads the free memory
         job = replace(job, machine=job.machine.model_copy(update={"memory": memory}))
     figures = dry_run(job, config, micro_batch, draws=timeline)
     return Plan(job, figures, **limits(job.machine, memory, host_memory), told=parted(config)[1])
 
 
-def divided(job: Job, ranks: int, config: str | os.PathLike[str] | Mapping[str, Any]) -> Job:
-    """Return the same job with models that `tensor_parallel` ranks divide: the caller's number, or the config's.
-
-    Raises:
-        UsageError: the two numbers differ, or do not fit the ranks or the job's other settings.
-    """
-    named = tensor_parallel_ranks(config)
-    if ranks > 1 and named not in (1, ranks):
-        raise UsageError(
-            f"tensor_parallel is {ranks}, and the config's tensor_parallel.autotp_size {named}: leave one out."
-        )
-    ranks = max(ranks, named)
-    if ranks == 1:
-        return job
-    if job.ranks % ranks or job.ranks % job.hosts or (job.ranks // job.hosts) % ranks:
-        raise UsageError(
-            f"{job.ranks} ranks on {job.hosts} hosts cannot hold models on {ranks} tensor-parallel ranks each. Choose a number "
-            "that divides the ranks of each host."
-        )
-    if job.sequences.ranks > 1 or job.born_sharded:
-        raise UsageError(
-            "tensor parallelism beside sequence parallelism or sharded_init cannot be planned: leave one of them out."
-        )
-    return replace(job, tensor_parallel=ranks)
-
-
 def job_of(
     model_factory: Callable[[], nn.Module], batch: Callable[[int], Any], world_size: int, machine: str | Machine,
     hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None, *, sharded_init: bool = False,
-    sequences: LongSequences | None = None,
+    sequences: LongSequences | None = None, tensor_parallel: int = 1,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Job:  # fmt: skip
-    """Make the job of a plan; see `plan` for the arguments.
+    """Make the job of a plan; see `plan` for the arguments. Of the config only the tensor-parallel ranks count.
 
     Raises:
-        UsageError: there are no ranks, or fewer than hosts, or there is no such machine.
+        UsageError: there are no ranks, or fewer than hosts, or there is no such machine; or `tensor_parallel` differs from
+            the config's number, or does not fit the ranks or the other arguments.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
     if world_size < 1:
@@ -302,10 +269,24 @@ def job_of(
     spread = hosts or -(-world_size // known.accelerators)
     sequences = sequences or LongSequences()
     sequences.refuse(world_size)
-    return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init, sequences)
+    named = tensor_parallel_ranks(config or {})
+    if tensor_parallel > 1 and named not in (1, tensor_parallel):
+        raise UsageError(
+            f"tensor_parallel is {tensor_parallel}, and the config's tensor_parallel.autotp_size {named}: leave one out."
+        )
+    ranks = max(tensor_parallel, named)
+    if ranks > 1 and (world_size % spread or (world_size // spread) % ranks):
+        raise UsageError(
+            f"{world_size} ranks on {spread} hosts cannot hold models on {ranks} tensor-parallel ranks each. Choose a number "
+            "that divides the ranks of each host."
+        )
+    if ranks > 1 and (sequences.ranks > 1 or sharded_init):
+        raise UsageError(
+            "tensor parallelism beside sequence parallelism or sharded_init cannot be planned: leave one of them out."
+        )
+    return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init, sequences, ranks)
 
 
 def _samples(batch: Any) -> int | None:
     """Return the first dimension of the first tensor of a batch."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
-    return None if first is None else first.shape[0]
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)

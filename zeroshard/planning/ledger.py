@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +94,6 @@ class Ledger(TorchDispatchMode):
         self.born = TEMPORARIES
         self._live: dict[int, _Live] = {}
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        self._total = {False: 0, True: 0}
-        self._host_count = 0
         self.peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
@@ -111,11 +110,6 @@ class Ledger(TorchDispatchMode):
         return self.peaks[True]
 
     @property
-    def total(self) -> int:
-        """Live bytes on the device now."""
-        return self._total[False]
-
-    @property
     def reserved(self) -> int:
         """The bytes that the accelerator's allocator has taken from the driver; 0 on a CPU."""
         return 0 if self._segments is None else self._segments.reserved
@@ -126,9 +120,9 @@ class Ledger(TorchDispatchMode):
 
     def forget_peaks(self) -> None:
         """Count peaks from now."""
-        self.peaks = {host: Peak(self._total[host], dict(self._now[host]), self.phase) for host in (False, True)}
+        self.peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
-        self.peak_together = sum(self._total.values())
+        self.peak_together = sum(now.total() for now in self._now.values())
 
     # ------------------------------------------------------------------ what is what
 
@@ -179,8 +173,7 @@ class Ledger(TorchDispatchMode):
             category, on_host = self._purpose[-1]
         live = self._live[key] = _Live(0, category, on_host)
         self._resize(live, nbytes)
-        live.watch = weakref.ref(storage, self._when_gone(key))
-        self._host_count += on_host
+        live.watch = weakref.ref(storage, partial(self._gone, key))
         self._add(category, live.nbytes, on_host=on_host)
 
     def _resize(self, live: _Live, nbytes: int) -> None:
@@ -195,21 +188,16 @@ class Ledger(TorchDispatchMode):
             live.block = self._segments.take(nbytes)
             live.nbytes = live.block.nbytes
 
-    def _when_gone(self, key: int) -> Callable[[object], None]:
-        def gone(_: object) -> None:
-            live = self._live.pop(key)
-            self._host_count -= live.on_host
-            before = live.nbytes
-            self._resize(live, 0)
-            self._add(live.category, -before, on_host=live.on_host)
-
-        return gone
+    def _gone(self, key: int, _: object) -> None:
+        live = self._live.pop(key)
+        before = live.nbytes
+        self._resize(live, 0)
+        self._add(live.category, -before, on_host=live.on_host)
 
     def _add(self, category: str, nbytes: int, *, on_host: bool) -> None:
         self._now[on_host][category] += nbytes
-        self._total[on_host] += nbytes
-        self.peak_together = max(self.peak_together, self._total[False] + self._total[True])
-        total = self._total[on_host]
+        total = self._now[on_host].total()
+        self.peak_together = max(self.peak_together, total + self._now[not on_host].total())
         if total > self.peaks[on_host].nbytes:
             parts = {category: live for category, live in self._now[on_host].items() if live}
             self.peaks[on_host] = Peak(total, parts, self.phase, self.module)
@@ -223,7 +211,7 @@ class Ledger(TorchDispatchMode):
 
     def _is_on_host(self, tensors: Iterable[Any]) -> bool:
         """Return whether an operation on these tensors runs in CPU memory: its results are in the memory of its inputs."""
-        if not self._host_count:
+        if not self._now[True].total():
             return False
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.numel() > 1:

@@ -59,6 +59,8 @@ _SILENT = (
 )  # fmt: skip
 """Keys of a config that make a run log. A dry run ignores them."""
 _ROOT = "the root module"
+_Spent = dict[str, Counter[str]]
+"""The cost of a step so far: seconds by cause, bytes sent and calls by collective."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
     if job.sequences != LongSequences():
-        model = job.sequences.wrap(model, members.exchange)
+        model = job.sequences.wrap(model, partial(members.send_parts, "all_to_all"))
     backend = Backend(members.collectives, members.storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer
     if optimizer is None and config.schema.optimizer is None:
@@ -219,13 +221,10 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
             stack.enter_context(around)
         for _ in range(STEPS):
             ledger.timeline.clear()
-            spent = _step(job, engine, ledger, _Meter(clock, members.made))
+            spent = _step(job, engine, ledger, clock, members.made)
             _name_states(engine, ledger)
             rest = ledger.parts()
-    total = spent[-1]
-    left_out = config.batch.accumulation - run_config.batch.accumulation
-    if left_out:
-        total = total.plus(left_out, spent[0], spent[1])
+    cost = _cost(spent, config.batch.accumulation - run_config.batch.accumulation)
     return Figures(
         config=config,
         peak=ledger.peak,
@@ -236,10 +235,8 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         rest=rest,
         states=states,
         disk=storages.nbytes()["disk"],
-        sent=dict(total.sent),
-        calls=dict(total.calls),
-        seconds=total.seconds,
-        spent=dict(total.where),
+        seconds=sum(cost["spent"].values()),
+        **cost,
         numel=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         model_nbytes=model_nbytes,
@@ -261,10 +258,6 @@ class _Members:
         self.storages = partial(
             SimulatedStorages, ledger=ledger, clock=clock, machine=job.machine, sharers=job.ranks_per_host
         )
-
-    def exchange(self, nbytes: int) -> None:
-        """Simulate an exchange of heads for positions: send these bytes, and wait for as many."""
-        self.send_parts("all_to_all", nbytes)
 
     def send_parts(self, kind: str, nbytes: int) -> None:
         """Send bytes to the neighbours that hold a sequence or a model together, and wait for as many."""
@@ -358,50 +351,19 @@ def _first_line(error: Exception) -> str:
 # ---------------------------------------------------------------------- a step
 
 
-@dataclass(frozen=True)
-class _Spent:
-    """The cost of a step so far: seconds, in all and by cause; bytes sent and calls by collective."""
-
-    seconds: float
-    where: Counter[str]
-    sent: Counter[str]
-    calls: Counter[str]
-
-    def plus(self, times: int, begin: _Spent, end: _Spent) -> _Spent:
-        """Add the cost between two moments, `times` times."""
-
-        def add(whole: Counter[str], begin: Counter[str], end: Counter[str]) -> Counter[Any]:
-            return Counter({key: whole[key] + times * (end[key] - begin[key]) for key in whole})
-
-        return _Spent(
-            self.seconds + times * (end.seconds - begin.seconds),
-            add(self.where, begin.where, end.where),
-            add(self.sent, begin.sent, end.sent),
-            add(self.calls, begin.calls, end.calls),
-        )
+def _spent(clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel) -> _Spent:
+    spent: Counter[str] = Counter(clock.computed)
+    spent.update(clock.waited)  # type: ignore[arg-type]
+    return {"spent": spent, "sent": Counter(ranks.sent), "calls": Counter(ranks.calls)}
 
 
-class _Meter:
-    """A reader of the clock and the counters of one step.
-
-    Args:
-        ranks: the simulated ranks, which count bytes and calls.
-    """
-
-    def __init__(self, clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel) -> None:
-        self._clock = clock
-        self._ranks = ranks
-        ranks.sent.clear()
-        ranks.calls.clear()
-        clock.reset()
-        self._begin = clock.now
-
-    def read(self) -> _Spent:
-        """Return the cost of the step so far."""
-        where = Counter(self._clock.computed)
-        where.update(self._clock.waited)  # type: ignore[arg-type]
-        seconds = self._clock.now - self._begin
-        return _Spent(seconds, where, Counter(self._ranks.sent), Counter(self._ranks.calls))
+def _cost(spent: list[_Spent], left_out: int) -> dict[str, dict[str, Any]]:
+    """Return the cost of a whole step, of which `left_out` microbatches, all like the second, were not run."""
+    first, second, *_ = [*spent, spent[-1]]
+    return {
+        kind: {name: total + left_out * (second[kind][name] - first[kind][name]) for name, total in counts.items()}
+        for kind, counts in spent[-1].items()
+    }
 
 
 def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -414,9 +376,14 @@ def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return made
 
 
-def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spent]:
+def _step(
+    job: Job, engine: Engine, ledger: Ledger, clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel
+) -> list[_Spent]:
     """Run one step, and return its cost after each microbatch."""
     spent = []
+    ranks.sent.clear()
+    ranks.calls.clear()
+    clock.reset()
     try:
         for _ in range(engine.gradient_accumulation_steps()):
             ledger.enter("forward", INPUTS)
@@ -428,7 +395,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger, meter: _Meter) -> list[_Spen
             ledger.enter("step", TEMPORARIES)
             ledger.module = ""
             engine.step()
-            spent.append(meter.read())
+            spent.append(_spent(clock, ranks))
             del loss, batch
     except ZeroshardError:
         raise

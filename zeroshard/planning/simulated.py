@@ -219,9 +219,13 @@ class Hosts:
 
     def neighbours_line(self, size: int) -> Line:
         """Return the line of messages among `size` neighbours that hold one sequence, or one model."""
-        here = self.ranks // self.hosts
-        is_inside = self.hosts == 1 or (self.ranks % self.hosts == 0 and here % size == 0)
-        return self._line(INSIDE, self.machine.inside) if is_inside else self._line(ACROSS, self.machine.between)
+        if self._are_together(size):
+            return self._line(INSIDE, self.machine.inside)
+        return self._line(ACROSS, self.machine.between)
+
+    def _are_together(self, size: int) -> bool:
+        """Return whether `size` neighbours are on one host. A policy's host may be a part of a machine, or several."""
+        return self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
 
     def _flat(self) -> SimulatedRanks:
         shards = 1
@@ -251,8 +255,7 @@ class Hosts:
         """Return the maker of one level's collectives, if `size` neighbours are one host of the policy."""
         near = self._line(INSIDE, self.machine.inside)
         far = self._line(ACROSS, self.machine.between)
-        # A policy's host may be a part of a machine, or several.
-        is_together = self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
+        is_together = self._are_together(size)
 
         def make(members: Members, _device: torch.device, _watch: Watch) -> SimulatedRanks:
             count = len(members.ranks)

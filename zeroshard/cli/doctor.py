@@ -51,14 +51,14 @@ def doctor(
     with console.status("measuring"):
         speeds = measure(io, size)
     table = Table("used by a training", "GB/s")
-    for name, value, otherwise in (
-        (f"write to {io or 'the disk'}", speeds.disk_write, "not measured: give --io FOLDER"),
-        (f"read from {io or 'the disk'}", speeds.disk_read, "not measured: give --io FOLDER"),
-        ("AdamW on the CPU, bytes moved", speeds.step, ""),
-        ("to the accelerator", speeds.to_accelerator, "no accelerator"),
-        ("from the accelerator", speeds.from_accelerator, "no accelerator"),
+    for key, name, otherwise in (
+        ("disk_write", f"write to {io or 'the disk'}", "not measured: give --io FOLDER"),
+        ("disk_read", f"read from {io or 'the disk'}", "not measured: give --io FOLDER"),
+        ("step", "AdamW on the CPU, bytes moved", ""),
+        ("to_accelerator", "to the accelerator", "no accelerator"),
+        ("from_accelerator", "from the accelerator", "no accelerator"),
     ):
-        table.add_row(name, otherwise if value is None else f"{value / 1e9:.2f}")
+        table.add_row(name, f"{speeds[key] / 1e9:.2f}" if key in speeds else otherwise)
     console.print(table)
 
 

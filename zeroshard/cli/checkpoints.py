@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 """A block's number in a parameter's name."""
+_Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")]
+_Tag = Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")]
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")],
-    tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
+    checkpoint: _Checkpoint,
+    tag: _Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
 ) -> None:  # fmt: skip
@@ -45,9 +47,9 @@ def inspect(
 
 
 def consolidate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")],
+    checkpoint: _Checkpoint,
     out: Annotated[Path, typer.Argument(help="The folder to write to, as transformers reads it.")],
-    tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
+    tag: _Tag = None,
     dtype: Annotated[str, typer.Option(
         parser=dtype_name, metavar="DTYPE", help="Of the floating-point tensors: fp32, bf16 or fp16.")] = "fp32",
     max_shard_size: Annotated[int | None, typer.Option(
@@ -71,7 +73,7 @@ def consolidate(
 def import_from_deepspeed(
     folder: Annotated[Path, typer.Argument(help="The folder of DeepSpeed's checkpoints, or one of them.")],
     out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
-    tag: Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")] = None,
+    tag: _Tag = None,
 ) -> None:  # fmt: skip
     """Convert a DeepSpeed checkpoint of ZeRO 1, 2 or 3 to one that loads at any world size and stage. None of its code
     is run.

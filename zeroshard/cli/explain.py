@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from difflib import SequenceMatcher
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -55,27 +56,25 @@ def found(what: str | None, text: str) -> str:
     Without `what`, return the list of contents. If no message fits, return the nearest ones.
     """
     sections = dict(_split(_SECTION, text))
+    entries = {name: _split(_MESSAGE, body) for name, body in sections.items()}
     if what is None:
         lines = ["`zeroshard explain NAME` explains an error, or a message in quotes.", ""]
-        for name, body in sections.items():
-            if not _split(_MESSAGE, body):
-                continue
-            lines.append(f"- **{name}**: " + "; ".join(message for message, _ in _split(_MESSAGE, body)))
+        for name, pairs in entries.items():
+            if pairs:
+                lines.append(f"- **{name}**: " + "; ".join(message for message, _ in pairs))
         return "\n".join(lines)
     by_name = {name.lower(): name for name in sections}
     called = by_name.get(what.lower().removeprefix("zeroshard.").removeprefix("errors."))
     if called is not None:
         return f"## {called}\n{sections[called]}"
     words = _plain(what)
-    messages = [pair for body in sections.values() for pair in _split(_MESSAGE, body)]
-    entries = [
-        f"### {message}\n{body}" for message, body in messages if _plain(message) in words or words in _plain(message)
-    ]
-    if not entries:
+    messages = list(chain.from_iterable(entries.values()))
+    fitting = [f"### {name}\n{body}" for name, body in messages if _plain(name) in words or words in _plain(name)]
+    if not fitting:
         lines = [f"No error is called {what!r}, and no message has these words. The nearest:", ""]
         lines += [f"- {one}" for one in _nearest(words, [*sections, *(message for message, _ in messages)])]
         return "\n".join([*lines, "", "`zeroshard explain` lists all errors and messages."])
-    return "\n".join(entries)
+    return "\n".join(fitting)
 
 
 def _nearest(words: str, headings: list[str]) -> list[str]:

@@ -56,9 +56,8 @@ def options(
 
 def main() -> None:
     """Run the program. For an error of zeroshard or the file system print a sentence, and exit with code 2."""
-    atexit.register(
-        gc.freeze
-    )  # otherwise Python collects garbage in everything that torch imported, for a second, before it ends
+    # Otherwise Python collects garbage in everything that torch imported, for a second, before it ends.
+    atexit.register(gc.freeze)
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:

@@ -79,7 +79,7 @@ def run(context: typer.Context) -> None:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """Return Return torchrun's options, with a number of processes."""
+    """Return torchrun's options, with a number of processes."""
     import torch
     from torch.distributed.run import get_args_parser
 
@@ -134,9 +134,8 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
     is_met = options.standalone or (options.rdzv_backend != "static" and options.rdzv_endpoint)
     if most not in ("", least) and not is_met:
         raise UsageError(
-            f"--nnodes {options.nnodes}: machines that come and go meet at one of them, and its address is "
-            "missing. Give "
-            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each."
+            f"--nnodes {options.nnodes}: machines that come and go meet at one of them, and its address is missing. "
+            "Give --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each."
         )
 
 

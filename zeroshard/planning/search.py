@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -165,17 +166,15 @@ def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
     """Run each single change, and sort them by gain. Those that the engine refuses are left out."""
     changes = single_changes(plan)
     found = []
-    for done, (number, figures) in enumerate(in_processes(_work(plan, made) for made in changes.values()), start=1):
+    for done, (number, figures) in enumerate(
+        in_processes(partial(dry_run, plan.job, made) for made in changes.values()), start=1
+    ):
         told(done, len(changes))
         if not isinstance(figures, ZeroshardError):
             other = Plan(plan.job, figures, plan.limit, plan.host_limit)
             gain = plan.needed_nbytes - other.needed_nbytes
             found.append(Change(list(changes)[number], other, gain, other.seconds - plan.seconds))
     return sorted(found, key=lambda change: -change.gain)
-
-
-def _work(plan: Plan, config: dict[str, Any]) -> Callable[[], Figures]:
-    return lambda: dry_run(plan.job, config)
 
 
 def largest_micro_batch(plan: Plan) -> int:
@@ -189,7 +188,7 @@ def largest_micro_batch(plan: Plan) -> int:
         if micro not in needs:
             config = plan.complete_config() | {"train_micro_batch_size_per_gpu": micro}
             del config["train_batch_size"]
-            [(_, figures)] = in_processes([_work(plan, config)])
+            [(_, figures)] = in_processes([partial(dry_run, plan.job, config)])
             if isinstance(figures, ZeroshardError):
                 raise figures
             needs[micro] = Plan(plan.job, figures, plan.limit, plan.host_limit).needed_nbytes
@@ -474,7 +473,7 @@ class Search:
             # Fewer layers would leave room for optional memory that the full depth lacks, so the engine gets none.
             full = job.machine.model_copy(update={"memory": 1})
             job = replace(job, factory=self.shallow(layers), machine=full)
-        return lambda: dry_run(job, choice.config(self.base, self.per_rank // choice.micro))
+        return partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro))
 
     def _refused(self) -> UsageError:
         return UsageError(f"the engine refused every config; the first refusal: {self._refusals[0]}")

@@ -15,6 +15,8 @@ from zeroshard.errors import UsageError
 
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
 """The names of configurations for the number of blocks."""
+_HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+"""The ends of names of models with a loss."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,7 @@ def _config(file: Path, values: dict[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise UsageError(
             f"{file}: the installed transformers has no architecture {kind!r}: install a release that has it, or "
-            "name a "
-            "factory, package.module:function."
+            "name a factory, package.module:function."
         )
     try:
         config: Any = AutoConfig.for_model(**values)
@@ -103,17 +104,14 @@ def _class_of(file: Path, values: dict[str, Any], config: Any) -> Any:
     import transformers
 
     named = (values.get("architectures") or [""])[0]
-    if named.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")) and hasattr(
-        transformers, named
-    ):
+    if named.endswith(_HEADS) and hasattr(transformers, named):
         return getattr(transformers, named)
-    for auto in (
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForMaskedLM,
-    ):
+    autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM]
+    if config.is_encoder_decoder:
+        autos.insert(0, transformers.AutoModelForSeq2SeqLM)
+    for auto in autos:
         known = auto._model_mapping.get(type(config), None)
-        if known is not None and (auto is not transformers.AutoModelForSeq2SeqLM or config.is_encoder_decoder):
+        if known is not None:
             return known[0] if isinstance(known, tuple) else known
     raise UsageError(
         f"{file}: {values['model_type']} has no language model in transformers: name a factory, "

@@ -265,7 +265,8 @@ def refuse_without_batch_size(config: Config) -> None:
     if not config.names_batch_size:
         raise ConfigError(
             "the config names no batch size: set train_micro_batch_size_per_gpu (samples of one forward on one rank) or "
-            "train_batch_size (of one step), or give initialize(..., auto={'train_micro_batch_size_per_gpu': loader.batch_size})."
+            "train_batch_size (of one step) in it. Or give --auto train_micro_batch_size_per_gpu=... on the command line, or "
+            "initialize(..., auto={'train_micro_batch_size_per_gpu': ...})."
         )
 
 

@@ -145,6 +145,16 @@ def test_parameters_are_folded_by_block() -> None:
     assert shown == [("blocks.*.w", 12), ("blocks.12.w", 1), ("head.w", 1)]
 
 
+def test_inspect_cuts_no_name_and_prints_small_sizes(tmp_path: Path) -> None:
+    model = torch.nn.Sequential()
+    model.add_module("a_module_with_a_very_long_name" * 3, torch.nn.Linear(3, 4))
+    zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 1).save(tmp_path, "one")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+    assert "\u2026" not in shown
+    assert "parameters 0.1 KiB" in shown
+    assert "also called" not in shown
+
+
 def flat(output: str) -> str:
     return re.sub(r"\s+", " ", output)
 

@@ -67,7 +67,7 @@ def consolidate(
     reader = open_checkpoint(input_folder(checkpoint, "CHECKPOINT"), tag)
     limit = max_shard_size or MAX_SHARD_NBYTES
     for path in export(reader, out, getattr(torch, dtype), max_shard_nbytes=limit, display=Display()):
-        print(f"{path}  {path.stat().st_size / MIB:.1f} MiB")
+        print(f"{path}  {_size(path.stat().st_size)}")
 
 
 def import_from_deepspeed(
@@ -135,6 +135,12 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
     }
 
 
+def _size(nbytes: int) -> str:
+    if nbytes < MIB / 10:
+        return f"{nbytes / 1024:.1f} KiB"
+    return f"{nbytes / MIB:.1f} MiB"
+
+
 def _sharding(policy: dict[str, Any]) -> str:
     """Describe in words which states were sharded."""
     from zeroshard.step.model_states import PARAMETERS
@@ -180,7 +186,7 @@ def _print(told: dict[str, Any]) -> None:
     for problem in told["problems"]:
         console.print(problem, style="red", markup=False)
     programs = ", ".join(f"{name} {version}" for name, version in told["written_by"].items())
-    sizes = ", ".join(f"{name} {nbytes / MIB:.1f} MiB" for name, nbytes in told["state_nbytes"].items())
+    sizes = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in told["state_nbytes"].items())
     step = ""
     if told["global_steps"] is not None:
         step = f"step {told['global_steps']}, "
@@ -196,11 +202,17 @@ def _print(told: dict[str, Any]) -> None:
         highlight=False,
         markup=False,
     )
-    table = Table("parameter", "number", "shape", "states", "also called")
-    for name, number, record in folded(told["parameters"]):
+    rows = folded(told["parameters"])
+    table = Table("parameter", "number", "shape", "states")
+    table.columns[0].overflow = "fold"  # the end of a name says which parameter it is
+    several = any(record["names"][1:] for _, _, record in rows)
+    if several:
+        table.add_column("also called")
+    for name, number, record in rows:
         states = ", ".join(f"{state} {dtype}" for state, dtype in record["states"].items())
         shape = "x".join(map(str, record["shape"])) or "scalar"
-        called = ", ".join(record["names"][1:])
-        cells = (name + " (frozen)" * (not record["trained"]), str(number), shape, states, called)
+        cells = [name + " (frozen)" * (not record["trained"]), str(number), shape, states]
+        if several:
+            cells.append(", ".join(record["names"][1:]))
         table.add_row(*map(escape, cells))
     console.print(table)

@@ -120,7 +120,14 @@ def test_a_batch_size_is_named_by_the_config_or_the_caller(tmp_path: Path) -> No
     config = {"optimizer": TRAINS["optimizer"]}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert "names no batch size" in str(CliRunner().invoke(app, ["config", "check", str(path)]).exception)
+    message = str(CliRunner().invoke(app, ["config", "check", str(path)]).exception)
+    assert "names no batch size" in message
+    assert "--auto train_micro_batch_size_per_gpu=" in message
+    size = ["--auto", "train_micro_batch_size_per_gpu=1"]
+    assert (
+        "batch 1 = 1 sample x 1 accumulated x 1 rank."
+        in CliRunner().invoke(app, ["config", "check", str(path), *size]).output
+    )
     with pytest.raises(ConfigError, match="names no batch size"):
         zeroshard.initialize(model=Stack(), config=config)
     engine, *_ = zeroshard.initialize(model=Stack(), config=config, auto={"train_micro_batch_size_per_gpu": 5})

@@ -106,6 +106,6 @@ def _in_force(config: Config) -> str:
     batch = config.batch
     return (
         f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n{rounded}"
-        f"batch {batch.train} = {batch.micro} samples x {batch.accumulation} accumulated x "
+        f"batch {batch.train} = {batch.micro} sample{'s' * (batch.micro != 1)} x {batch.accumulation} accumulated x "
         f"{batch.world_size} rank{'s' * (batch.world_size != 1)}."
     )

@@ -75,6 +75,7 @@ def _memory(plan: Plan) -> Table:
         table.add_row("live bytes, start-up without sharded_init", size(figures.start.nbytes), "")
     if plan.reserved_nbytes:
         table.add_row("reserved by the allocator for these", size(plan.reserved_nbytes), "")
+    table.add_section()
     for name, nbytes in plan.unseen.items():
         table.add_row(name, size(nbytes), "")
     table.add_section()
@@ -93,8 +94,9 @@ def _step(plan: Plan) -> Table:
     who = f"{plan.job.data_ranks} ranks"
     if together > 1:
         who = f"{plan.job.ranks // together} groups of {together} ranks"
-    samples = f"{batch.micro} samples x {batch.accumulation} microbatches"
-    table.add_row("a step", f"{samples} x {who} = {batch.train // together}")
+    samples = f"{batch.micro} sample{'s' * (batch.micro != 1)}"
+    microbatches = f"{batch.accumulation} microbatch{'es' * (batch.accumulation != 1)}"
+    table.add_row("a step", f"{samples} x {microbatches} x {who} = {batch.train // together}")
     table.add_row("CPU memory of a host", size(plan.host_nbytes))
     if plan.disk_nbytes:
         table.add_row("disk of a host", size(plan.disk_nbytes))

@@ -62,39 +62,6 @@ def numel_of(resident: Resident) -> int:
     return resident.shard.numel
 
 
-class SubGroup:
-    """The shards that one call updates in one frame."""
-
-    def __init__(self, residents: list[Travelling]) -> None:
-        self.residents = residents
-        self.frame: Frame | None = None
-
-    @property
-    def step(self) -> Storage:
-        """The storage in which the optimizer steps."""
-        return self.residents[0].shard.step
-
-    def start(self, frame: Frame) -> None:
-        """Start to read all values except the gradients."""
-        self.frame = frame
-        for resident in self.residents:
-            resident.start(frame)
-
-    def start_gradients(self) -> None:
-        """Start to read the gradients, which are complete."""
-        for resident in self.residents:
-            resident.start_gradient()
-
-    def leave(self) -> Frame:
-        """Start to write the group back, and return its frame."""
-        frame = self.frame
-        assert frame is not None
-        self.frame = None
-        for resident in self.residents:
-            resident.leave(write=True, update_rest=True)
-        return frame
-
-
 class Frames:
     """The frames of one model, and the sub-groups of shards that pass through them.
 
@@ -113,7 +80,9 @@ class Frames:
         self._is_bounded = policy.uses_disk
         self._open: Travelling | None = None
         self._open_frame: Frame
-        self._waiting = deque[SubGroup]()
+        self._lent: dict[Resident, Frame] = {}
+        """The frames of the groups that are in memory, or on their way, by each group's first resident."""
+        self._waiting = deque[list[Travelling]]()
         self._plan()
         if self._largest > self._limit // 2:
             self._refuse()
@@ -128,8 +97,7 @@ class Frames:
         numel = sum(resident.shard.numel for resident in self._residents)
         typical = math.ceil(sum(needs.values()) / max(numel, 1) * most)
         self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
-        fitting = packed(self._residents, (needs.__getitem__, self._frame_nbytes), (numel_of, most))
-        self.groups = [SubGroup(residents) for residents in fitting]
+        self.groups = packed(self._residents, (needs.__getitem__, self._frame_nbytes), (numel_of, most))
         """In the order of the step."""
         steps = dict.fromkeys(resident.shard.step for resident in self._residents)
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
@@ -154,53 +122,51 @@ class Frames:
     @property
     def nbytes(self) -> int:
         """The bytes of all allocated frames."""
-        lent = [group.frame for group in self.groups if group.frame is not None]
-        return sum(frame.nbytes for frame in [*chain.from_iterable(self._free.values()), *lent])
+        return sum(frame.nbytes for frame in [*chain.from_iterable(self._free.values()), *self._lent.values()])
 
     # ------------------------------------------------------------------ the step
 
     def begin(self) -> None:
         """Begin a step: start to read the gradients of sub-groups that were read ahead."""
         self._close()
+        self._waiting = deque(group for group in self.groups if group[0] not in self._lent)
         for group in self.groups:
-            if group.frame is not None:
-                group.start_gradients()
-        self._waiting = deque(group for group in self.groups if group.frame is None)
+            if group[0] in self._lent:
+                for resident in group:
+                    resident.start_gradient()
 
-    def read_on(self) -> None:
-        """Start to read the next groups while frames are free, and others are updated."""
-        for started in self._read_ahead(self._waiting):
-            started.start_gradients()
+    def read_on(self, now: Sequence[Resident]) -> None:
+        """Start to read the group `now`, if it passes through a frame, and the next ones while frames are free."""
+        for group in self._read_ahead(self._waiting, now):
+            for resident in group:
+                resident.start_gradient()
 
-    def run(self, on_left: Callable[[list[Resident]], None]) -> Iterator[list[Resident]]:
-        """Yield the shards of each sub-group in turn, in memory, after `begin`. See `SubGroups.run`."""
-        for group in self.groups:
-            for started in self._read_ahead(self._waiting, group):
-                started.start_gradients()
-            for resident in group.residents:
-                resident.enter()
-            residents: list[Resident] = [*group.residents]
-            yield residents
-            frame = group.leave()
-            self._free[group.step].append(frame if self._offload.write_behind else frame.empty())
-            on_left(residents)
-        self._notice_other_states()
+    def take_back(self, group: Sequence[Resident]) -> None:
+        """Take back the frame of a group whose changes are being written, if it has one."""
+        frame = self._lent.pop(group[0], None)
+        if frame is not None:
+            self._free[group[0].shard.step].append(frame if self._offload.write_behind else frame.empty())
 
-    def _read_ahead(self, waiting: deque[SubGroup], now: SubGroup | None = None) -> Iterator[SubGroup]:
+    def _read_ahead(
+        self, waiting: deque[list[Travelling]], now: Sequence[Resident] | None = None
+    ) -> Iterator[list[Travelling]]:
         """Start the first waiting groups: `now` even if that blocks, and the next ones while frames are free."""
         while waiting and (waiting[0] is now or self._offload.read_ahead):
-            frame = self._take_frame(waiting[0].step, block=waiting[0] is now)
+            group = waiting[0]
+            frame = self._take_frame(group[0].shard.step, block=group is now)
             if frame is None:
                 return
-            group = waiting.popleft()
-            group.start(frame)
+            waiting.popleft()
+            self._lent[group[0]] = frame
+            for resident in group:
+                resident.start(frame)
             yield group
 
     def prefetch(self) -> None:
         """Start to read for the next step all values except its gradients, as far as frames are free."""
         if self._open is not None:
             return
-        for _ in self._read_ahead(deque(group for group in self.groups if group.frame is None)):
+        for _ in self._read_ahead(deque(group for group in self.groups if group[0] not in self._lent)):
             pass
 
     def _take_frame(self, step: Storage, *, block: bool) -> Frame | None:
@@ -215,7 +181,7 @@ class Frames:
         free.remove(frame)
         return frame
 
-    def _notice_other_states(self) -> None:
+    def notice_other_states(self) -> None:
         """Form the sub-groups again if the optimizer keeps another number of states than assumed."""
         kept = max((resident.states for resident in self._residents), default=0)
         if kept in (0, self._states):
@@ -263,26 +229,25 @@ class Frames:
     def settle(self) -> None:
         """Drop values that were read ahead, wait for writes in flight, and raise their errors."""
         self._close()
-        self._take_back()
+        self._take_all_back()
         for frame in chain.from_iterable(self._free.values()):
             frame.empty()
 
     def abandon(self) -> None:
         """Take back the frames after an error. `forget` ends what is in flight to and from them, once shards are abandoned."""
-        self._take_back()
+        self._take_all_back()
         if self._open is not None:
             self._open.abandon()
             self._free[self._open.shard.step].append(self._open_frame)
             self._open = None
 
-    def _take_back(self) -> None:
+    def _take_all_back(self) -> None:
         """Take back the frames whose values are no longer needed."""
         for group in self.groups:
-            if group.frame is not None:
-                for resident in group.residents:
+            if group[0] in self._lent:
+                for resident in group:
                     resident.abandon()
-                self._free[group.step].append(group.frame)
-                group.frame = None
+                self._free[group[0].shard.step].append(self._lent.pop(group[0]))
 
     def forget(self) -> None:
         """Wait for the transfers of all frames, and ignore their errors."""

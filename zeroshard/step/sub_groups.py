@@ -55,23 +55,26 @@ class SubGroups:
         """The bytes of all allocated frames."""
         return self._frames.nbytes
 
-    def run(self, on_left: Callable[[list[Resident]], None]) -> Iterator[list[Resident]]:
+    def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
         """Yield each group in turn, in memory. Afterwards its changes are written back, and `on_left` is called with it."""
         with self._abandoned_on_error():
             travels = bool(self._frames.groups)
             if travels:
                 self._frames.begin()
-            for residents in self._in_place:
+            groups: list[Sequence[Resident]] = [*self._in_place, *self._frames.groups]
+            for residents in groups:
                 if travels:
-                    self._frames.read_on()
+                    self._frames.read_on(residents)
                 for resident in residents:
                     resident.enter()
                 yield residents
                 for resident in residents:
                     resident.leave(write=True, update_rest=True)
+                if travels:
+                    self._frames.take_back(residents)
                 on_left(residents)
             if travels:
-                yield from self._frames.run(on_left)
+                self._frames.notice_other_states()
 
     def prefetch(self) -> None:
         """Start to read for the next step all values except its gradients, as far as frames are free."""

@@ -21,8 +21,7 @@ from zeroshard import ConfigError, Lion, MuonWithAdamW, Policy, UsageError
 from zeroshard.config.schema import OptimizerBlock
 from zeroshard.layout.layout import lay_out_whole
 from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.states import KNOWN, states_per_parameter
-from zeroshard.step.elementwise import REFUSED
+from zeroshard.optim.states import KNOWN, REFUSED, states_per_parameter
 from zeroshard.testing import train
 
 WHOLE = {

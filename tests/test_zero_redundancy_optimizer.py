@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zeroshard
 from zeroshard import Lion, UsageError, ZeroRedundancyOptimizer
-from zeroshard.step.elementwise import looks_at_whole_parameters
+from zeroshard.optim.states import looks_at_whole_parameters
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),

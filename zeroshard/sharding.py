@@ -44,6 +44,7 @@ from zeroshard.layout.model_tree import ModelTree
 from zeroshard.layout.shared_memory import refuse_shared_memory
 from zeroshard.observe.display import Display
 from zeroshard.optim.several import Several
+from zeroshard.optim.states import needs_whole_parameters
 from zeroshard.parameters.classes import notes_data, whole_class
 from zeroshard.parameters.context import Context, Live
 from zeroshard.policy import Place, Policy, Precision, Units
@@ -52,11 +53,10 @@ from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.module_hooks import refuse_cuda_graphs
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.sharded import Sharded
-from zeroshard.step.elementwise import needs_whole_parameters
-from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.step.users_optimizer import NoOptimizer
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
 from zeroshard.torch_private import distributed_class, past_torch_function

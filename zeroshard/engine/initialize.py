@@ -31,9 +31,9 @@ from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks, local_device
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import create_scheduler, floored
+from zeroshard.optim.states import looks_at_whole_parameters
 from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharding import BACKEND, Backend, refuse_sharded, shard_on
-from zeroshard.step.elementwise import looks_at_whole_parameters
 
 
 def initialize(

@@ -30,10 +30,10 @@ from zeroshard.errors import ConfigError, UsageError
 from zeroshard.optim.from_config import create_loss_scaler, create_optimizer
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.lr_schedules import create_scheduler
+from zeroshard.optim.states import looks_at_whole_parameters
 from zeroshard.policy import Policy, Precision
 from zeroshard.sharded import Sharded
 from zeroshard.sharding import shard
-from zeroshard.step.elementwise import looks_at_whole_parameters
 from zeroshard.torch_private import compiled_call_of
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 

@@ -26,8 +26,7 @@ from zeroshard.parameters.context import Context
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.mean_gradients import MeanGradients
-from zeroshard.step.resident import Resident
-from zeroshard.step.shard_view import ShardView
+from zeroshard.step.resident import Resident, ShardView
 
 Flag = tuple[Unit, int]
 """A trainable parameter: its unit, and its index there."""

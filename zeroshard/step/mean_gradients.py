@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.gradients.norm import scale_, sum_of_parts, sums_of_squares
-from zeroshard.step.shard_view import ShardView
+from zeroshard.step.resident import ShardView
 from zeroshard.storage.base import Storage
 from zeroshard.storage.buffers import BufferPool
 

@@ -27,8 +27,7 @@ from zeroshard.layout.layout import Span
 from zeroshard.layout.named_parameter import NamedParameter, name_of
 from zeroshard.layout.placement import Placement
 from zeroshard.schedule.unit import Unit
-from zeroshard.step.resident import Resident
-from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.resident import Resident, ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.storage.base import Slot
 from zeroshard.storage.buffers import memory_of

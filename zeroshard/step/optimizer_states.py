@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
-from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.resident import ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
 
 SHARDS = "shards"

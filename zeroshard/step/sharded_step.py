@@ -32,14 +32,12 @@ from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.gradient_operations import GradientOperations
 from zeroshard.step.mean_gradients import MeanGradients
-from zeroshard.step.no_optimizer import NoOptimizer
 from zeroshard.step.options import DIGEST_NBYTES, GroupOptions
 from zeroshard.step.replicas import Replicas
-from zeroshard.step.resident import Resident, placeholder
-from zeroshard.step.shard_view import ShardView
+from zeroshard.step.resident import Resident, ShardView, placeholder
 from zeroshard.step.sub_groups import SubGroups
 from zeroshard.step.travelling import resident_of
-from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
+from zeroshard.step.users_optimizer import DroppedGradients, NoOptimizer, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import in_backward, step_without_hooks
 
@@ -275,7 +273,7 @@ class ShardedStep:
         # In the order of registration: that of this rank's forward may be another than on other ranks.
         waiting = deque(unit for unit in self.schedule.units if unit.trainable)
 
-        def sync(residents: list[Resident]) -> None:
+        def sync(residents: Sequence[Resident]) -> None:
             # Each in its turn, however this rank cuts its sub-groups.
             left.subtract(self._unit_of[resident] for resident in residents)
             while waiting and not left[waiting[0]]:

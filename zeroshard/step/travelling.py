@@ -14,8 +14,7 @@ from torch import Tensor
 
 from zeroshard.errors import StorageError, UsageError
 from zeroshard.gradients.gradient_bucket import Shard
-from zeroshard.step.resident import Resident, is_placeholder, placeholder
-from zeroshard.step.shard_view import ShardView, runs_along
+from zeroshard.step.resident import Resident, ShardView, is_placeholder, placeholder, runs_along
 from zeroshard.storage.base import Slot
 from zeroshard.storage.transfers import CPU, Transfer, in_pages
 from zeroshard.torch_private import is_same_memory

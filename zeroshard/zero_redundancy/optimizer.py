@@ -20,7 +20,7 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import refuse_distributed
-from zeroshard.step.elementwise import looks_at_whole_parameters, refuse_what_cannot_be_sharded
+from zeroshard.optim.states import looks_at_whole_parameters, refuse_what_cannot_be_sharded
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.zero_redundancy.optimizer_state import consolidate, load, sharded_form
 from zeroshard.zero_redundancy.parameter_bucket import (

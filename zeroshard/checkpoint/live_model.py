@@ -29,6 +29,7 @@ from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.model_states import Held, ModelStates
 from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.step.users_optimizer import NoOptimizer
 from zeroshard.torch_private import is_saved, own_buffers
 
 CONFIG = "config.json"
@@ -96,7 +97,9 @@ class LiveModel:
     @property
     def inner(self) -> torch.optim.Optimizer | None:
         """The optimizer whose param groups are known by names."""
-        return self.step.inner if self.step.groups_are_known else None
+        if isinstance(self.step.inner, NoOptimizer):
+            return None
+        return self.step.inner
 
     @property
     def group_names(self) -> list[list[str]]:

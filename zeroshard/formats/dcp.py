@@ -223,7 +223,8 @@ class DistributedState(Stateful):
             group["lr"] = group["lr"] * 0.0
         for view in step.views:
             view.value.grad = torch.zeros_like(view.value)
-        step.step_inner()
+        for one in optimizers_of(step.inner):
+            step.step_inner(one)
         for view in step.views:
             view.value.grad = None
             state = step.state[view.value]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -110,20 +110,8 @@ class OptimizerStates:
         return states
 
 
-class StatesOfAnotherRank(MutableMapping[str, Any]):
+class StatesOfAnotherRank(UserDict[str, Any]):
     """The states, always empty, of a parameter of which this rank has no part."""
-
-    def __getitem__(self, name: str) -> Any:
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __delitem__(self, name: str) -> None:
-        raise KeyError(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise UsageError(

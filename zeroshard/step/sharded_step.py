@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
 from itertools import chain
 from operator import or_
 from typing import Any
@@ -37,7 +37,7 @@ from zeroshard.step.replicas import Replicas
 from zeroshard.step.resident import Resident, ShardView, placeholder
 from zeroshard.step.sub_groups import SubGroups
 from zeroshard.step.travelling import resident_of
-from zeroshard.step.users_optimizer import DroppedGradients, NoOptimizer, ParamGroups, UsersOptimizer
+from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import in_backward, step_without_hooks
 
@@ -75,10 +75,7 @@ class ShardedStep:
         self._overflow = False
         self._norm: float | Tensor | None = None
         self.schedule = schedule
-        self._collectives = context.collectives
         self._everyone = context.everyone
-        self._others = context.others
-        self._policy = context.policy
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._mean_gradients = MeanGradients(context.storages.accelerator)
@@ -87,7 +84,6 @@ class ShardedStep:
         """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
-        self._whole_parameters = context.whole_parameters
         self.views: list[ShardView] = []
         self.residents: list[Resident] = []
         """The shards that this rank updates, with their parts by parameter."""
@@ -110,7 +106,8 @@ class ShardedStep:
         schedule.on_dropped_gradients(self.zero_grad)
         self.groups = ParamGroups(inner, self.users_optimizers())
         self.lay_out()
-        _watch_other_optimizers(self)
+        _watch_optimizers()
+        _TAKEN.add(self)
 
     def users_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that the user made."""
@@ -144,14 +141,9 @@ class ShardedStep:
         finally:
             self._is_driven = False
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a step is running, including its driver's part, or one broke off since model states were loaded."""
-        return self._is_driven or self.schedule.is_stepping or self._broke_off
-
     def refuse_inside(self) -> None:
-        """Raise where model states are of two steps, so that no file may have them."""
-        if self.is_stepping:
+        """Raise where model states are of two steps: inside a step and its driver's part, or after one that broke off."""
+        if self._is_driven or self.schedule.is_stepping or self._broke_off:
             raise UsageError(
                 "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
                 "the signal's handler, or the thread, set a flag, and save after the step. If a step broke off, load a checkpoint."
@@ -199,7 +191,7 @@ class ShardedStep:
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
         states = states_per_parameter(self.inner)
-        self.sub_groups = SubGroups(self.residents, self._policy, states)
+        self.sub_groups = SubGroups(self.residents, self._context.policy, states)
         for resident in self.residents:
             new = [view for view in resident.views if view.value not in self.inner.state and self._first_state(view)]
             if new:
@@ -220,7 +212,7 @@ class ShardedStep:
         if there is not None:
             value = there.views[number].value
         else:
-            shape = named.shape if self._whole_parameters else (piece.numel,)
+            shape = named.shape if self._context.whole_parameters else (piece.numel,)
             value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
         return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
 
@@ -239,19 +231,15 @@ class ShardedStep:
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            self._update(users, lambda: loss)
-            return loss
-        return self._update(users)
+        if closure is None:
+            return self._update(users)
+        with torch.enable_grad():
+            loss = closure()
+        self._update(users, lambda: loss)
+        return loss
 
     def _update(self, users: UsersOptimizer, evaluated: Callable[[], Any] | None = None) -> Any:
-        """Update parameters, see `_step_of`.
-
-        Args:
-            evaluated: returns the value that the closure had.
-        """
+        """Update parameters, see `_step_of`. `evaluated` returns the value that the closure had."""
         if in_backward():
             raise UsageError(
                 "optimizer.step() inside a backward, as in a hook on gradients: other gradients of the step are missing, and "
@@ -282,7 +270,7 @@ class ShardedStep:
                 self.schedule.sync_parameters(unit)
 
         if not self.residents:
-            self.step_inner(users, evaluated)  # nothing to update; a `NoOptimizer` raises
+            self.step_inner(users.optimizer, evaluated)  # nothing to update; a `NoOptimizer` raises
         for residents in self.sub_groups.run(sync):
             # To the optimizer it is one step: its values of a whole group are reset to those before.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -291,26 +279,20 @@ class ShardedStep:
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident, steps)
-            self.step_inner(users, evaluated)
+            self.step_inner(users.optimizer, evaluated)
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
         self.schedule.end_step()
         return None
 
-    def step_inner(self, users: UsersOptimizer | None = None, evaluated: Callable[[], Any] | None = None) -> None:
-        """Call the step of an optimizer's class once, or of all of them, with the gradients that their tensors have.
-
-        Args:
-            evaluated: returns the value of the closure that ran before; None where the step got none.
-        """
+    def step_inner(self, optimizer: torch.optim.Optimizer, evaluated: Callable[[], Any] | None = None) -> None:
+        """Call the step of an optimizer's class once, with the gradients that its tensors have."""
         with self.groups.on_shards():
-            stepping = self._optimizers if users is None else [users]
-            for one in stepping:
-                if evaluated is None:
-                    step_without_hooks(one.optimizer)
-                else:
-                    step_without_hooks(one.optimizer, _once(evaluated, one.optimizer))
+            if evaluated is None:
+                step_without_hooks(optimizer)
+            else:
+                step_without_hooks(optimizer, _once(evaluated, optimizer))
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Move our hooks to their places on an optimizer of this model, which is about to step.
@@ -415,13 +397,12 @@ class ShardedStep:
     def _operate(self, flag: tuple[Unit, int], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on a parameter's `grad`, see `GradientOperations.operate`."""
         self._dropped.refuse(f"{name} of a gradient")
+        unit, index = flag
         if self.loss_scale != 1.0:
-            unit, index = flag
             raise UsageError(
                 f"{name} of the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} "
                 "until the step. To clip under fp16, set gradient_clipping in the config."
             )
-        unit, index = flag
         if unit.is_summed_here(index):
             raise UsageError(
                 f"{name} of the gradient of {unit.named[index].fqn}, whose microbatches are summed on this rank, in another "
@@ -518,17 +499,18 @@ class ShardedStep:
         if norm:
             self._dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
-        sums = (
-            self.gradients.squares_by_shard([one.shard for one in self.residents if self._counts(one)]) if norm else {}
-        )
+        sums: dict[int, Tensor] = {}
+        if norm:
+            sums = self.gradients.squares_by_shard([one.shard for one in self.residents if self._counts(one)])
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
             (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
             for number, (unit, index) in enumerate(self._flags)
         )
-        collectives = self._collectives
-        own = sums.get(collectives.shard, torch.zeros((), dtype=torch.float64)) if norm else None
+        own: Tensor | None = None
+        if norm:
+            own = sums.get(self._context.collectives.shard, torch.zeros((), dtype=torch.float64))
         digest = self._options.digest()
         if self.replicas is not None:
             digest += self.replicas.digest(self.residents)
@@ -555,12 +537,7 @@ class ShardedStep:
 
     def _counts(self, resident: Resident) -> bool:
         """Return whether a shard counts here. A whole one counts only on the first rank of the other dimension."""
-        return self._others.rank == 0 or self._unit_of[resident].is_cut
-
-    @property
-    def groups_are_known(self) -> bool:
-        """Whether there is an optimizer with parameters to update."""
-        return not isinstance(self.inner, NoOptimizer)
+        return self._context.others.rank == 0 or self._unit_of[resident].is_cut
 
     def on_added_group(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Call `take` when the user adds a param group."""
@@ -593,13 +570,9 @@ _TAKEN = weakref.WeakSet[ShardedStep]()
 step, as the garbage collector might, would break that step off."""
 
 
-def _watch_other_optimizers(step: ShardedStep) -> None:
-    if not _WATCHED:
-        _WATCHED.append(register_optimizer_step_pre_hook(_before_any_step))
-    _TAKEN.add(step)
-
-
-_WATCHED: list[Any] = []
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_any_step)
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

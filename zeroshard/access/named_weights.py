@@ -7,7 +7,7 @@ that a rank that left its loop early is found before the next all-gather. Otherw
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -88,12 +88,17 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
             with ExitStack() as stack:
                 with live.collectives.operation("named_weights()"):
                     _make_whole(part, unit_of, stack)
-                is_for_here = to in (None, live.rank)
-                weights = part.weights() if is_for_here else ()
+                weights: Iterable[tuple[str, Tensor]] = ()
+                if to in (None, live.rank):
+                    weights = part.weights()
                 for weight in weights:
                     yield weight
                     del weight
-                    _refuse_step(live.schedule.steps_ended != steps)
+                    if live.schedule.steps_ended != steps:
+                        raise UsageError(
+                            "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those "
+                            "before. Call it after the loop."
+                        )
         except CollectiveError:
             raise  # the others have it too, or will not come
         except BaseException:  # the consumer's, or the end of its loop
@@ -113,14 +118,6 @@ def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> N
         chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
         if chosen:
             stack.enter_context(unsharded(chosen, undo=are_sharded))
-
-
-def _refuse_step(has_stepped: bool) -> None:
-    if has_stepped:
-        raise UsageError(
-            "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those "
-            "before. Call it after the loop."
-        )
 
 
 def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
@@ -216,7 +213,14 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
     buffers.plain.extend(
         (name_of(name), buffer) for name, buffer in persistent_buffers(root) if not name.startswith(inside)
     )
-    _refuse_unmerged(live, plain.union(id(p) for module in adapted.values() for p in module.parameters()))
+    handed_over = plain.union(id(p) for module in adapted.values() for p in module.parameters())
+    entries = chain.from_iterable(unit.named for unit in live.units)
+    lost = [entry.fqn for entry in entries if id(entry.parameter) not in handed_over]
+    if lost:
+        raise UsageError(
+            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters): "
+            "hand over the adapter itself (merge_adapters=False), or export it."
+        )
     return [part for part in [*parts.values(), buffers] if part.plain or part.adapted]
 
 
@@ -233,16 +237,6 @@ def _adapted(root: nn.Module) -> dict[str, nn.Module]:
 def _base_parameters(layer: nn.Module) -> Sequence[nn.Parameter]:
     """List the parameters that a merge changes."""
     return [parameter for name, parameter in layer.named_parameters() if _BASE in name.split(".")]
-
-
-def _refuse_unmerged(live: LiveModel, handed_over: set[int]) -> None:
-    entries = chain.from_iterable(unit.named for unit in live.units)
-    lost = [entry.fqn for entry in entries if id(entry.parameter) not in handed_over]
-    if lost:
-        raise UsageError(
-            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters): "
-            "hand over the adapter itself (merge_adapters=False), or export it."
-        )
 
 
 def _merge(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -84,7 +84,16 @@ class DynamicLossScaler(LossScaler):
     def update(self, overflow: bool) -> None:
         """Change the scale, as DeepSpeed does at stages 1 to 3."""
         if overflow:
-            self._lower()
+            if self._left > 1:
+                self._left -= 1
+            elif self.scale == self.min_scale:
+                raise LossScaleError(
+                    f"the gradients overflow at the smallest loss scale allowed ({self.scale:g}): the loss itself is "
+                    "infinite or NaN, or the model does not fit into fp16's range (65504). Look at the loss, lower the "
+                    "learning rate, train in bf16, or lower fp16.min_loss_scale."
+                )
+            else:
+                self.scale = max(self.scale / 2, self.min_scale)
             self._last_overflow = self._step
         else:
             clean = self._step - self._last_overflow - 1
@@ -102,15 +111,3 @@ class DynamicLossScaler(LossScaler):
             self._left = int(saved["_left"])
             self._step = int(saved["_step"])
             self._last_overflow = int(saved["_last_overflow"])
-
-    def _lower(self) -> None:
-        if self._left > 1:
-            self._left -= 1
-            return
-        if self.scale == self.min_scale:
-            raise LossScaleError(
-                f"the gradients overflow at the smallest loss scale allowed ({self.scale:g}): the loss itself is "
-                "infinite or NaN, or the model does not fit into fp16's range (65504). Look at the loss, lower the "
-                "learning rate, train in bf16, or lower fp16.min_loss_scale."
-            )
-        self.scale = max(self.scale / 2, self.min_scale)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -113,7 +112,7 @@ class GradientOperations:
             ord = 2.0
         if not isinstance(ord, Real) or float(ord) <= 0 or dim is not None or keepdim:
             return NotImplemented
-        norm = self._norms_of_all(_Norm(float(ord)))[number]
+        norm = self._norms_of_all(float(ord))[number]
         return torch.tensor(norm, dtype=dtype or torch.float32, device=gradient.device)
 
     def _p_norm(
@@ -212,28 +211,28 @@ class GradientOperations:
                     value = value * factor
                 self._gradients.set(resident.shard, view, value)
 
-    def _norms_of_all(self, norm: _Norm) -> list[float]:
+    def _norms_of_all(self, order: float) -> list[float]:
         """Return the norm of each parameter's mean gradient. Every rank must call it; one message."""
         self._finish()
         now = (self._schedule.gradients_taken, self._gradients.changes)
         if self._norms_at != now:
             self._norms.clear()
             self._norms_at = now
-        if norm.order not in self._norms:
-            rows = self._rows_of_all(norm)
-            self._norms[norm.order] = [norm.end(norm.combined(parts)) for parts in zip(*rows, strict=True)]
-        return self._norms[norm.order]
+        if order not in self._norms:
+            rows = self._rows_of_all(order)
+            self._norms[order] = [_root_of(_combined(parts, order), order) for parts in zip(*rows, strict=True)]
+        return self._norms[order]
 
-    def _rows_of_all(self, norm: _Norm) -> list[list[float]]:
+    def _rows_of_all(self, order: float) -> list[list[float]]:
         """Return each shard's part of the norm of each parameter, in the order of shards. Every rank must call it."""
-        rows = self._own_rows(norm)
+        rows = self._own_rows(order)
         count = len(self._flags)
         own = bytes(index in unit.used for unit, index in self._flags)
         own += bytes(number in self.changed for number in range(count))
         is_whole = len(rows) == self._everyone.world_size  # an unsharded optimizer has every shard's gradients
         if not is_whole:
             own += _packed(rows)
-        messages = self._everyone.exchange(own, f"gradient norms of order {norm.order}")
+        messages = self._everyone.exchange(own, f"gradient norms of order {order}")
         self._refuse_some_ranks([message[:count] for message in messages], "is to be seen")
         self.agree([message[count : 2 * count] for message in messages])
         if not is_whole:
@@ -241,7 +240,7 @@ class GradientOperations:
                 rows |= _unpacked(message[2 * count :], count)
         return [rows[number] for number in sorted(rows)]
 
-    def _own_rows(self, norm: _Norm) -> dict[int, list[float]]:
+    def _own_rows(self, order: float) -> dict[int, list[float]]:
         """Return this rank's part of the norm, by number of shard and by parameter.
 
         A parameter that is whole on every rank of another dimension counts on the first of them.
@@ -254,38 +253,37 @@ class GradientOperations:
                 if first and view.named.placement.is_whole:
                     continue
                 part = self._gradients.get(resident.shard, view).flatten()
-                row[view.flag].append(float(norm.of(part)))
-        return {number: [norm.combined(own) for own in row] for number, row in parts.items()}
+                row[view.flag].append(float(_power_of(part, order)))
+        return {number: [_combined(own, order) for own in row] for number, row in parts.items()}
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """A norm of a positive order, or infinity, of a tensor in parts: (sum of |x|^order)^(1 / order), or the largest |x|."""
+# A norm of a positive order, or infinity, of a tensor in parts: (sum of |x|^order)^(1 / order), or the largest |x|.
 
-    order: float
 
-    def of(self, part: Tensor) -> Tensor:
-        """Return the contribution of a part, in fp64, of shape []."""
-        if self.order == 2.0:
-            return sum_of_squares(part)
-        norm: Tensor = torch.linalg.vector_norm(part, self.order, dtype=torch.float64)
-        if math.isinf(self.order):
-            return norm
-        return norm**self.order
+def _power_of(part: Tensor, order: float) -> Tensor:
+    """Return the contribution of a part, in fp64, of shape []."""
+    if order == 2.0:
+        return sum_of_squares(part)
+    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.float64)
+    if math.isinf(order):
+        return norm
+    return norm**order
 
-    def combined(self, parts: Sequence[float]) -> float:
-        """Return the combined contribution of several parts, in their order."""
-        if not math.isinf(self.order) or any(map(math.isnan, parts)):
-            return sum(parts)
-        return max(parts, default=0.0)
 
-    def end(self, total: float) -> float:
-        """Return the norm, from the combined contribution of all parts."""
-        if math.isinf(self.order):
-            return total
-        if self.order == 2.0:
-            return math.sqrt(total)
-        return math.pow(total, 1 / self.order)
+def _combined(parts: Sequence[float], order: float) -> float:
+    """Return the combined contribution of several parts, in their order."""
+    if not math.isinf(order) or any(map(math.isnan, parts)):
+        return sum(parts)
+    return max(parts, default=0.0)
+
+
+def _root_of(total: float, order: float) -> float:
+    """Return the norm, from the combined contribution of all parts."""
+    if math.isinf(order):
+        return total
+    if order == 2.0:
+        return math.sqrt(total)
+    return math.pow(total, 1 / order)
 
 
 def _packed(rows: Mapping[int, Sequence[float]]) -> bytes:

@@ -276,7 +276,7 @@ class ModelStates:
         own = placement.part(master.detach()).reshape(-1)
         for held in self._parts(fqn):
             self._overwrite(held, PARAMETERS, own[held.span.within(0)])
-        self._find(fqn)[0].load_masters(())  # the user sees no change of the values
+        unit.load_masters(())  # the user sees no change of the values
         on_device = self._step.groups.counting_on_device()
         for held in self._parts(fqn):
             if held.view is None:

@@ -89,8 +89,7 @@ class ShardedStep:
         """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._optimizers = [
-            UsersOptimizer(one, self._step_of, self._zero_grad_of, lambda: schedule.gradients_taken)
-            for one in optimizers_of(inner)
+            UsersOptimizer(one, self._step_of, self._zero_grad_of, schedule) for one in optimizers_of(inner)
         ]
         self.replicas: Replicas | None = None
         """Compares what is the same on all ranks of another dimension; None where there is none."""

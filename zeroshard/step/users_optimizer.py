@@ -25,7 +25,7 @@ class UsersOptimizer:
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
         zero_grad: drops the gradients of this optimizer's parameters; it is called with this object.
-        gradients: counts the gradients that came until now.
+        schedule: counts the gradients that came until now.
 
     Attributes:
         first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, some
@@ -38,14 +38,14 @@ class UsersOptimizer:
         optimizer: torch.optim.Optimizer,
         step: Callable[[UsersOptimizer, Callable[[], Any] | None], Any],
         zero_grad: Callable[[UsersOptimizer], None],
-        gradients: Callable[[], int],
+        schedule: Schedule,
     ) -> None:
         self.optimizer = optimizer
         self.first_state = dict(next(iter(optimizer.state.values()), {}))
         self.parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._step = step
         self._zero_grad = zero_grad
-        self._gradients = gradients
+        self._schedule = schedule
         self._groups: list[dict[str, Any]] = []
         """The groups' parameters before the optimizer's own step."""
         self._depth = 0
@@ -97,7 +97,7 @@ class UsersOptimizer:
                 f"{type(optimizer).__name__}.step() was called after remove(): its states are of shards that are no "
                 "more. Make a new optimizer from model.parameters()."
             )
-        if self._depth and self._stepped_at == self._gradients():
+        if self._depth and self._stepped_at == self._schedule.gradients_taken:
             self._depth += 1
             return None
         unknown = [*map(repr, args[2:]), *sorted(kwargs.keys() - {"closure"})]
@@ -113,7 +113,7 @@ class UsersOptimizer:
         finally:
             self._is_inside = False
         self._depth = 1
-        self._stepped_at = self._gradients()
+        self._stepped_at = self._schedule.gradients_taken
         self._groups = [dict(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = []

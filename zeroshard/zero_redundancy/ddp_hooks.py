@@ -40,7 +40,7 @@ def hook_with_zero_step(
         zero: the optimizer, made with `overlap_with_ddp=True`.
         shard_buckets: accepted for compatibility with torch; shards are always even.
     """
-    return _as_function(_StepInBackward(hook, zero, interleaved=False))
+    return _StepInBackward(hook, zero, interleaved=False).on_bucket
 
 
 def hook_with_zero_step_interleaved(
@@ -50,15 +50,7 @@ def hook_with_zero_step_interleaved(
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
     """Make a hook like `hook_with_zero_step` that updates and gathers parameters as soon as their gradients are reduced."""
-    return _as_function(_StepInBackward(hook, zero, interleaved=True))
-
-
-def _as_function(step: _StepInBackward) -> CommHook:
-    # DDP requires a function whose `bucket` is annotated by its own class or not at all.
-    def zero_step(state, bucket):  # type: ignore[no-untyped-def]
-        return step(state, bucket)
-
-    return zero_step
+    return _StepInBackward(hook, zero, interleaved=True).on_bucket
 
 
 class _StepInBackward:
@@ -73,7 +65,9 @@ class _StepInBackward:
         self._stepped: set[int] = set()
         self._waits: list[Callable[[], None]] = []
 
-    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    # DDP requires a function whose `bucket` is annotated by its own class or not at all.
+    def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Run the user's hook, and return its buffer in a future that is done when the thread has stepped."""
         reduced = self._hook(state, bucket)
         buffer = bucket.buffer()
         devices = None

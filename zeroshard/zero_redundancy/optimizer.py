@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.optim.states import looks_at_whole_parameters, refuse_what_cannot_be_sharded
 from zeroshard.storage.buffers import BufferPool
-from zeroshard.zero_redundancy.optimizer_state import consolidate, load, sharded_form
+from zeroshard.zero_redundancy.optimizer_state import consolidate, load
 from zeroshard.zero_redundancy.parameter_bucket import (
-    BUCKET_NUMEL,
     CACHE_NUMEL,
     Home,
     OwnView,
@@ -35,6 +35,8 @@ from zeroshard.zero_redundancy.parameter_bucket import (
 
 _IN_FLIGHT = 4
 """The most all-gathers through scratch that are under way at once."""
+
+_GRADIENT = attrgetter("grad")
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -120,7 +122,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Lay these parameters out. Return this rank's views of each, by the parameter's id."""
         added, homes = lay_out_parameters(
             parameters, len(self._buckets), self.rank, self.world_size,
-            whole=self._whole, flat=self.parameters_as_bucket_view, bucket_numel=BUCKET_NUMEL, piece_numel=self._piece_numel,
+            whole=self._whole, flat=self.parameters_as_bucket_view, piece_numel=self._piece_numel,
         )  # fmt: skip
         self._buckets += added
         self._homes += homes
@@ -173,12 +175,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         def reduced() -> Any:
             assert closure is not None
             value = closure()
-            self._lend(self._buckets, _own_gradient)
+            self._lend(self._buckets, _GRADIENT)
             return value
 
         if closure is not None:  # it may not be called: until it is, the present gradients count
             kwargs["closure"] = reduced
-        loss = self._local_step(self._buckets, _own_gradient, **kwargs)
+        loss = self._local_step(self._buckets, _GRADIENT, **kwargs)
         self.start_gather(self._buckets)()
         return loss
 
@@ -188,7 +190,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Update this rank's shards of some buckets, and start to gather them, for DDP's hooks.
 
         Returns:
-            A function that A function that waits until the parameters are whole and current.
+            A function that waits until the parameters are whole and current.
         """
         self._local_step(buckets, gradient_of)
         return self.start_gather(buckets)
@@ -327,7 +329,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._consolidated is not None:
             state_dict["state"] = self._consolidated
         else:
-            state_dict |= sharded_form(self.optim, self._views, self._indices(), self.rank, self.world_size)
+            indices = self._indices()
+            state = self.optim.state
+            views = self._views
+            state_dict["state"] = {number: state[v.value] for number, v in enumerate(views) if state.get(v.value)}
+            state_dict["zeroshard"] = {
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "pieces": [[indices[id(view.parameter)], view.start, view.stop] for view in views],
+            }
         return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -372,10 +382,6 @@ class _StepAlong(JoinHook):
 
     def main_hook(self) -> None:
         self._zero.step_along()
-
-
-def _own_gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
 
 
 def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:

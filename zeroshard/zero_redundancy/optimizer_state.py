@@ -30,23 +30,6 @@ class _Transfer(NamedTuple):
     device: torch.device
 
 
-# ---------------------------------------------------------------------- this rank's shards
-
-
-def sharded_form(
-    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], rank: int, world_size: int
-) -> dict[str, Any]:
-    """Return this rank's state, with the elements of the parameters that it is for, without a copy."""
-    return {
-        "state": {number: optimizer.state[v.value] for number, v in enumerate(views) if optimizer.state.get(v.value)},
-        "zeroshard": {
-            "rank": rank,
-            "world_size": world_size,
-            "pieces": [[indices[id(view.parameter)], view.start, view.stop] for view in views],
-        },
-    }
-
-
 # ---------------------------------------------------------------------- all shards -> one rank
 
 

@@ -208,7 +208,7 @@ class OwnedBucket(ParameterBucket):
 
 def lay_out_parameters(
     parameters: Sequence[Tensor], first_number: int, rank: int, world_size: int, *,
-    whole: bool, flat: bool, bucket_numel: int, piece_numel: int | None,
+    whole: bool, flat: bool, piece_numel: int | None,
 ) -> tuple[list[ParameterBucket], list[Home]]:  # fmt: skip
     """Divide parameters into buckets; those of one dtype on one device share them.
 
@@ -224,13 +224,13 @@ def lay_out_parameters(
     homes: list[Home] = []
     solo = SOLO_NUMEL
     if flat:  # all parameters are gathered in place anyway: fewer, larger buckets are better
-        solo = bucket_numel + 1
+        solo = BUCKET_NUMEL + 1
     for (dtype, device), members in _alike(parameters).items():
         numels = [parameter.numel() for parameter in members]
         if whole:
             unit = lay_out_whole(numels, world_size)
         else:
-            unit = lay_out(numels, world_size, bucket_numel, solo)
+            unit = lay_out(numels, world_size, BUCKET_NUMEL, solo)
         buffer: Tensor | None = None
         if flat:
             buffer = torch.zeros(unit.numel, dtype=dtype, device=device)

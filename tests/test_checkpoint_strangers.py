@@ -272,7 +272,7 @@ print("the last line")
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_program_whose_last_save_failed_says_so_at_its_end(fails: bool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "ckpt" if fails else tmp_path / "ckpt"

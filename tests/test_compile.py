@@ -97,6 +97,7 @@ class Case:
     frozen: bool = False
     checkpointed: bool = False
     on_disk: bool = False
+    backend: str = "inductor"
     whole: bool = True
     """A block is one graph: `fullgraph=True` is asked for."""
     settled: int = 2
@@ -107,7 +108,7 @@ class Case:
         if self.frozen:
             model.get_submodule("blocks")[1].requires_grad_(False)
             model.get_submodule("blocks")[4].attention.requires_grad_(False)
-        model = compiled(model, self.how, fullgraph=self.whole)
+        model = compiled(model, self.how, fullgraph=self.whole, backend=self.backend)
         if self.checkpointed:
             zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
         return model
@@ -176,6 +177,7 @@ def check(rank: int, case: Case) -> None:
 
 WRAPPED = Case()
 CASES = {
+    "wrapped blocks, as graphs": replace(WRAPPED, backend="aot_eager"),
     "wrapped blocks": WRAPPED,
     "in place, accumulating, one rank": Case("blocks in place", microbatches=2, ranks=1),
     "our checkpointing, accumulating": Case(checkpointed=True, microbatches=2),
@@ -198,10 +200,14 @@ MORE = {
 }
 
 
+QUICK = "wrapped blocks, as graphs"
+"""The graphs are inductor's, and torch runs their operations: a minute of C++ compilers is left to the rest."""
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "wrapped blocks" else pytest.mark.full) for name in [*CASES, *MORE]
+        pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in [*CASES, *MORE]
     ],
 )  # fmt: skip
 def test_compiled_models_give_the_bits_that_they_give_without_us(name: str) -> None:

@@ -325,6 +325,7 @@ for name in ("shard", "initialize", "sharded_init", "unsharded", "plan"):
     assert isinstance(getattr(zeroshard, name), types.FunctionType), name
 for name in zeroshard.__all__:
     getattr(zeroshard, name)
+assert "torch._dynamo" not in sys.modules, "the compiler, whose import takes as long as torch's"
 assert zeroshard.checkpointing.__name__ == "zeroshard.recompute.checkpointing"
 try:
     zeroshard.shrad

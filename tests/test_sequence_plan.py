@@ -58,7 +58,11 @@ def test_memory_falls_with_ranks_and_tiles() -> None:
     assert cut.parts["activations"] < 0.7 * whole.parts["activations"]
 
 
-@pytest.mark.parametrize("config", [CONFIG, CONFIG | {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(CONFIG, marks=pytest.mark.full), CONFIG | {"bf16": {"enabled": True}}],
+    ids=["fp32", "bf16"],
+)
 def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of 1M tokens take seconds. The figures are those of all tiles."""
 

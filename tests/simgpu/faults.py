@@ -23,10 +23,13 @@ import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
-    "collectives.native", "collectives.grouped", "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket",
-    "recompute.saved_inputs", "step.parking", "step.resident", "step.travelling", "step.sub_groups", "step.frames",
+    "collectives.native", "collectives.grouped", "collectives.two_level", "collectives.quantized",
+    "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket", "gradients.reductions",
+    "checkpoint.saving", "checkpoint.values", "recompute.saved_inputs", "construction.born",
+    "step.parking", "step.resident", "step.travelling", "step.sub_groups", "step.frames",
+    "step.mean_gradients", "step.model_states",
     "schedule.unit", "schedule.writes", "schedule.schedule",
-    "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state", "construction.born",
+    "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
 )  # fmt: skip
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}
 """Calls that are statements of their own."""
@@ -34,7 +37,6 @@ FENCES = {"copy": 2, "release": 1, "write": 3}
 """Calls that are given what to wait for, as the argument of this number."""
 WAIT_LIKE = re.compile(r"_?wait\w*|synchronize|record_stream")
 """Names of calls that are sites, or listed below."""
-NOT_YET = "bodies run them, and which of them sees each wait was not tried"
 ELSEWHERE = {
     "cli": "no part of a training",
     "testing": "no part of a training",
@@ -45,14 +47,6 @@ ELSEWHERE = {
     "collectives.shared_memory": "CPU ranks",
     "collectives.watch": "a thread that reports",
     "collectives.base": "an error is under way: nothing is computed with what arrives",
-    "collectives.two_level": NOT_YET,
-    "collectives.quantized": NOT_YET,
-    "checkpoint.saving": NOT_YET,
-    "checkpoint.values": NOT_YET,
-    "gradients.reductions": NOT_YET,
-    "schedule.hooks": NOT_YET,
-    "step.mean_gradients": NOT_YET,
-    "step.model_states": NOT_YET,
     "checkpoint.checkpoints": "the host waits for a thread that writes files",
     "checkpoint.node_local": "the host waits for gloo",
     "formats.hugging_face": "the host waits for a thread that writes files",

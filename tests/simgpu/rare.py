@@ -199,6 +199,11 @@ def frozen_states(rank: int) -> None:
             with torch.no_grad():
                 training.losses.append(training.model(training.batch(100)))
             states.set(WIDE, "parameters", value * factor)
+        with zeroshard.unsharded(training.model, modifier_rank=0):
+            training.model.get_parameter(WIDE).data.mul_(3.0)
+        written = states.get(WIDE)  # which is still on its way to where it rests
+        assert written is not None
+        training.losses.append(written.sum())
         training.step(1)
 
     for place in (Place.CPU, Place.DISK):

@@ -27,6 +27,10 @@ def compiler() -> str | None:
 
 def why_not() -> str | None:
     """Why the device cannot be built here."""
+    if torch.__version__.startswith("2.11."):
+        return (
+            "the pretend accelerator needs a later torch: 2.11 frees results of operators with two `out=` tensors twice"
+        )
     if compiler() is None:
         return "no C++ compiler (g++ or clang++) to build the pretend accelerator with"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():

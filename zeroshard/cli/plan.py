@@ -26,7 +26,7 @@ from zeroshard.cli.options import (
     parameters_of,
     picture_file,
 )
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroshardError
 
 if TYPE_CHECKING:
     from zeroshard.planning.dry_run import Job
@@ -203,11 +203,14 @@ class _Answer:
 def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int, *, quick: bool) -> _Answer:
     from zeroshard.planning.dry_run import dry_run, parted
     from zeroshard.planning.planner import Plan
-    from zeroshard.planning.search import judge, largest_micro_batch
+    from zeroshard.planning.search import in_processes, judge, largest_micro_batch
 
     with _progress("simulating two steps") as told:
         told(0, 1)
-        made = Plan(job, dry_run(job, config, batch), **bounds, told=parted(config)[1])
+        [(_, figures)] = in_processes([lambda: dry_run(job, config, batch)], first_here=True)
+        if isinstance(figures, ZeroshardError):
+            raise figures
+        made = Plan(job, figures, **bounds, told=parted(config)[1])
     if quick:
         return _Answer(made)
     with _progress("trying single changes") as told:

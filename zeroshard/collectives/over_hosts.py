@@ -98,6 +98,7 @@ class ComposedGather(Work):
             work.wait()
 
     def push(self) -> None:
+        # no test can miss this wait: it starts early what readers wait for themselves.
         self.wait()
 
 

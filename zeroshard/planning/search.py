@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from zeroshard.errors import UsageError, ZeroshardError
@@ -68,24 +69,43 @@ def in_processes(
 ) -> Iterator[tuple[int, T | ZeroshardError]]:
     """Run jobs in separate processes. Yield (number, result) of each as it ends; an error of zeroshard is a result.
 
-    Processes are forked, so a job may be any callable.
+    Processes are forked, so a job may be any callable. Where torch was built for accelerators, a backward in this process
+    keeps forked ones from running any: jobs then run here, one after the other.
 
     Args:
-        first_here: run the first in this process, so that the others share its imports.
+        first_here: run the first in this process, so that the others share its imports, unless that keeps them from running.
 
     Raises:
         UsageError: a process died.
     """
     waiting = list(enumerate(jobs))
-    if first_here and waiting:
-        number, job = waiting.pop(0)
+    here = int(first_here and torch.accelerator.current_accelerator() is None)
+    if not _forks_run_backwards():
+        here = len(waiting)
+    for number, job in waiting[:here]:
         yield number, _result_of(job)
+    del waiting[:here]
     with ThreadPoolExecutor(max(min(len(waiting), os.cpu_count() or 1), 1)) as pool:
         running: dict[Future[Any], int] = {pool.submit(_in_fork, job): number for number, job in waiting}
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 yield running.pop(future), future.result()
+
+
+def _forks_run_backwards() -> bool:
+    """Return whether a forked process can run a backward, by trying."""
+    process = _FORK.Process(target=_run_backward)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _run_backward() -> None:
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        os._exit(1)
 
 
 def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:

@@ -13,7 +13,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
-# A build of torch for accelerators lets no fork run a backward after one under FakeTensorMode, which plans run here, if it is the first.
+# Builds of torch for accelerators let no fork run a backward if the first one here is that of a plan, under FakeTensorMode.
 torch.ones(1, requires_grad=True).sum().backward()
 
 from sampling import sample  # noqa: E402

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,6 @@ class Settings:
     config: Config | None
     shard_arguments: Mapping[str, Any]
     autocast_dtype: torch.dtype | None = None
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype to which floating-point inputs are cast: the parameters', if the settings chose it."""
-        return self.precision.param_dtype
 
     @property
     def scales_loss(self) -> bool:
@@ -511,7 +506,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     def _prepare_input(self, data: Any) -> Any:
         """Cast floating-point inputs to the dtype of the parameters."""
         data = super()._prepare_input(data)
-        dtype = self._settings.input_dtype
+        dtype = self._settings.precision.param_dtype
         if self.sharded is not None and dtype is not None and isinstance(data, Tensor) and data.is_floating_point():
             return data.to(dtype)
         return data
@@ -529,17 +524,14 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().prediction_step(*args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module | None) -> float | Tensor:
-        return self._outer_optimizer.clip(self.args.max_grad_norm)
+        norm: float | Tensor = self.optimizer.clip(self.args.max_grad_norm)
+        return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | Tensor | None = None) -> float | Tensor:
         if grad_norm is None:
-            return self._outer_optimizer.clip(None)
+            grad_norm = self.optimizer.clip(None)
+        assert grad_norm is not None
         return grad_norm
-
-    @property
-    def _outer_optimizer(self) -> OuterOptimizer:
-        assert isinstance(self.optimizer, OuterOptimizer)
-        return self.optimizer
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -556,13 +548,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         finally:
             self._whole = None
 
-    @contextmanager
-    def _adapters_whole(self) -> Iterator[None]:
+    def _adapters_whole(self) -> AbstractContextManager[None]:
         """Unshard adapters inside: on the rank that writes, PEFT runs prompt encoders and makes state dicts of its modules."""
-        with ExitStack() as stack:
-            if self.sharded is not None and self.sharded.policy.parameters.sharded:
-                stack.enter_context(unsharded(adapter_parameters(self.model)))
-            yield
+        if self.sharded is None or not self.sharded.policy.parameters.sharded:
+            return nullcontext()
+        return unsharded(adapter_parameters(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None:
@@ -610,13 +600,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         strict = not self._is_adapted  # frozen parameters were left out
         self.sharded.load(folder, strict=strict, optimizer_states=optimizer_states, random=False)
 
-    @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def _writable(self) -> AbstractContextManager[None]:
         """Unshard parameters inside, so that every rank can write the same values."""
-        with ExitStack() as stack:
-            if self.sharded is not None:
-                stack.enter_context(unsharded(self.model, modifier_rank=0))
-            yield
+        if self.sharded is None:
+            return nullcontext()
+        return unsharded(self.model, modifier_rank=0)
 
     @property
     def _is_adapted(self) -> bool:
@@ -640,10 +628,7 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
         if control.should_save:
             self._consolidate(kwargs["optimizer"])
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Consolidate the state, since a checkpoint may follow."""
-        if control.should_save:
-            self._consolidate(kwargs["optimizer"])
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate the state, since the best model may be saved next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -13,27 +13,12 @@ from torch import nn
 from zeroshard.construction.sharded_init import sharded_init
 from zeroshard.errors import UsageError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.sharding import (
-    Facts,
-    Registered,
-    Sharding,
-    fabric_class,
-)
+from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, fabric_class
 from zeroshard.optim.several import optimizers_of
 from zeroshard.policy import Policy, Units
 from zeroshard.sharded import Sharded
 
 _DDPStrategy: Any = fabric_class("strategies", "DDPStrategy")
-
-
-class _Accumulates:
-    """The context manager behind `fabric.no_backward_sync`."""
-
-    def __init__(self, find: Callable[[nn.Module], Sharded]) -> None:
-        self._find = find
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._find(module).accumulate(enabled)
 
 
 class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
@@ -63,7 +48,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         self._sharding = Sharding(stage, config, policy, units, auto)
         self._models: list[Sharded] = []
         super().__init__(**ddp)
-        self._backward_sync_control = _Accumulates(self.sharded)
+        self._backward_sync_control = self
 
     def sharded(self, model: nn.Module) -> Sharded:
         """Return the `Sharded` of a model that was set up: its `states`, `export`, `remove` and so on."""
@@ -75,6 +60,10 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         raise UsageError(
             f"this {type(model).__name__} was not set up by fabric.setup. Call fabric.setup(model, optimizer) first."
         )
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context of `fabric.no_backward_sync`, which asks `_backward_sync_control` for it."""
+        return self.sharded(module).accumulate(enabled)
 
     # ------------------------------------------------------------------ set up
 

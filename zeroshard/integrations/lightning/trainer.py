@@ -7,8 +7,8 @@ The Trainer's precision is the run's. "-mixed" is its autocast over fp32 paramet
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,7 @@ from torch import Tensor
 from zeroshard.construction.sharded_init import sharded_init
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.sharding import (
-    Facts,
-    Registered,
-    Sharding,
-    trainer_class,
-)
+from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, trainer_class
 from zeroshard.policy import Policy, Units
 from zeroshard.sharded import Sharded
 
@@ -179,21 +174,17 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         if self.sharded is not None:
             self.sharded.finish_backward()
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Mark backwards inside as not the last of their step."""
-        with ExitStack() as stack:
-            if self.sharded is not None:
-                stack.enter_context(self.sharded.accumulate())
-            yield
+        if self.sharded is None:
+            return nullcontext()
+        return self.sharded.accumulate()
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> AbstractContextManager[None]:
         """Return the context of `configure_model`: if parameters are sharded, modules are sharded as they are built."""
-        with ExitStack() as stack:
-            if self._sharding.policy(self._facts()).parameters.sharded:
-                stack.enter_context(sharded_init())
-            yield
+        if not self._sharding.policy(self._facts()).parameters.sharded:
+            return nullcontext()
+        return sharded_init()
 
     # ------------------------------------------------------------------ checkpoints
 

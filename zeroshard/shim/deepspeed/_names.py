@@ -45,15 +45,16 @@ _MICS = "Use zero.Init(), and mics_shard_size in the config."
 _MONITORS = "The config's blocks tensorboard, csv_monitor, wandb and comet write the figures of engine.step()."
 _OPTIMIZER = "deepspeed.initialize makes the engine's optimizer."
 _GROUPS = """
-    _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank
-    get_data_parallel_group=_get_data_parallel_group _get_sequence_data_parallel_group=_get_data_parallel_group
-    get_data_parallel_world_size=_get_data_parallel_world_size
-    _get_sequence_data_parallel_world_size=_get_data_parallel_world_size
-    get_data_parallel_rank=_get_data_parallel_rank _get_sequence_data_parallel_rank=_get_data_parallel_rank
+    _get_data_parallel_group=get_world_group get_data_parallel_group=get_world_group
+    _get_sequence_data_parallel_group=get_world_group
     _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
     _get_model_parallel_world_size get_model_parallel_world_size=_get_model_parallel_world_size
     get_tensor_model_parallel_world_size=_get_model_parallel_world_size _get_model_parallel_rank
     get_model_parallel_rank=_get_model_parallel_rank get_tensor_model_parallel_rank=_get_model_parallel_rank
+    torch.distributed:
+    _get_data_parallel_world_size=get_world_size get_data_parallel_world_size=get_world_size
+    _get_sequence_data_parallel_world_size=get_world_size
+    _get_data_parallel_rank=get_rank get_data_parallel_rank=get_rank _get_sequence_data_parallel_rank=get_rank
 """
 
 # fmt: off
@@ -77,8 +78,8 @@ _ROWS = {
     ".checkpointing": Row(".runtime.activation_checkpointing.checkpointing: * __getattr__"),
     ".comm": Row(".comm.comm: * __getattr__ .comm: comm"),
     ".comm.comm": Row(
-        "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed configure get_world_group get_global_rank "
-        "get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor",
+        "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed configure get_world_group "
+        "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor",
         {"log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'},
         otherwise="torch.distributed"),
     ".git_version_info": Row(values={
@@ -186,7 +187,8 @@ _ROWS = {
     ".runtime.zero.partition_parameters": Row(
         ".accelerator: get_accelerator ._parameters: DeepSpeedParameter GatheredParameters Init ZeroParamStatus ZeroParamType "
         "is_zero_param register_external_parameter unregister_external_parameter zero_wrapper_for_fp_tensor_constructor "
-        "_orig_torch_arange _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full",
+        "torch: _orig_torch_arange=arange _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones "
+        "_orig_torch_full=full",
         {"shutdown_init_context restore_init_context":
             "Leave the `with zero.Init()` block before you build what is not to be sharded."}),
     ".runtime.zero.stage3": Row(

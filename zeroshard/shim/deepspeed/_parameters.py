@@ -18,10 +18,6 @@ from deepspeed.comm import init_distributed
 from zeroshard import UsageError
 from zeroshard.config.load import Birth, load_birth, tensor_parallel_ranks
 
-_orig_torch_arange, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones, _orig_torch_full = (
-    torch.arange, torch.empty, torch.zeros, torch.ones, torch.full,
-)  # fmt: skip
-
 
 class ZeroParamType(enum.Enum):
     """The kind of a parameter."""

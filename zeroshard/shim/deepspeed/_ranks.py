@@ -64,18 +64,6 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 # ---------------------------------------------------------------------- groups
 
 
-def _get_data_parallel_group() -> Any:
-    return dist.group.WORLD
-
-
-def _get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
-
-
-def _get_data_parallel_rank() -> int:
-    return dist.get_rank()
-
-
 sequence_groups: list[Any] = []
 """The groups that `UlyssesSPAttentionHF.register_with_transformers` made, if any: accelerate reads them here."""
 

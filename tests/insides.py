@@ -127,6 +127,8 @@ progress_of_plan = plan._progress
 """A plan of 25 dry runs takes a minute."""
 last_that_fits = search._last_that_fits
 """A property of integers: no model shows each of them."""
+FORKS_RUN_BACKWARDS = "zeroshard.planning.search._forks_run_backwards"
+"""Only builds of torch for accelerators say no."""
 
 # ---------------------------------------------------------------------- transports
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
 import torch
-from insides import last_that_fits
+from insides import FORKS_RUN_BACKWARDS, last_that_fits
 from torch import Tensor, nn
 
 from zeroshard.planning.dry_run import Figures
 from zeroshard.planning.machine import Machine, Unseen, machines
 from zeroshard.planning.planner import Plan, job_of
-from zeroshard.planning.search import Choice, Search, micros, settings
+from zeroshard.planning.search import Choice, Search, in_processes, micros, settings
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -131,3 +132,13 @@ def test_the_largest_micro_batch_is_found_where_the_first_samples_add_nothing(fi
 
 def test_what_never_exceeds_is_not_looked_for_for_ever() -> None:
     assert last_that_fits(lambda _: 1, 10, 1) == 1 << 16
+
+
+@pytest.mark.parametrize("run_backwards", [True, False])
+def test_dry_runs_are_here_where_forks_cannot_differentiate(run_backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds of torch for accelerators let no forked process run a backward after one in this process."""
+    if not run_backwards:
+        monkeypatch.setattr(FORKS_RUN_BACKWARDS, lambda: False)
+    processes = [process for _, process in in_processes([os.getpid, os.getpid])]
+    assert (os.getpid() in processes) is not run_backwards
+    assert len({*processes}) == (2 if run_backwards else 1)

@@ -135,7 +135,9 @@ def test_what_never_exceeds_is_not_looked_for_for_ever() -> None:
 
 
 @pytest.mark.parametrize("run_backwards", [True, False])
-def test_dry_runs_are_here_where_forks_cannot_differentiate(run_backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_runs_are_here_where_forks_cannot_differentiate(
+    run_backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Builds of torch for accelerators let no forked process run a backward after one in this process."""
     if not run_backwards:
         monkeypatch.setattr(FORKS_RUN_BACKWARDS, lambda: False)

@@ -25,7 +25,7 @@ def expect_near(found: dict[str, Any], alone: dict[str, Any]) -> None:
     assert found["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_stock_trainer_is_one_process(ranks: int, tmp_path: Path) -> None:
     stages: tuple[int, ...] = (1, 2, 3)
     (alone,) = run(1, SCRIPT, [case(None)], tmp_path / "alone")

@@ -183,7 +183,7 @@ def train(
     rank: int, clip: Clip, policy: Policy | None, *, make: Callable[..., Any] = adamw,
     dtype: torch.dtype | None = None, microbatches: int = 1
 ) -> Result:  # fmt: skip
-    """Three steps, under a policy, or, without one, of plain PyTorch with gradients averaged by hand."""
+    """Two steps, under a policy, or, without one, of plain PyTorch with gradients averaged by hand."""
     torch.manual_seed(0)
     model = Stack()
     optimizer = make(model.parameters())
@@ -192,7 +192,7 @@ def train(
         sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(dtype), bucket_numel=100)
         optimizer = sharded.optimizer
     logged = []
-    for number in range(3):
+    for number in range(2):
         for microbatch in range(microbatches):
             batch = tokens(rank, microbatches * number + microbatch)
             if sharded is None:

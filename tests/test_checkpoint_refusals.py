@@ -226,3 +226,26 @@ def test_what_cannot_be_written_has_advice(
             patch.setattr(patched, name, fail)
             with pytest.raises(CheckpointError, match=f"{os.strerror(number)}. {advice}"):
                 live.save(tmp_path / name, "one")
+
+
+def test_a_users_own_file_of_states_makes_no_folder_deepspeeds(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        engine = zeroshard.initialize(model=nn.Linear(2, 2), config=config)[0]
+        with pytest.warns(UserWarning, match="no checkpoint was loaded"):
+            assert engine.load_checkpoint(tmp_path) == (None, None)
+        engine.save_checkpoint(tmp_path, "one")
+        assert engine.load_checkpoint(tmp_path)[0] is not None
+
+    (tmp_path / "rng_states.pt").touch()
+    on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("tag", [None, "a"])
+def test_a_name_that_no_disk_takes_is_an_error_of_checkpoints(tag: str | None) -> None:
+    def body(rank: int) -> None:
+        made = sharded(one)[1]
+        with pytest.raises(CheckpointError):
+            made.load("x" * 300, tag)
+
+    on_ranks(body, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import warnings
 import weakref
 from collections.abc import Callable
@@ -242,6 +243,7 @@ def test_its_states_are_a_dict_of_parameters(stage: int) -> None:
             for lost in (
                 lambda: optimizer.state[weight].update(mine=1),
                 lambda: optimizer.state[weight].setdefault("m", 1),
+                lambda: operator.ior(optimizer.state[weight], {"mine": 1}),
             ):
                 with pytest.raises(UsageError, match="another rank updates"):
                     lost()
@@ -787,3 +789,22 @@ def test_several_optimizers_share_no_parameter() -> None:
             zeroshard.shard(model, [torch.optim.Muon([model.head.weight]), torch.optim.LBFGS([model.blocks[0].scale])])
 
     on_ranks(body, 1)
+
+
+def test_the_states_that_adagrad_begins_with_are_not_kept() -> None:
+    """One element of each says all. The first parameter may have none."""
+
+    def body(rank: int) -> None:
+        model = nn.Linear(10, 10)
+        model.empty = nn.Parameter(torch.ones(0))
+        optimizer = torch.optim.Adagrad([model.empty, model.weight, model.bias], lr=0.1, initial_accumulator_value=0.5)
+        sums = [weakref.ref(states["sum"]) for states in optimizer.state.values()]
+        zeroshard.shard(model, optimizer, 2)
+        before = model.bias.detach().clone()
+        gc.collect()
+        assert [one() for one in sums] == [None] * 3
+        model(torch.ones(1, 10)).sum().backward()
+        optimizer.step()  # each gradient is 1
+        torch.testing.assert_close(model.bias.detach(), before - 0.1 / 1.5**0.5)
+
+    on_ranks(body, 2)

@@ -204,6 +204,28 @@ def test_it_nests(kind: str) -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_inside_one_that_changed_something_is_refused(kind: str, undo: bool, data: bool) -> None:
+    """It would store the change, which the outer block reports or undoes."""
+
+    def body(rank: int) -> None:
+        model = models_of(kind)
+        before, weight = whole(model), model.blocks[0].up.weight
+        with pytest.raises(UsageError, match="without a modifier rank"), zeroshard.unsharded(weight, undo=undo):
+            if data:
+                weight.data = torch.full_like(weight, 5.0)
+            else:
+                weight.detach().fill_(5.0)
+            with zeroshard.unsharded(model):
+                pass
+        if kind != "stage 2":
+            assert all(torch.equal(value, before[fqn]) for fqn, value in whole(model).items())
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("kind", ["born", "stage 3"])
 def test_an_exception_leaves_what_rests(kind: str) -> None:
     def body(rank: int) -> None:

@@ -17,10 +17,10 @@ from twin import build, gpt_batch, same, step, whole
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
-from zeroshard.collectives.base import Alone, sum_into
+from zeroshard.collectives.base import Alone, Done, Work, sum_into
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.over_hosts import OverHosts
+from zeroshard.collectives.over_hosts import ComposedGather, OverHosts
 from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.two_level import TwoLevel, cut
@@ -348,3 +348,15 @@ def test_ranks_that_diverge_are_named(transport: str) -> None:
                 step(model, sharded, rank, number)
 
     run_ranks(body, 4, collective_timeout=4.0)
+
+
+def test_a_gather_that_was_not_passed_on_fails_again() -> None:
+    """A reader that caught the first error must not take rows that never came for values."""
+
+    def pass_on() -> list[Work]:
+        raise CollectiveError("a rank of this host is gone")
+
+    gather = ComposedGather(Done(), pass_on)
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="is gone"):
+            gather.wait()

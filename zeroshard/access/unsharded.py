@@ -151,9 +151,10 @@ def _units_whole(
     ordered = sorted(homes, key=lambda home: home.number)
     units = list(dict.fromkeys(unit for unit in (home.unit() for home in ordered) if unit is not None))
     hooks = list(dict.fromkeys(one for one in (home.hooks() for home in ordered) if one is not None))
-    if modifier_rank is not None:
-        for unit in units:
+    for unit in units:
+        if modifier_rank is not None:
             unit.refuse_parked("a change of")
+        _refuse_changes(unit)
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
     offloaded = [unit for unit in units if unit.state is UnitState.OFFLOADED]
     written: list[str] = []
@@ -169,7 +170,10 @@ def _units_whole(
                 unit.pins += 1
                 pinned.append(unit)
                 unit.write_back()  # earlier writes are not changes inside the block
-                looks.append((unit, unit.appearance.begin_look()))
+                look = unit.appearance.versions()
+                if modifier_rank is None:
+                    look = unit.appearance.begin_look()
+                looks.append((unit, look))
         kept = {unit: unit.flat.tensor.clone() for unit in units if undo and not unit.sharded_at_rest}
         with ExitStack() as stack:
             for one in hooks:
@@ -189,6 +193,15 @@ def _units_whole(
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
             "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or change a copy."
+        )
+
+
+def _refuse_changes(unit: Unit) -> None:
+    """Raise if an outer block has changes to report or to undo: this block would store them when it begins."""
+    if unit.appearance.has_changes_to_report:
+        raise UsageError(
+            f"{unit.label} was changed inside unsharded() without a modifier rank, and another unsharded() begins there, which "
+            "would store the change. Pass modifier_rank=0 to the outer block, or change the parameters in the inner one."
         )
 
 

@@ -315,7 +315,7 @@ def latest_tag(folder: Path) -> str:
 
 def is_of_deepspeed(folder: Path) -> bool:
     """Return whether DeepSpeed wrote a checkpoint into this very folder."""
-    return any(folder.glob("*_states.pt"))
+    return any(any(folder.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim"))
 
 
 def is_checkpoint(folder: Path) -> bool:

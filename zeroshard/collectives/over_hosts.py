@@ -92,8 +92,8 @@ class ComposedGather(Work):
     def wait(self) -> None:
         if not self._has_crossed:
             self._crossing.wait()
+            self._started += [*self._pass_on()]  # a list first: an error leaves it to the next wait
             self._has_crossed = True
-            self._started += self._pass_on()
         for work in self._started:
             work.wait()
 

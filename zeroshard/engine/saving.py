@@ -104,7 +104,7 @@ class Saving(Readers):
         self._reshard_adapters()
         folder = Path(load_dir)
         # Files of one checkpoint count, so that the error of the load names the right folder.
-        found = (folder / LATEST).exists() or is_checkpoint(folder)
+        found = tag is not None or (folder / LATEST).exists() or is_checkpoint(folder)
         if tag is None and not any(self._sharded.exchange_json(found, "whether there is a checkpoint")):
             warnings.warn(f"no checkpoint was loaded: {folder.absolute()} has no file `{LATEST}`.", stacklevel=2)
             return None, None

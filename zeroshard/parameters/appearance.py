@@ -8,7 +8,7 @@ its `.data` was read where such a write would be lost, and while values are away
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,12 @@ class Appearance:
         self._looks.append(self.versions())
         return self._looks[-1]
 
+    @property
+    def has_changes_to_report(self) -> bool:
+        """Whether the parameters were written, or given other data, since an open look began."""
+        now = self.versions()
+        return any(look != now for look in self._looks) or (bool(self._looks) and any(self._given_data()))
+
     def end_look(self, look: list[int]) -> None:
         """End a `begin_look`."""
         self._looks = [other for other in self._looks if other is not look]
@@ -211,21 +217,26 @@ class Appearance:
     def adopt_new_data(self) -> set[int]:
         """Copy tensors that the user assigned as `.data` into the parameters' memory. Return the indices of these parameters."""
         found = set()
+        for index, entry, view in self._given_data():
+            data = entry.local
+            if data.shape != view.shape or data.dtype != view.dtype:
+                raise UsageError(
+                    f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had "
+                    f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
+                    "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
+                )
+            view.copy_(data)
+            entry.show(view)
+            self.outdate_graphs([index])
+            found.add(index)
+        return found
+
+    def _given_data(self) -> Iterator[tuple[int, NamedParameter, Tensor]]:
+        """Yield the parameters that show other memory than ours, with their indices and their views of ours."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
             if view.numel() and not is_same_memory(shown, view):
-                data = entry.local
-                if data.shape != view.shape or data.dtype != view.dtype:
-                    raise UsageError(
-                        f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had "
-                        f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
-                        "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
-                    )
-                view.copy_(data)
-                entry.show(view)
-                self.outdate_graphs([index])
-                found.add(index)
-        return found
+                yield index, entry, view
 
     def expect_present_grads(self) -> None:
         """Record which parameters take a gradient now."""

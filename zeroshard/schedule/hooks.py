@@ -474,7 +474,9 @@ class OneThread:
         if not self._is_asked:
             return
         with self._lock:
-            if self.is_another and any(thread.ident == self._thread for thread in threading.enumerate()):
+            running = self._thread  # `end` sets it to None without the lock
+            is_another = running not in (None, threading.get_ident())
+            if is_another and any(thread.ident == running for thread in threading.enumerate()):
                 raise UsageError(
                     "a forward began while one of another thread runs, or broke off there. Under this policy parameters have "
                     "memory only while a forward uses them: run the model on one thread at a time, or at stage 2 or below."

@@ -119,6 +119,10 @@ class StatesOfAnotherRank(UserDict[str, Any]):
             "are, or call sharded.states.set on every rank."
         )
 
+    def __ior__(self, states: Any) -> Any:  # type: ignore[misc]
+        self.update(states)
+        return self
+
 
 class ShardStates(defaultdict[Any, dict[str, Any]]):
     """The states of this rank's shards, instead of an optimizer's `state`.

@@ -16,6 +16,15 @@ from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.torch_private import forget_grad, make_innermost
 
 
+def _constants(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the states of a parameter that has elements: the step as it is, of each other one its first element."""
+    for parameter, states in optimizer.state.items():
+        if parameter.numel():
+            first = {name: value for name, value in states.items() if name == "step"}
+            return first | {name: value.flatten()[:1].clone() for name, value in states.items() if name not in first}
+    return {}
+
+
 class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
@@ -41,7 +50,7 @@ class UsersOptimizer:
         schedule: Schedule,
     ) -> None:
         self.optimizer = optimizer
-        self.first_state = dict(next(iter(optimizer.state.values()), {}))
+        self.first_state = _constants(optimizer)
         self.parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._step = step
         self._zero_grad = zero_grad

@@ -686,8 +686,8 @@ def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -
             resource.setrlimit(resource.RLIMIT_AS, before)
         return found
 
-    limited = run_ranks(body, 2, True, 64, 2)
-    assert limited == run_ranks(body, 2, False, 64, 2)
+    limited = run_ranks(body, 2, True, 64, 2, timeout=900)
+    assert limited == run_ranks(body, 2, False, 64, 2, timeout=900)
     assert limited[0][1] < limited[0][0]
     with pytest.raises(RankError, match="allocate memory"):
         run_ranks(body, 2, True, 0, 1)

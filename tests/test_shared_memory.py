@@ -143,6 +143,9 @@ def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, wit
         with pytest.raises(CollectiveError, match=f"rank {victim} closed the connection"):
             for number in range(1, 100_000):
                 step(model, sharded, rank, number)
+        (folder / f"heard.{rank}").touch()
+        for other in {*range(count)} - {victim}:
+            until(folder / f"heard.{other}")  # one that ends before would be the death that this rank hears of
         sharded.abandon()
         transport_of(sharded).close()
         del model, sharded

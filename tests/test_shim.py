@@ -582,7 +582,7 @@ def test_the_wheel_holds_it(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     expected = {path.relative_to(ROOT) for path in shim_path().rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert len(expected) > 15
+    assert len(expected) > 10
     assert {path for path in expected if not (installed / path).is_file()} == set()
     code = "import zeroshard.as_deepspeed, deepspeed, importlib.metadata as m; print(deepspeed.__file__, m.version('deepspeed'))"
     file, version = python(code, installed, cwd=tmp_path).split()

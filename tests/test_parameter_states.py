@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import Stack, tokens
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from twin import whole
 
 import zeroshard
@@ -224,6 +224,23 @@ def test_a_block_inside_one_that_changed_something_is_refused(kind: str, undo: b
             assert all(torch.equal(value, before[fqn]) for fqn, value in whole(model).items())
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_inside_a_forward_that_wrote_to_what_it_borrows_begins(stage: int) -> None:
+    """Such writes count like those in a forward of the parameter's own module: no block has to report them."""
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weight.detach().mul_(2)
+            with zeroshard.unsharded(weight):
+                return x * weight.detach().sum()
+
+    model, _ = sharded_stack(stage)
+    weight, writes = model.blocks[0].up.weight, Writes()
+    before = whole(model)["blocks.0.up.weight"]
+    zeroshard.borrow(writes, weight)
+    assert torch.equal(writes(torch.ones(())), 2 * before.sum())
 
 
 @pytest.mark.parametrize("kind", ["born", "stage 3"])

@@ -88,7 +88,8 @@ def unsharded(
             Parameters that are unsharded at rest are copied for it.
 
     Raises:
-        UsageError: parameters were changed without a modifier rank. Changes to sharded parameters are lost.
+        UsageError: parameters were changed without a modifier rank, when the block ends, or when another one begins inside it.
+            Changes to sharded parameters are lost.
     """
     if isinstance(target, nn.Module):
         wanted: list[Tensor] = list(target.parameters())
@@ -171,7 +172,7 @@ def _units_whole(
                 pinned.append(unit)
                 unit.write_back()  # earlier writes are not changes inside the block
                 look = unit.appearance.versions()
-                if modifier_rank is None:
+                if changes and modifier_rank is None:
                     look = unit.appearance.begin_look()
                 looks.append((unit, look))
         kept = {unit: unit.flat.tensor.clone() for unit in units if undo and not unit.sharded_at_rest}

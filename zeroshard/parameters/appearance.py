@@ -181,8 +181,10 @@ class Appearance:
     @property
     def has_changes_to_report(self) -> bool:
         """Whether the parameters were written, or given other data, since an open look began."""
+        if not self._looks:
+            return False
         now = self.versions()
-        return any(look != now for look in self._looks) or (bool(self._looks) and any(self._given_data()))
+        return any(look != now for look in self._looks) or any(self._given_data())
 
     def end_look(self, look: list[int]) -> None:
         """End a `begin_look`."""

@@ -40,7 +40,7 @@ def _asks(name: str, question: Callable[[], object]) -> None:
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """An optimizer that imports no compiler, which torch's own do when they are made and when they step: it takes a second."""
+    """An optimizer that does not import torch's compiler, which takes a second. Those of torch do when they are made."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.param_groups.append(param_group)

@@ -26,7 +26,7 @@ from zeroshard.cli.options import (
     parameters_of,
     picture_file,
 )
-from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planning.dry_run import Job
@@ -203,13 +203,11 @@ class _Answer:
 def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int, *, quick: bool) -> _Answer:
     from zeroshard.planning.dry_run import dry_run, parted
     from zeroshard.planning.planner import Plan
-    from zeroshard.planning.search import in_processes, judge, largest_micro_batch
+    from zeroshard.planning.search import in_process, judge, largest_micro_batch
 
     with _progress("simulating two steps") as told:
         told(0, 1)
-        [(_, figures)] = in_processes([lambda: dry_run(job, config, batch)], first_here=True)
-        if isinstance(figures, ZeroshardError):
-            raise figures
+        figures = in_process(lambda: dry_run(job, config, batch), first_here=True)
         made = Plan(job, figures, **bounds, told=parted(config)[1])
     if quick:
         return _Answer(made)

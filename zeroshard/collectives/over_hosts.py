@@ -92,7 +92,7 @@ class ComposedGather(Work):
     def wait(self) -> None:
         if not self._has_crossed:
             self._crossing.wait()
-            self._started += [*self._pass_on()]  # a list first: an error leaves it to the next wait
+            self._started += [*self._pass_on()]  # if this raises, so does the next wait
             self._has_crossed = True
         for work in self._started:
             work.wait()

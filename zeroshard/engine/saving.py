@@ -102,12 +102,13 @@ class Saving(Readers):
             has no checkpoint yet, as in the first run of a job.
         """
         self._reshard_adapters()
-        folder = Path(load_dir)
-        # Files of one checkpoint count, so that the error of the load names the right folder.
-        found = tag is not None or (folder / LATEST).exists() or is_checkpoint(folder)
-        if tag is None and not any(self._sharded.exchange_json(found, "whether there is a checkpoint")):
-            warnings.warn(f"no checkpoint was loaded: {folder.absolute()} has no file `{LATEST}`.", stacklevel=2)
-            return None, None
+        if tag is None:
+            folder = Path(load_dir)
+            # Files of one checkpoint count, so that the error of the load names the right folder.
+            found = (folder / LATEST).exists() or is_checkpoint(folder)
+            if not any(self._sharded.exchange_json(found, "whether there is a checkpoint")):
+                warnings.warn(f"no checkpoint was loaded: {folder.absolute()} has no file `{LATEST}`.", stacklevel=2)
+                return None, None
         states = load_optimizer_states and not load_module_only
         loaded = self._sharded.load(
             load_dir, None if tag is None else str(tag), strict=load_module_strict, optimizer_states=states,

@@ -93,8 +93,18 @@ def in_processes(
                 yield running.pop(future), future.result()
 
 
+def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
+    """Run one job as `in_processes` does, and return its result, or raise its error."""
+    [(_, result)] = in_processes([job], first_here=first_here)
+    if isinstance(result, ZeroshardError):
+        raise result
+    return result
+
+
 def _forks_run_backwards() -> bool:
-    """Return whether a forked process can run a backward, by trying."""
+    """Return whether a forked process can run a backward. Where torch was built for accelerators, one tries."""
+    if torch.accelerator.current_accelerator() is None:
+        return True
     process = _FORK.Process(target=_run_backward)
     process.start()
     process.join()
@@ -208,9 +218,7 @@ def largest_micro_batch(plan: Plan) -> int:
         if micro not in needs:
             config = plan.complete_config() | {"train_micro_batch_size_per_gpu": micro}
             del config["train_batch_size"]
-            [(_, figures)] = in_processes([partial(dry_run, plan.job, config)])
-            if isinstance(figures, ZeroshardError):
-                raise figures
+            figures = in_process(partial(dry_run, plan.job, config))
             needs[micro] = Plan(plan.job, figures, plan.limit, plan.host_limit).needed_nbytes
         return needs[micro]
 

@@ -201,7 +201,7 @@ class ShardedStep:
         parameter = id(view.named.parameter)
         first = next((one.first_state for one in self._optimizers if parameter in one.parameters), {})
         return {
-            name: value.clone() if name == "step" else torch.full_like(view.value, value.reshape(-1)[0].item())
+            name: value.clone() if name == "step" else torch.full_like(view.value, value.item())
             for name, value in first.items()
         }
 
@@ -498,18 +498,16 @@ class ShardedStep:
         if norm:
             self._dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
-        sums: dict[int, Tensor] = {}
+        own: Tensor | None = None
         if norm:
             sums = self.gradients.squares_by_shard([one.shard for one in self.residents if self._counts(one)])
+            own = sums.get(self._context.collectives.shard, torch.zeros((), dtype=torch.float64))
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
             (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
             for number, (unit, index) in enumerate(self._flags)
         )
-        own: Tensor | None = None
-        if norm:
-            own = sums.get(self._context.collectives.shard, torch.zeros((), dtype=torch.float64))
         digest = self._options.digest()
         if self.replicas is not None:
             digest += self.replicas.digest(self.residents)

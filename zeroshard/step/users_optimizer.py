@@ -17,12 +17,11 @@ from zeroshard.torch_private import forget_grad, make_innermost
 
 
 def _constants(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the states of a parameter that has elements: the step as it is, of each other one its first element."""
-    for parameter, states in optimizer.state.items():
-        if parameter.numel():
-            first = {name: value for name, value in states.items() if name == "step"}
-            return first | {name: value.flatten()[:1].clone() for name, value in states.items() if name not in first}
-    return {}
+    """Return the first states that the optimizer has for a parameter with elements: `step`, and one element of each other."""
+    found = dict(next((states for parameter, states in optimizer.state.items() if parameter.numel()), {}))
+    for name in found.keys() - {"step"}:
+        found[name] = found[name].flatten()[:1].clone()
+    return found
 
 
 class UsersOptimizer:

@@ -1,6 +1,6 @@
-"""Writes the tables of plans of docs/sequences.md: `python benchmarks/sequence_plans.py` takes some 12 minutes of one core.
+"""Write the tables of docs/sequences_memory.md from dry runs of two steps, at the shapes of Llama.
 
-Each row is a dry run of two steps at Llama's shapes. A machine is not needed, and none was run.
+`python benchmarks/sequence_plans.py` takes about 12 minutes on one core, and needs no accelerator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-PAGE = Path(__file__).parent.parent / "docs" / "sequences.md"
+PAGE = Path(__file__).parent.parent / "docs" / "sequences_memory.md"
 BEGIN = "<!-- figures: benchmarks/sequence_plans.py -->\n"
 BEGIN_REACH = "<!-- figures: benchmarks/sequence_plans.py, reach -->\n"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -28,11 +28,11 @@ DEVICES = (1, 8, 32)
 TILE = 4096
 STEP = 64 * 1024
 PUBLISHED = {("8B", 1): "500k", ("8B", 8): "3.7M", ("8B", 32): "15M"}
-"""DeepSpeed's, of ALST."""
+"""Sequence lengths that DeepSpeed publishes for ALST."""
 
 
 def config(devices: int) -> dict[str, Any]:
-    """Return stage 3 in bf16, with checkpoints and optimizer in CPU memory; on one device the parameters rest there, too."""
+    """Return a stage-3 config in bf16, with checkpoints and optimizer in CPU memory; on one device, parameters too."""
     on_cpu = {"device": "cpu", "pin_memory": True}
     block: dict[str, Any] = {"stage": 3, "offload_optimizer": on_cpu}
     if devices == 1:
@@ -46,7 +46,7 @@ def config(devices: int) -> dict[str, Any]:
 
 
 def model(shape: dict[str, Any]) -> nn.Module:
-    """Build Llama 3's 1B or 8B, which has 32 heads and 8 of keys."""
+    """Build Llama 3's 1B or 8B model, which has 32 heads and 8 key heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -54,7 +54,7 @@ def model(shape: dict[str, Any]) -> nn.Module:
 
 
 def planned(size: str, tokens: int, devices: int) -> zeroshard.Plan:
-    """Plan a training on one sequence of so many tokens."""
+    """Plan a training run on one sequence of `tokens` tokens."""
 
     def batch(samples: int) -> dict[str, Tensor]:
         whole = torch.zeros(samples, tokens, dtype=torch.long)
@@ -67,7 +67,7 @@ def planned(size: str, tokens: int, devices: int) -> zeroshard.Plan:
 
 
 def row(size: str, length: str, devices: int) -> str:
-    """Plan one training, and return its row."""
+    """Plan one training run, and return its row."""
     began = time.process_time()
     made = planned(size, LENGTHS[length], devices)
     took = time.process_time() - began
@@ -78,7 +78,7 @@ def row(size: str, length: str, devices: int) -> str:
 def reach(size: str, devices: int) -> str:
     """Find the longest sequence that fits, in steps of STEP tokens, and return its row.
 
-    Memory grows with the length in a straight line, so two plans show where the end should be.
+    Memory grows linearly with the length, so two plans predict the longest sequence.
     """
     made = dict[int, zeroshard.Plan]()
 
@@ -100,7 +100,7 @@ def reach(size: str, devices: int) -> str:
 
 
 def with_rows(page: str, begin: str, rows: list[str]) -> str:
-    """Return a page's text with the rows of a table replaced."""
+    """Return the text of a page, with the rows of one table replaced."""
     before, after = page.split(begin)
     lines = after.lstrip("\n").splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("|"))
@@ -108,7 +108,7 @@ def with_rows(page: str, begin: str, rows: list[str]) -> str:
 
 
 def write(begin: str, rows: Iterable[str]) -> None:
-    """Make rows, print each, and put all into the page."""
+    """Make rows, print each, and write all to the page."""
     made = []
     for one in rows:
         print(one, file=sys.stderr, flush=True)

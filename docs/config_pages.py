@@ -1,4 +1,4 @@
-"""Writes the pages of docs/config/, a page for each block of the schema: `python docs/config_pages.py`. A test holds them to it."""
+"""Write the pages of docs/config/ from the schema: `python docs/config_pages.py`. A test compares them."""
 
 from __future__ import annotations
 
@@ -35,21 +35,26 @@ def pages() -> dict[str, str]:
         text = cleandoc(block.__doc__ or "")
         purpose = text.partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
         listed += f"- [`{path}`]({path}.md): {purpose}\n"
-        made[f"{path}.md"] = f"# `{path}`\n\n{text}\n\n{_tables(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
+        made[f"{path}.md"] = (
+            f"# `{path}`\n\n{_sentence(text.partition(': ')[2])}\n\n{_tables(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
+        )
     made[_INDEX] = (
         "# Config keys\n\n"
-        "`python docs/config_pages.py` writes these pages from the schema. `zeroshard config check FILE` shows how zeroshard "
-        "resolves your file. A key *works*, or *has no meaning here* (it is accepted, and nothing depends on it), or is *not "
-        'offered* (an error if it is switched on). A key states how "auto" is resolved, unless that is the default. Give all '
-        "other values as `initialize(..., auto={...})`.\n\n"
+        "zeroshard reads DeepSpeed configs. `zeroshard config check FILE` shows how it resolves yours. Each key belongs to one of "
+        "three kinds:\n\n"
+        "- It *works*.\n"
+        "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
+        "- It is *not offered*: switching it on raises an error.\n\n"
+        'The value "auto" means the default, unless the table names another value. If you must supply the value, pass it as '
+        "`initialize(..., auto={...})`.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
         f"## Blocks\n\n{listed}\n"
         f"[Keys of the top level that have no meaning here, or are not offered]({_OTHERS})\n"
     )
     made[_OTHERS] = (
         "# Other config keys\n\n"
-        "Keys of the top level that *have no meaning here* (they are accepted, and nothing depends on them), or are *not "
-        "offered* (an error if they are switched on).\n\n"
+        "These keys of the top level either *have no meaning here*, or are *not offered*. [Config keys](README.md) explains both "
+        "kinds.\n\n"
         f"{_table('', Schema, [Kind.NO_MEANING, Kind.REFUSED])}\n[All blocks]({_INDEX})\n"
     )
     return made
@@ -64,7 +69,7 @@ def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 
 
 def _first() -> str:
-    """Make the table of the keys that most configs set, each with a link to its line."""
+    """Make the table of the keys that most configs set, with a link to each key's row."""
     rows = ["| key | effect |", "| --- | --- |"]
     blocks: dict[str, type[BaseModel]] = {"": Schema, **dict(_blocks(Schema))}
     for path in _FIRST:
@@ -72,7 +77,7 @@ def _first() -> str:
         page = ""
         if parent:
             page = f"{parent}.md"
-        rows.append(_row(f"[`{path}`]({page}#{key})", effect_of(blocks[parent], key).text))
+        rows.append(_row(f"[`{path}`]({page}#{key})", _sentence(effect_of(blocks[parent], key).text)))
     return "\n".join(rows) + "\n"
 
 
@@ -93,7 +98,7 @@ def _tables(prefix: str, block: type[BaseModel]) -> str:
 
 
 def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
-    """Make a table of a block's keys of some kinds: a line for each, with the key as its id."""
+    """Make a table of a block's keys of some kinds, one row for each, with the key as its id."""
     rows = ["| key | type; default | effect |", "| --- | --- | --- |"]
     for key in sorted(block.model_fields, key=lambda key: f"{prefix}{key}" not in _FIRST):
         field, effect = block.model_fields[key], effect_of(block, key)
@@ -102,6 +107,8 @@ def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
         text = effect.text
         if len(kinds) > 1:
             text = f"*{effect.kind}*: {text}"
+        else:
+            text = _sentence(text)
         if block_of(block, key) is not None:
             rows.append(_row(f"{_id(key)}[`{key}`]({prefix}{key}.md)", "block", text))
             continue
@@ -116,8 +123,16 @@ def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
         for path in RULES:
             if path.startswith(f"{prefix}params."):
                 name = path.removeprefix(prefix)
-                rows.append(_row(f"{_id(name)}`{name}`", "", f'an argument. "auto": {RULES[path].text}.'))
+                rows.append(_row(f"{_id(name)}`{name}`", "", f'"auto": {RULES[path].text}.'))
     return "\n".join(rows) + "\n"
+
+
+def _sentence(text: str) -> str:
+    """Return a text with a capital letter, unless it begins with a name or a value."""
+    first = text.partition(" ")[0].rstrip(",")
+    if not first.replace("-", "").isalpha() or first in ("torch", "true", "false", "zeroshard"):
+        return text
+    return text[0].upper() + text[1:]
 
 
 def _id(key: str) -> str:
@@ -129,7 +144,7 @@ def _row(*cells: str) -> str:
 
 
 def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _type(annotation: Any) -> str:

@@ -140,7 +140,7 @@ def test_partitioned_inputs_are_gathered_for_the_recompute(contiguous: bool) -> 
 
 def test_without_a_model_parallel_group_it_says_so() -> None:
     checkpointer = Checkpointer(Checkpointing(partition_activations=True))
-    with pytest.warns(UserWarning, match="no model-parallel group"):
+    with pytest.warns(UserWarning, match="without a model-parallel group"):
         Model(checkpointer.checkpoint)(*tokens(0, 0)).backward()
 
 
@@ -178,7 +178,7 @@ def test_contiguous_memory_is_allocated_once_and_its_end_is_an_error() -> None:
     del kept
     gc.collect()
     model(*tokens(0, 4)).backward()
-    with pytest.raises(UsageError, match="give number_checkpoints"):
+    with pytest.raises(UsageError, match="set number_checkpoints"):
         Checkpointing(contiguous_memory_optimization=True)
 
 

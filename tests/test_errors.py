@@ -242,7 +242,7 @@ def test_models_and_optimizers_that_cannot_be_sharded() -> None:
     model = Stack()
     assert "no parameters" in refusal(lambda: zeroshard.shard(nn.ReLU(), sgd(model)))
     assert "not parameters of the model" in refusal(lambda: zeroshard.shard(model, sgd(Stack())))
-    assert "looks at all parameters" in refusal(lambda: zeroshard.shard(model, torch.optim.LBFGS(model.parameters())))
+    assert "uses all parameters" in refusal(lambda: zeroshard.shard(model, torch.optim.LBFGS(model.parameters())))
 
     class Own(torch.optim.Optimizer):
         pass

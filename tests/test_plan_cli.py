@@ -97,7 +97,7 @@ def test_what_would_be_left_out_is_refused(folder: Path) -> None:
     planned = [".", "--sequence", "32", "--quick"]
     assert "name it by --config" in refused(*planned, "--auto", "lr=1e-3")
     told = refused(*planned, "--config", "auto.json", "--auto", "lr=1e-3", "--auto", "stge=3")
-    assert "auto['stge'] is the name of no config key. Did you mean 'stage'?" in told
+    assert "auto['stge'] is not the name of a config key. Did you mean 'stage'?" in told
     for name in ("memory.txt", "memory"):
         assert "is not the name of a picture" in refused(*planned, "--plot", name)
 

@@ -26,9 +26,9 @@ class Prodigy(torch.optim.Optimizer):
 
 
 REFUSED = {
-    "LBFGS": (torch.optim.LBFGS, "LBFGS looks at all parameters at once"),
-    "a subclass": (Mine, "Mine looks at all parameters at once"),
-    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam takes sparse gradients"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS uses all parameters at once"),
+    "a subclass": (Mine, "Mine uses all parameters at once"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
     "Prodigy": (Prodigy, "Prodigy estimates one step size from all parameters"),
 }
 

@@ -419,11 +419,11 @@ def test_cut() -> None:
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "on the left"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "or between"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]]), "labels": torch.arange(4)[None]}, "labels of padding count"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "its own shape"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "of another shape"),
         ({"position_ids": torch.zeros(3, 1, 4)}, "one position for each token"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "position_ids that begin at 0"),
         ({"bias": torch.zeros(2, 4, 4)}, "unclear how to cut"),
-        ({"input_ids": torch.arange(4)}, "needs input_ids"),
+        ({"input_ids": torch.arange(4)}, "with input_ids"),
     ],
 )
 def test_batches_that_are_refused(change: dict[str, Tensor], match: str) -> None:
@@ -497,7 +497,7 @@ def flash() -> nn.Module:
         (router_loss, "output_router_logits=False"),
         (llama4, "layers.1.self_attn of Llama4TextModel scales queries by positions"),
         (flash, "flash_attention_2, whose kernels transformers loads by that name"),
-        (lambda: nn.Linear(2, 2), "no model of transformers"),
+        (lambda: nn.Linear(2, 2), "not a model of transformers"),
     ],
 )
 def test_models_that_are_refused(model: Callable[[], nn.Module], match: str) -> None:
@@ -515,7 +515,7 @@ def test_models_that_are_refused(model: Callable[[], nn.Module], match: str) -> 
 
 def test_without_transformers_a_model_is_none_of_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match="no model of transformers"):
+    with pytest.raises(UsageError, match="not a model of transformers"):
         CutAttention(SequenceRanks(), nn.Linear(2, 2))
 
 
@@ -526,7 +526,7 @@ def test_forwards_that_are_refused() -> None:
         inputs = {name: value for name, value in one.items() if name != "shift_labels"}
         model: Any = make(Case())
         sequences.attach(model)
-        with pytest.raises(UsageError, match="attached to Sequences already"):
+        with pytest.raises(UsageError, match="already attached to Sequences"):
             sequences.attach(model)
         with pytest.raises(UsageError, match="got a batch that is not"):
             model(input_ids=one["input_ids"])
@@ -537,7 +537,7 @@ def test_forwards_that_are_refused() -> None:
         with pytest.raises(UsageError, match="has no shift_labels"):
             sequences.loss(model, inputs)
         model.model.layers[1].self_attn.attention_dropout = 0.1
-        with pytest.raises(UsageError, match=r"drops attention weights at random \(dropout 0.1\)"):
+        with pytest.raises(UsageError, match=r"has attention dropout \(0.1\)"):
             model(**inputs)
         model.model.layers[1].self_attn.attention_dropout = 0.0
         model.model.layers[1].self_attn.is_causal = False
@@ -596,7 +596,7 @@ def test_logits_that_go_on_are_refused() -> None:
         expected = float(model(**one, use_cache=False).loss)
         sequences.attach(model)
         cut = sequences.cut(one)
-        with pytest.raises(UsageError, match="computes with its logits after its head"):
+        with pytest.raises(UsageError, match="changes its logits after its head"):
             sequences.loss(model, cut)
         found = sequences.loss(model, cut, tiles=2, transform=lambda logits: logits / 3.0)
         assert abs(float(found.detach()) - expected) < 1e-5
@@ -709,7 +709,7 @@ def test_groups_that_leave_ranks_of_a_sequence_out() -> None:
         model: Any = make(Case())
         sequences.attach(model)
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=own[rank])
-        with pytest.raises(UsageError, match="over 1 ranks, and losses of these Sequences over 2"):
+        with pytest.raises(UsageError, match="over 1 ranks, but these Sequences average losses over 2"):
             sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
 
     on_ranks(body, 2)

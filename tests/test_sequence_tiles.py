@@ -172,8 +172,8 @@ def test_a_token_mean_over_ranks() -> None:
     ("change", "match"),
     [
         ({"tiles": 0}, "1 tile or more"),
-        ({"labels": torch.zeros(3)}, "do not fit"),
-        ({"weight": torch.zeros(3)}, "do not fit"),
+        ({"labels": torch.zeros(3)}, "do not match"),
+        ({"weight": torch.zeros(3)}, "do not match"),
     ],
 )
 def test_what_does_not_fit(change: dict[str, Any], match: str) -> None:
@@ -248,8 +248,8 @@ def test_dropout_is_the_forwards() -> None:
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (nn.Sequential(nn.Conv1d(12, 12, 1)), "whose work at one position needs others"),
-        (nn.Softmax(dim=1), "gives other results beside other positions"),
+        (nn.Sequential(nn.Conv1d(12, 12, 1)), "whose result at one position depends on others"),
+        (nn.Softmax(dim=1), "gives different results if positions run together"),
         (nn.Flatten(), "must return one tensor"),
     ],
 )
@@ -265,7 +265,7 @@ def test_calls_that_cannot_run_in_tiles() -> None:
     tile(model, ["bilinear", "mlp"], tokens=4)
     x = torch.randn(1, 12, WIDTH)
     for call in (lambda: model["bilinear"](x, x), lambda: model["mlp"](x[0])):
-        with pytest.raises(UsageError, match="one positional argument must be a tensor"):
+        with pytest.raises(UsageError, match="one positional argument, a tensor"):
             call()
     with pytest.raises(UsageError, match="no module of the model is called 'mpl'"):
         tile(model, "mpl")
@@ -353,7 +353,7 @@ def test_a_module_that_mixes_positions_is_found_once_its_outputs_are_not_zero() 
     model(x).sum().backward()
     with torch.no_grad():
         model[0].out.weight.add_(model[0].out.weight.grad)
-    with pytest.raises(UsageError, match="beside other positions"):
+    with pytest.raises(UsageError, match="if positions run together"):
         model(x)
 
 
@@ -361,11 +361,11 @@ def test_a_second_backward_is_refused() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
     tile(model, "0", tokens=2)
     x = torch.randn(1, 6, WIDTH, requires_grad=True)
-    with pytest.raises(UsageError, match=r"tile\(\) computes tiles again"):
+    with pytest.raises(UsageError, match=r"tile\(\) recomputes tiles"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (hidden, weight), labels = head(bias=False)
     loss = head_loss(hidden, weight, labels, tiles=2)
-    with pytest.raises(UsageError, match=r"head_loss\(\) computes tiles again"):
+    with pytest.raises(UsageError, match=r"head_loss\(\) recomputes tiles"):
         torch.autograd.grad(loss, [hidden], create_graph=True)
 
 

@@ -872,7 +872,7 @@ def test_meshes_and_placements_that_are_not_taken() -> None:
         model = made()
         blocks_only(model, mesh["tp"])
         take = partial(zeroshard.shard, model, adamw(model), 3)
-        assert 'Name the data-parallel dimension of the mesh: shard(..., group=mesh["dp"])' in refusal(take)
+        assert 'Pass the data-parallel dimension of the mesh: shard(..., group=mesh["dp"])' in refusal(take)
         assert "over ranks [0, 1]" in refusal(partial(take, group=mesh["tp"]))
         assert "a mesh of 2 dimensions, ('dp', 'tp')" in refusal(partial(take, group=mesh))
         muon = torch.optim.Muon([one for one in model.parameters() if one.ndim == 2])
@@ -940,7 +940,7 @@ def test_ranks_of_a_group_that_hold_different_parts_are_refused() -> None:
         blocks_only(model, DeviceMesh.from_group(rows[rank // 2], "cpu", mesh_dim_names=("tp",)))
         own = crossed[0 if rank in (0, 3) else 1]
         found = refusal(lambda: zeroshard.shard(model, adamw(model), 2, group=own))
-        assert "all hold the same part" in found.replace("\n", " ")
+        assert "must have the same part" in found.replace("\n", " ")
 
     on_ranks(body, 4)
 

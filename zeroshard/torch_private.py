@@ -1,10 +1,10 @@
-"""Owns torch's private names: everything that this package uses and torch may change without notice.
+"""Owns torch's private names: every name that zeroshard uses and torch may change without notice.
 
-Each is looked up when this module is imported, and tested if that takes microseconds. Rarely used names are looked up
-at their first use. A name that is missing, or behaves differently, raises an error that names it. So another torch
-fails at the first use of zeroshard, and not in the middle of a training.
+Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
+are looked up at their first use. A name that is missing or behaves differently raises an error with the name. So an
+unsuitable torch fails when zeroshard is imported, and not in the middle of a training run.
 
-Names that run often are torch's own objects under another name, or one plain call.
+Names on hot paths are torch's own objects under another name, or one plain call.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
-"""Names that other modules import from here, and that torch defines."""
+"""Names of torch that other modules import from here."""
 
 SEEN_TO_WORK = ("2.11", "2.13")
 """Releases of torch on which all tests passed."""
 
 
 def _find(name: str) -> Any:
-    """Look a name up.
+    """Look up a name of torch.
 
     Raises:
-        UsageError: this torch has none.
+        UsageError: this torch does not have the name.
     """
     found: Any = torch
     parts = name.split(".")
@@ -55,9 +55,10 @@ def _find(name: str) -> Any:
 
 
 def unfit(name: str, how: str) -> UsageError:
+    """Return the error about a private name that this torch lacks, or that behaves differently."""
     newest = SEEN_TO_WORK[-1]
     return UsageError(
-        f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. It works with torch "
+        f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. zeroshard works with torch "
         f'{" and ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
     )
 
@@ -67,23 +68,21 @@ def unfit(name: str, how: str) -> UsageError:
 past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find("torch._C.DisableTorchFunctionSubclass")
 """A context in which operations on parameters bypass their classes, which report reads to units.
 
-torch's manual names it for authors of such classes, and torch exports no public one.
+torch's manual recommends it to authors of such classes, but torch has no public name for it.
 """
 
 disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
 """The `__torch_function__` of classes that do not override operations, such as `nn.Parameter`.
 
-torch's manual names it, and torch exports no public one. Another function with the same result would make each operation slower:
-torch looks for this very object.
+torch's manual names it, but torch has no public name for it. A function of our own would make each operation slower,
+since torch has a fast path for this object.
 """
 
 _make_wrapper = _find("torch.Tensor._make_wrapper_subclass")
 
 
 def wrapper_tensor(cls: type[Tensor], size: torch.Size, **options: Any) -> Any:
-    """Make a tensor of a class that has a shape and no memory. torch's manual names this function, and there is no
-    public one.
-    """
+    """Create a tensor of a class, with a shape but without memory. torch has no public function for it."""
     return _make_wrapper(cls, size, **options)
 
 
@@ -91,10 +90,7 @@ _find("torch.Tensor._version")
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place.
-
-    torch makes `increment_version` public, and no reader.
-    """
+    """Return how often a tensor was written to in place. torch has a public `increment_version`, but no reader."""
     return tensor._version
 
 
@@ -102,30 +98,28 @@ _use_count = _find("torch._C._storage_Use_Count")
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Return the number of objects that hold a tensor's memory, which may be freed if there is only one. torch has no
-    public counter.
-    """
+    """Return the number of objects that hold a tensor's memory. torch has no public counter."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
 def storage_id(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage among those that exist now.
 
-    Python's identity of a storage's wrapper is not stable, and not every tensor has an address.
+    The identity of the storage's Python wrapper is not stable, and some tensors have no address.
 
     Raises:
-        RuntimeError, NotImplementedError: the tensor has no storage, such as one of torch.func.
+        RuntimeError, NotImplementedError: the tensor has no storage, like those of torch.func.
     """
     return int(tensor.untyped_storage()._cdata)
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors begin at the same place of the same storage."""
+    """Return whether two tensors begin at the same position of the same storage."""
     same = storage_id(one) == storage_id(other)
     return same and one.storage_offset() * one.itemsize == other.storage_offset() * other.itemsize
 
 
-# Operations on many tensors in one launch, for accelerators. torch documents them, and gives none of them a public name.
+# Operations on many tensors in one launch. torch documents them, but has no public names for them.
 foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_")
 foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
 foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_")
@@ -135,7 +129,7 @@ foreach_lerp: Callable[..., list[Tensor]] = _find("torch._foreach_lerp")
 foreach_lerp_: Callable[..., None] = _find("torch._foreach_lerp_")
 
 GRAD: Any = torch.Tensor.grad
-"""The slot of `tensor.grad`, past properties of subclasses. Its use dispatches to `__torch_function__`, as any operation's."""
+"""The descriptor of `tensor.grad`, without properties of subclasses. It dispatches to `__torch_function__`."""
 
 
 def grad_of(parameter: Tensor) -> Tensor | None:
@@ -153,11 +147,11 @@ def forget_grad(parameter: Tensor) -> None:
 
 # ---------------------------------------------------------------- DTensors
 
-# Their modules take a second to import: code that has a DTensor has imported them already.
+# Importing their modules takes a second. Code that has a DTensor has already imported them.
 
 
 def distributed_class() -> type[nn.Parameter] | None:
-    """Return the class of DTensors, or None if it was never imported, so that there are none."""
+    """Return the class of DTensors, or None if it was never imported, so that none can exist."""
     found: type[nn.Parameter] | None = globals().get("DTensor")
     if found is None and _AT_FIRST_USE["DTensor"].rpartition(".")[0] in sys.modules:
         for name in ("_local_tensor", "_spec"):
@@ -173,54 +167,52 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return the very tensor that a DTensor holds on this rank. `to_local()` makes another one, or a node of a graph."""
+    """Return the tensor object that a DTensor holds on this rank. `to_local()` returns a new one, or a graph node."""
     local: Tensor = tensor._local_tensor
     return local
 
 
 def writes_of(tensor: Any) -> int:
-    """Return how often a DTensor was written to in place, itself or by `to_local()`, which only the local tensor
-    counts.
-    """
+    """Return how often a DTensor or its `to_local()` was written to in place. Each counts its own writes."""
     return version_of(tensor) + version_of(tensor._local_tensor)
 
 
 def show_local(tensor: Any, local: Tensor) -> None:
-    """Set a DTensor's local tensor to another one of the same shape. Assigning its `data` does not."""
+    """Replace a DTensor's local tensor by another one of the same shape, which assigning `data` does not do."""
     tensor._local_tensor = local
 
 
 def distributed_as(like: Any, local: Tensor) -> Tensor:
-    """Make a DTensor, outside of graphs, that is distributed as another one is."""
+    """Create a DTensor outside of graphs, with the distribution of another DTensor."""
     return distributed_by(like._spec, local)
 
 
 def distribution_of(tensor: Any) -> Any:
-    """Return all of a DTensor except its local tensor: mesh, placements, shape, strides, dtype. It may be shared."""
+    """Return a DTensor's mesh, placements, shape, strides and dtype, as one object that DTensors may share."""
     return tensor._spec
 
 
 def distributed_by(distribution: Any, local: Tensor) -> Tensor:
-    """Make a DTensor, outside of graphs. `DTensor.from_local` is public, and takes ten times as long."""
+    """Create a DTensor outside of graphs. The public `DTensor.from_local` takes ten times as long."""
     kind: Any = distributed_class()
     made: Tensor = kind(local, distribution, requires_grad=False)
     return made
 
 
 def part_as(like: Any, gradient: Any) -> Tensor:
-    """Return this rank's part of a DTensor, redistributed like another one. All ranks of the mesh must call it."""
+    """Return this rank's part of a DTensor that is redistributed as another one. All ranks of the mesh must call it."""
     if gradient.placements != like.placements:
         gradient = gradient.detach().redistribute(placements=like.placements)
     local = local_of(gradient)
-    # A collective's result may be a tensor that waits at the first operation on it; reading its memory is not one.
+    # A collective's result may be a tensor that waits at its first operation. Reading its memory would not wait.
     wait: Callable[[], Tensor] | None = getattr(local, "wait", None)
     return local if wait is None else wait()
 
 
 # ---------------------------------------------------------------- trees
 
-# Trees of lists, dicts and types that libraries register with torch, such as outputs of transformers. Models take and return them.
-# torch exports no public reader of its register.
+# Inputs and outputs of models: trees of lists, dicts and types that libraries register with torch, such as outputs of
+# transformers. torch has no public functions on such trees.
 tree_map: Callable[..., Any] = _find("torch.utils._pytree.tree_map")
 tree_map_only: Callable[..., Any] = _find("torch.utils._pytree.tree_map_only")
 tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree.tree_leaves")
@@ -231,25 +223,25 @@ tree_unflatten: Callable[[list[Any], Any], Any] = _find("torch.utils._pytree.tre
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which a module keeps its own parameters; writing to it replaces one, without other effects.
+    """Return the dict of a module's own parameters. Writing to it replaces a parameter without other effects.
 
-    `setattr` and `register_parameter` call hooks of the user's, and `get_parameter` takes another attribute for the parameter.
+    `setattr` and `register_parameter` call the user's hooks, and `get_parameter` may return another attribute.
     """
     return module._parameters
 
 
 def own_parts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return the dicts in which modules keep their own parameters and the modules inside them, two for each module."""
+    """Return two dicts for each module: its own parameters, and its submodules."""
     return [part for module in modules for part in (module._parameters, module._modules)]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict in which a module keeps its own buffers, as `own_parameters` does."""
+    """Return the dict of a module's own buffers, like `own_parameters`."""
     return module._buffers
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Whether a state dict of a module holds the module's own buffer of this name. torch has no public way to ask."""
+    """Return whether a module's state dict has its own buffer of this name. torch has no public function for it."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -267,21 +259,21 @@ def _make_last(hooks: Any, handle: RemovableHandle) -> None:
 def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHandle) -> None:
     """Move a pre-hook of a module's forward before all others, and a hook after all others.
 
-    torch's `prepend=True` holds when a hook is registered: one that comes later may go around it.
+    torch's `prepend=True` applies at registration: a later hook may still come before or after.
     """
     _make_first(module._forward_pre_hooks, first)
     _make_last(module._forward_hooks, last)
 
 
 def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
-    """Move a hook on a parameter's accumulated gradient after those that were registered later. torch has no public way."""
+    """Move a hook on a parameter's accumulated gradient after all others. torch has no public function for it."""
     _make_last(parameter._post_accumulate_grad_hooks, handle)
 
 
 def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
-    """Move a hook before an optimizer's steps after all others, and a hook after steps before all others.
+    """Move one of an optimizer's step pre-hooks after all others, and one of its step post-hooks before all others.
 
-    torch has no public way.
+    torch has no public function for it.
     """
     _make_last(optimizer._optimizer_step_pre_hooks, before)
     _make_first(optimizer._optimizer_step_post_hooks, after)
@@ -290,8 +282,8 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     """Run the step of an optimizer's class without hooks, even if it calls the step of its base class.
 
-    torch wraps each class's method with the hooks of the object and those of all optimizers, and has no public way around it.
-    The wrapped function is an attribute of the wrapper, set by `functools.wraps`.
+    torch wraps each class's method to run the hooks of the object and of all optimizers, without a public way around
+    them. `functools.wraps` stores the wrapped function in the wrapper.
     """
     step = type(optimizer).step
     if getattr(step, "hooked", False):
@@ -306,9 +298,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any
 
 
 def compiled_call_of(module: nn.Module) -> Any:
-    """Return the compiled function of `module.compile()` that runs instead of `forward`, or None. torch has no public
-    reader.
-    """
+    """Return the function that `module.compile()` runs instead of `forward`, or None. torch has no public reader."""
     return module._compiled_call_impl
 
 
@@ -317,15 +307,15 @@ COMPILED_CALL = "compile_wrapper"
 
 
 def runs_compiled(code: CodeType) -> bool:
-    """Return whether code is that of torch.compile's wrapper around a compiled function, whose `self` has the options.
+    """Return whether code is torch.compile's wrapper of a compiled function, whose `self` has the options.
 
-    torch has no public way to find out whether the running code was compiled.
+    torch has no public function that shows whether the running code was compiled.
     """
     return code.co_name == COMPILED_CALL and is_of_compiler(code)
 
 
 def is_of_compiler(code: CodeType) -> bool:
-    """Return whether code is in the file of torch's wrappers around functions that it compiles, or does not."""
+    """Return whether code is in the file of torch.compile's wrappers, of compiled functions or others."""
     return code.co_filename.endswith(COMPILER_FILE)
 
 
@@ -335,7 +325,7 @@ _graph_task = _find("torch._C._current_graph_task_id")
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward. torch's checkpointing and FSDP2 use this, and there is no public way."""
+    """Return whether this thread runs a backward. torch's checkpointing and FSDP2 use the same private name."""
     return bool(_graph_task() != -1)
 
 
@@ -343,10 +333,10 @@ _will_execute = _find("torch._C._will_engine_execute_node")
 
 
 def backward_reaches(node: Node) -> bool:
-    """Return whether the present backward will run a node. torch's checkpointing uses this, and there is no public way.
+    """Return whether the present backward will run a node. torch's checkpointing uses the same private name.
 
     Raises:
-        RuntimeError: no backward runs, or it is one of `torch.autograd.grad` that ends in this node.
+        RuntimeError: no backward runs, or it is a `torch.autograd.grad` that ends in this node.
     """
     return bool(_will_execute(node))
 
@@ -356,7 +346,7 @@ _find("torch.autograd.Variable._execution_engine.queue_callback")
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Call a function when the present backward ends. DDP and FSDP2 use this, and there is no public way."""
+    """Call a function when the present backward ends. DDP and FSDP2 use the same private name."""
     _engine.queue_callback(callback)
 
 
@@ -364,9 +354,9 @@ _top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
-    """Return the innermost hooks on saved tensors, as `(pack, unpack)`: a unit's own hooks call them.
+    """Return the innermost hooks on saved tensors as `(pack, unpack)`, which a unit's own hooks call.
 
-    torch makes entering and leaving public (`torch.autograd.graph.saved_tensors_hooks`), and no reader.
+    torch has a public context that sets such hooks (`torch.autograd.graph.saved_tensors_hooks`), but no reader.
     """
     found: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = _top_hooks(True)
     return found
@@ -376,19 +366,19 @@ _refusal = _find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_mes
 
 
 def refuses_saved_tensors_hooks() -> bool:
-    """Return whether hooks on saved tensors would raise now. torch makes refusing them public, and no reader of it."""
+    """Return whether hooks on saved tensors would raise now. torch can disable them publicly, but has no reader."""
     return _refusal() is not None
 
 
 FUNCTION_APPLY: CodeType = _find("torch.autograd.Function.apply.__func__").__code__
-"""The code object on the stack, seen from a hook, while an autograd function of Python saves its tensors.
+"""The code object that is on a hook's stack while an autograd function of Python saves its tensors.
 
-torch passes no other sign of it to hooks.
+A hook cannot detect this in another way.
 """
 
 
 def has_tensor_hooks(parameter: Any) -> bool:
-    """Return whether a user put hooks on its gradient (`register_hook`). There is no public way to ask."""
+    """Return whether a parameter has hooks of `register_hook`. torch has no public function for it."""
     return bool(parameter._backward_hooks)
 
 
@@ -396,7 +386,7 @@ _transform = _find("torch._C._functorch.peek_interpreter_stack")
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func runs, inside which no unit can be gathered. There is no public way to ask."""
+    """Return whether a transform of torch.func runs, inside which units cannot be gathered."""
     return _transform() is not None
 
 
@@ -406,7 +396,7 @@ _tracing = _find("torch._guards.TracingContext.try_get")
 def is_traced() -> bool:
     """Return whether torch.compile is tracing.
 
-    Its public functions are right in the code that it traces, but not in code that it calls meanwhile.
+    torch's public functions are correct in traced code, but not in code that the compiler calls while it traces.
     """
     return _tracing() is not None
 
@@ -423,8 +413,7 @@ _AT_FIRST_USE = {
     "_spec": "torch.distributed.tensor.DTensor._spec",
     "DTensor": "torch.distributed.tensor.DTensor",
 }
-"""The first two run a model without values, the third sees its operations. torch documents them, and gives them no public name.
-`_skip_code` imports the compiler, which takes a second."""
+"""Names by which this module finds torch's. `_skip_code` imports the compiler, which takes a second."""
 
 
 def __getattr__(name: str) -> Any:
@@ -436,17 +425,17 @@ def __getattr__(name: str) -> Any:
 
 
 def outside_of_modes() -> AbstractContextManager[None, None]:
-    """Leave all modes that intercept operations, for a while. torch makes only entering a mode public."""
+    """Return a context without the modes that intercept operations. torch has no public function for it."""
     left: AbstractContextManager[None, None] = __getattr__("_disable_modes")()
     return left
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Make torch.compile run a function without compiling it. Functions that it calls may still be compiled.
+    """Make torch.compile run a function uncompiled. Functions that it calls may still be compiled.
 
-    `torch.compiler.disable` does that by a wrapper, which takes longer than a short hook.
+    The wrapper of `torch.compiler.disable` would take longer than a short hook.
     """
     __getattr__("_skip_code")(function.__code__)
 
 
-import_module("zeroshard.torch_private_tests").run()  # it imports names that are defined above
+import_module("zeroshard.torch_private_tests").run()  # it uses names that are defined above

@@ -1,6 +1,6 @@
 """Owns the tests of torch's private names (see torch_private.py), which run when zeroshard is imported.
 
-None touches an accelerator, runs a backward, or reads a value: they take microseconds.
+No test uses an accelerator, runs a backward or reads a value, so each takes microseconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import zeroshard.torch_private as own
 
 _TESTS: dict[str, Callable[[], bool]] = {}
-"""By the private name that each tries out."""
+"""The tests, by the private name that each test uses."""
 
 
 def _tests(name: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
-    """Register a function that returns whether a private name does what torch_private needs of it."""
+    """Register a function that returns whether a private name behaves as torch_private needs it."""
 
     def register(test: Callable[[], bool]) -> Callable[[], bool]:
         _TESTS[name] = test
@@ -30,7 +30,7 @@ def _tests(name: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
 
 
 def _asks(name: str, question: Callable[[], object]) -> None:
-    """Register a function that must return, with any result: this module may be imported in a backward, or inside hooks."""
+    """Register a call that must not raise. Its result may vary, since zeroshard may be imported in a backward."""
 
     def test() -> bool:
         question()
@@ -40,7 +40,7 @@ def _asks(name: str, question: Callable[[], object]) -> None:
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """An optimizer that does not import torch's compiler, which takes a second. Those of torch do when they are made."""
+    """An optimizer that does not import torch's compiler, which takes a second. Creating one of torch's does."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.param_groups.append(param_group)
@@ -65,7 +65,7 @@ _asks("torch._guards.TracingContext.try_get", own.is_traced)
 
 
 class _Told(Tensor):
-    """A tensor that counts the operations that come to its class, and does none."""
+    """A tensor that counts the operations on its class, and runs none."""
 
     count = 0
 
@@ -76,7 +76,7 @@ class _Told(Tensor):
 
 
 class _Quiet(Tensor):
-    """A tensor whose class takes no part in operations."""
+    """A tensor whose class does not override operations."""
 
     __torch_function__ = own.disabled_torch_function
 
@@ -215,20 +215,20 @@ def _orders_step_hooks() -> bool:
 
 @_tests(f"{own.COMPILED_CALL} of {own.COMPILER_FILE}")
 def _has_compiler_frames() -> bool:
-    """Check the source, since importing the compiler takes a second; without sources there is no check."""
+    """Check the source file, if there is one, since importing the compiler takes a second."""
     source = Path(torch.__file__).parent / own.COMPILER_FILE
     return not source.is_file() or f"def {own.COMPILED_CALL}(" in source.read_text()
 
 
 def _first_unfit() -> tuple[str, str] | None:
-    """Return the first name that is not fit for use, and the reason."""
+    """Return the first name that fails its test, and the reason."""
     for name, works in _TESTS.items():
         try:
             is_fit = works()
         except Exception as error:
             return name, f"raises {error!r}"
         if not is_fit:
-            return name, "does something else"
+            return name, "behaves differently"
     return None
 
 
@@ -236,7 +236,7 @@ def run() -> None:
     """Run the tests on a separate thread, where the importer's modes, transforms and hooks are not in force.
 
     Raises:
-        UsageError: a name is not fit for use.
+        UsageError: a name fails its test.
     """
     found: list[tuple[str, str] | None] = []
     thread = Thread(target=lambda: found.append(_first_unfit()), name="zeroshard-torch-private")

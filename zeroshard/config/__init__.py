@@ -1,1 +1,1 @@
-"""Configs of DeepSpeed: their schema, and the effect of each key here."""
+"""DeepSpeed configs: their schema, and the effect of each key in zeroshard."""

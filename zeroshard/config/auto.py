@@ -1,9 +1,10 @@
-"""Owns "auto": the values that replace it outside of a Trainer, before the schema reads the config."""
+"""Owns "auto": the values that replace it without a Trainer, before the schema reads the config."""
 
 from __future__ import annotations
 
 import copy
 import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,9 @@ from zeroshard.config.schema import KEYS
 from zeroshard.errors import ConfigError
 
 DEFAULT = object()
-"""Leave the key out: its default, or the arithmetic of batch sizes, gives the value."""
+"""The result of a rule that leaves the key out: its value is the default, or computed from other batch sizes."""
 UNKNOWN = object()
-"""Only the user can supply the value."""
+"""The result of a rule whose value only the user can supply."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Facts:
     """The values from which "auto" can be resolved.
 
     Attributes:
-        supplied: the user's `auto={...}`, by full key path, by last part, or, for `fp16.enabled` and the like, by block.
-        hidden_size: the model's, if it has one.
+        supplied: the user's `auto={...}`, by key path, by its last part, or by block (`fp16` for `fp16.enabled`).
+        hidden_size: the model's hidden size, if it has one.
         dtype: the dtype of the model's parameters.
     """
 
@@ -37,7 +38,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: nn.Module | None, supplied: Mapping[str, Any] | None) -> Facts:
-        """Read the facts of a model."""
+        """Collect the facts about a model."""
         dtype = None
         if model is not None:
             dtype = getattr(next(model.parameters(), None), "dtype", None)
@@ -55,14 +56,15 @@ def _hidden_size(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for one key's "auto": a function of the facts and of the config so far, and its description."""
+    """A rule for one key's "auto": a function of the facts and the partly resolved config, and its description."""
 
     resolve: Callable[[Facts, Mapping[str, Any]], Any]
     text: str
 
 
 def _constant(value: Any) -> Rule:
-    return Rule(lambda _facts, _config: value, f"`{value}`")
+    shown = value if isinstance(value, str) else json.dumps(value)
+    return Rule(lambda _facts, _config: value, f"`{shown}`")
 
 
 def _of_hidden_size(size: Callable[[int], int], text: str) -> Rule:
@@ -73,7 +75,7 @@ def _of_hidden_size(size: Callable[[int], int], text: str) -> Rule:
 
 
 def _is_dtype(dtype: torch.dtype) -> Rule:
-    return Rule(lambda facts, _: facts.dtype is dtype, "whether the model's parameters have that dtype")
+    return Rule(lambda facts, _: facts.dtype is dtype, "true if the model's parameters have that dtype")
 
 
 def _micro_batch(_: Facts, config: Mapping[str, Any]) -> Any:
@@ -95,16 +97,16 @@ def _optimizer_lr(facts: Facts, config: Mapping[str, Any]) -> Any:
     return facts.supplied.get("lr", UNKNOWN)
 
 
-_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "you must give it")
+_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "you must supply it")
 _DEFAULT = Rule(lambda _facts, _config: DEFAULT, "the default")
 
 RULES: dict[str, Rule] = {
     # The order matters: keys that a rule reads are resolved before it.
     "train_batch_size": Rule(lambda _facts, _config: DEFAULT, "computed"),
     "train_micro_batch_size_per_gpu": Rule(
-        _micro_batch, "computed if `train_batch_size` is given; otherwise you must give it"
+        _micro_batch, "computed if `train_batch_size` is set; otherwise you must supply it"
     ),
-    "gradient_accumulation_steps": Rule(_accumulation, "computed if the other two are given; otherwise `1`"),
+    "gradient_accumulation_steps": Rule(_accumulation, "computed if both other batch sizes are set; otherwise `1`"),
     "gradient_clipping": _constant(1.0),
     "optimizer.type": _ONLY_YOU,
     "optimizer.params.lr": _ONLY_YOU,
@@ -134,14 +136,14 @@ RULES: dict[str, Rule] = {
     ),
     "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size, "10 x hidden size"),
 }
-"""The values for "auto", key by key. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
+"""The rules for "auto", by key path. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
 
 
 def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], set[str]]:
-    """Return a copy of the config without any "auto", and the key paths that had it. The schema refuses unknown keys.
+    """Return a copy of the config with "auto" resolved, and the key paths that had it. Unknown keys keep "auto".
 
     Raises:
-        ConfigError: the message lists every key whose value only the user can supply, and unknown keys of `auto`.
+        ConfigError: only the user can supply some values, or `auto` has unknown keys. The message lists them.
     """
     resolved = copy.deepcopy(config)
     order = {path: number for number, path in enumerate(RULES)}
@@ -169,17 +171,17 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
         arguments = ", ".join(f"{name!r}: ..." for name in names)
         raise ConfigError(
             f'"auto" cannot be resolved from the config: {", ".join(unresolved)}.\n'
-            f"Give the values, as {options} on the command line, or as initialize(..., auto={{{arguments}}}); "
+            f"Pass the values as {options} on the command line, or as initialize(..., auto={{{arguments}}}); "
             "or set them in the config."
         )
     return resolved, set(paths)
 
 
 def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config with the user's values instead of "auto"; every other "auto" stays.
+    """Return a copy of the config with the user's values in place of "auto". Any other "auto" stays.
 
     Raises:
-        ConfigError: a name is not the name of a key.
+        ConfigError: a name in `supplied` is not the name of a key.
     """
     given: dict[str, Any] = copy.deepcopy(dict(config))
     found = list(_find(given))
@@ -208,7 +210,7 @@ def _find(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[s
 
 
 def _is_argument(path: str) -> bool:
-    """Return whether a path is an argument of an optimizer or scheduler: their classes check these, not the schema."""
+    """Return whether a path is an argument of an optimizer or scheduler, which the class checks and not the schema."""
     return path.startswith(("optimizer.params.", "scheduler.params."))
 
 
@@ -220,11 +222,11 @@ def _supplied(supplied: Mapping[str, Any], path: str) -> Any:
 
 
 def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
-    """Raise for a name in `auto` that no config has: a misspelling. A name that this config sets itself is allowed."""
+    """Raise for a misspelt name in `auto`, which is no config key. Names that this config itself sets are allowed."""
     every = {*KEYS, *RULES, *paths}
     names = every | {path.rpartition(".")[2] for path in every} | {"fp16", "bf16", "bfloat16"}
     for name in supplied:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = "".join(f" Did you mean {one!r}?" for one in near)
-            raise ConfigError(f"auto[{name!r}] is the name of no config key.{hint} Leave it out, or correct it.")
+            raise ConfigError(f"auto[{name!r}] is not the name of a config key.{hint} Leave it out, or correct it.")

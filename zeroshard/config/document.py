@@ -1,4 +1,4 @@
-"""Owns the display of a resolved config, as a table."""
+"""Owns the display of a resolved config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroshard.config.load import Config, Entry
 
 _STYLES = {Kind.WORKS: "green", Kind.NO_MEANING: "yellow", Kind.REFUSED: "red"}
 _MOST_LINES = 35
-"""The most lines of `summary`. With the settings in force, `config check` stays within 40."""
+"""The maximum number of lines of `summary`: with the settings in force, `config check` prints at most 40."""
 
 
 def summary(config: Config, width: int) -> Text:
-    """List the keys that the file or "auto" set, or that were computed: a line of at most `width` characters for each."""
+    """List keys that the file or "auto" sets, and computed keys, in lines of at most `width` characters."""
     idle = []
     blocks: dict[str, list[Entry]] = {}
     for entry in config.entries():
@@ -26,7 +26,7 @@ def summary(config: Config, width: int) -> Text:
     lines = []
     for block, entries in blocks.items():
         names = [entry.path.rpartition(".")[2] for entry in entries]
-        if block.endswith(".params"):  # all of them have one effect, which would be repeated
+        if block.endswith(".params"):  # all arguments have the same effect: do not repeat it
             arguments = [f"{name} {_value(entry)}" for name, entry in zip(names, entries, strict=True)]
             lines += _wrapped(f"{block}: {', '.join(arguments)}", width)
             continue
@@ -39,7 +39,7 @@ def summary(config: Config, width: int) -> Text:
             lines.append(_cut(f"{indent}{name:<{column}}  {_value(entry):<12}  {entry.effect.text}", width))
     ending = []
     if idle:
-        ending = _wrapped(f"accepted, and without meaning here: {', '.join(idle)}", width)
+        ending = _wrapped(f"accepted, but without meaning here: {', '.join(idle)}", width)
     room = _MOST_LINES - len(ending)
     if len(lines) > room:
         ending.insert(0, f"... and {len(lines) - room + 1} more lines: --all prints them")
@@ -60,7 +60,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def listing(config: Config, width: int) -> Text:
-    """List all keys, with the whole text of their effects."""
+    """List all keys, with the full text of their effects."""
     found = Text(_title(config))
     for entry in config.entries():
         kind = entry.effect.kind

@@ -1,9 +1,8 @@
-"""Owns the description of a config key (its type as people write it, and its effect here), and the check of a block's
-`params`.
+"""Owns the descriptions of config keys: their types, and their effects in zeroshard.
 
-Every key has an `Effect`. It works, has no meaning here, or is not offered. A key without meaning is accepted, and the
-resolved config lists it. A key that is not offered would change the result, and is refused if it is switched on. No key
-is ignored silently.
+Every key has an `Effect`: it works, has no meaning here, or is not offered. zeroshard accepts a key without meaning,
+and lists it in the resolved config. A key that is not offered would change the result, so switching it on raises an
+error. No key is ignored silently.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a key in zeroshard, with a sentence."""
+    """The effect of a key in zeroshard, with its description."""
 
     kind: Kind
     text: str
     by_presence: bool = False
-    """Refused with any value: an empty block switches it on too."""
+    """Whether a key is refused with any value except null: an empty block switches it on too."""
 
     def refuses(self, value: Any) -> bool:
-        """Return whether a key with this effect may not have this value."""
+        """Return whether this effect refuses a value of the key."""
         if self.kind is not Kind.REFUSED:
             return False
         if self.by_presence:
@@ -52,13 +51,13 @@ class Effect:
 works = partial(Effect, Kind.WORKS)
 """Declares a key that works."""
 no_meaning = partial(Effect, Kind.NO_MEANING)
-"""Declares a key that is accepted with any value, since nothing here depends on it."""
+"""Declares a key that is accepted with any value, since nothing in zeroshard depends on it."""
 refused = partial(Effect, Kind.REFUSED)
-"""Declares a key that is accepted only if it is switched off, see `is_off`; with `by_presence`, only if it is null."""
+"""Declares a key that is accepted only if it is off (`is_off`); with `by_presence`, only if it is null."""
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value enables nothing: false, null, or a block that is not enabled or has only such values."""
+    """Return whether a value enables nothing: false, null, 0, or a block of such values or with `enabled` off."""
     if isinstance(value, dict):
         if "enabled" in value:
             return not value["enabled"]
@@ -67,7 +66,7 @@ def is_off(value: Any) -> bool:
 
 
 def _number_from_text(value: Any) -> Any:
-    """Read a quoted number: JSON has no integer 5e8, so people write "5e8" for 500000000."""
+    """Convert a quoted number. JSON has no integer 5e8, so configs have "5e8" for 500000000."""
     if isinstance(value, bool):
         raise ValueError("a number was expected")
     if isinstance(value, str):
@@ -88,7 +87,7 @@ DTYPE_NAMES = {
     "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16", "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }  # fmt: skip
-"""Names of dtypes, as people write them, and torch's names. The command line reads the same."""
+"""torch's names of dtypes, by the names in configs and on the command line."""
 
 
 def _without_torch(value: Any) -> Any:
@@ -111,7 +110,7 @@ class Block(BaseModel):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'stage'?`, or a full stop if no name is near."""
+    """Return `; did you mean 'stage'?`, or a full stop if no name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     if not near:
         return "."
@@ -122,8 +121,8 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
     """Raise for arguments that a class cannot take, since its own error does not name them.
 
     Args:
-        cls: an optimizer or a scheduler; the config does not set its first argument.
-        params: by name.
+        cls: the class of an optimizer or a scheduler. The config does not set its first argument.
+        params: the arguments by name.
         block: "optimizer" or "scheduler".
 
     Raises:
@@ -147,4 +146,6 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
                 raise ConfigError(f"{block}.params.{key}: {item!r} is text: write the number without quotes.")
     for one in rest:
         if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in params:
-            raise ConfigError(f"{block}.params.{one.name}: {cls.__name__} needs it. Add it to the config.")
+            raise ConfigError(
+                f"{block}.params.{one.name}: {cls.__name__} requires this argument. Add it to the config."
+            )

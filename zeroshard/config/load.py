@@ -25,7 +25,7 @@ from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, lar
 
 _DTYPES: dict[str | None, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 _MOST_PROBLEMS = 10
-"""The most problems in one message: each unknown key is compared with all known ones."""
+"""The maximum number of problems in one message: each unknown key is compared with all known keys."""
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
 
 
@@ -46,7 +46,7 @@ class Entry:
     path: str
     value: Any
     origin: str
-    """The origin: the file, a default, "auto", or computed (batch sizes)."""
+    """The source of the value: `file`, `default`, `"auto"`, or `computed` (batch sizes)."""
     effect: Effect
 
 
@@ -63,7 +63,7 @@ class Config:
 
     @property
     def names_batch_size(self) -> bool:
-        """Whether the config, or "auto", names the samples of a microbatch or a step; otherwise `batch` counts microbatches."""
+        """Whether the config or "auto" gives a batch size in samples; otherwise `batch` counts microbatches."""
         return self.schema.train_batch_size is not None or self.schema.train_micro_batch_size_per_gpu is not None
 
     @property
@@ -77,7 +77,7 @@ class Config:
         zero = self.schema.zero_optimization
         parameters = zero.offload_param or OffloadParamBlock()
         optimizer = zero.offload_optimizer or OffloadOptimizerBlock()
-        # The old keys are set, and none of the new ones.
+        # The old keys count only where the new blocks are missing.
         if zero.cpu_offload_param and zero.offload_param is None:
             parameters = OffloadParamBlock(device="cpu")
         if zero.cpu_offload and zero.offload_optimizer is None:
@@ -105,7 +105,7 @@ class Config:
         )
 
     def _offload(self, block: OffloadParamBlock | OffloadOptimizerBlock, **own: Any) -> Offload:
-        """Return the settings for transfers that an offload block has, besides those of its `own`."""
+        """Return the settings for transfers of an offload block: the common ones, and its `own`."""
         aio = self.schema.aio
         return Offload(
             path=block.nvme_path,
@@ -120,7 +120,7 @@ class Config:
 
     @property
     def units(self) -> Units:
-        """The parameters that are unsharded together. They are the same at every stage, so that the bits are."""
+        """The definition of units, which is the same at every stage. So results have the same bits."""
         zero = self.schema.zero_optimization
         leaves = zero.leaf_module or LeafModuleBlock()
         return Units(
@@ -156,12 +156,12 @@ class Config:
 
     @property
     def shard_arguments(self) -> dict[str, Any]:
-        """The arguments of `zeroshard.shard` besides model, optimizer, policy and precision."""
+        """The arguments of `zeroshard.shard` other than model, optimizer, policy and precision."""
         return {"bucket_numel": self.bucket_numel, "overlap": self.overlap, "units": self.units}
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that torch.autocast runs in, or None."""
+        """The dtype of torch.autocast, or None if it is off."""
         block = self.schema.torch_autocast
         if not block.enabled:
             return None
@@ -174,12 +174,12 @@ class Config:
 
     @property
     def skips_steps_that_are_not_finite(self) -> bool:
-        """True, except under bf16 where the config allows such steps."""
+        """Whether steps with infinite or NaN gradients are skipped. Only a bf16 config can switch this off."""
         return not self.schema.bf16.enabled or self.schema.bf16.check_grad_overflow
 
     @property
     def bucket_numel(self) -> int:
-        """The size of the largest bucket, in elements. A shard on disk must fit into the buffers that the config allows."""
+        """The size of the largest bucket, in elements. A shard on disk must fit into the config's buffers."""
         zero = self.schema.zero_optimization
         numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
         if self.policy.optimizer.place is Place.DISK:
@@ -190,11 +190,11 @@ class Config:
 
     @property
     def overlap(self) -> bool:
-        """Whether collectives run behind the computation."""
+        """Whether collectives overlap with computation."""
         return self.schema.zero_optimization.overlap_comm is not False
 
     def entries(self) -> Iterator[Entry]:
-        """Every key, in the order of the schema, with its value, origin and effect."""
+        """Yield every key in the order of the schema, with its value, origin and effect."""
         batch = {
             "train_batch_size": self.batch.train,
             "train_micro_batch_size_per_gpu": self.batch.micro,
@@ -222,13 +222,13 @@ def load_config(
 
     Args:
         config: a path to JSON (comments and trailing commas are fine), a dict, or any Mapping.
-        world_size: data-parallel ranks, for the batch sizes.
+        world_size: the number of data-parallel ranks, from which batch sizes are computed.
         model: the model, whose hidden size and dtype replace "auto" in some keys.
         auto: values for keys that are "auto", by key path or by its last part; also batch sizes if the config names
             none.
 
     Raises:
-        ConfigError: the message names the key path, the expected values and the one given.
+        ConfigError: a key or a value is wrong. The message names the key's path, and the expected and given values.
     """
     raw = _in_full(read(config))
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -257,16 +257,16 @@ def load_config(
 
 
 def refuse_without_batch_size(config: Config) -> None:
-    """Raise for a config without a batch size, as DeepSpeed does: a learning rate is chosen for a step of known size.
+    """Raise for a config without a batch size, as DeepSpeed does, since learning rates are tuned for one batch size.
 
     Raises:
         ConfigError: neither the config nor "auto" names a batch size.
     """
     if not config.names_batch_size:
         raise ConfigError(
-            "the config names no batch size: set train_micro_batch_size_per_gpu (samples of one forward on one rank) or "
-            "train_batch_size (of one step) in it. Or give --auto train_micro_batch_size_per_gpu=... on the command line, or "
-            "initialize(..., auto={'train_micro_batch_size_per_gpu': ...})."
+            "the config names no batch size: set train_micro_batch_size_per_gpu (samples per forward on one rank) or "
+            "train_batch_size (samples per step) in it. Or pass --auto train_micro_batch_size_per_gpu=... on the command line, "
+            "or initialize(..., auto={'train_micro_batch_size_per_gpu': ...})."
         )
 
 
@@ -281,7 +281,7 @@ def refuse_tensor_parallel(config: Config, what: str) -> None:
 
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
-    """Read only the block `activation_checkpointing` of a DeepSpeed config."""
+    """Read only the block `activation_checkpointing` of a DeepSpeed config, and check it."""
     block = read(config).get("activation_checkpointing", {})
     try:
         return ActivationCheckpointingBlock.model_validate(block)
@@ -290,9 +290,7 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
 
 
 def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
-    """Read only the number of ranks that divide one model, `tensor_parallel.autotp_size`; 1 if it is missing or not a
-    number.
-    """
+    """Read only `tensor_parallel.autotp_size` of a DeepSpeed config; 1 if it is missing or not a number."""
     size = _block(read(config), "tensor_parallel").get("autotp_size")
     try:
         return max(int(size or 1), 1)
@@ -301,7 +299,7 @@ def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) ->
 
 
 def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
-    """Complete the batch sizes as DeepSpeed does; with no batch size at all, a microbatch counts as one sample."""
+    """Compute the missing batch sizes as DeepSpeed does. Without any, a microbatch counts as one sample."""
     given = {
         "train_batch_size": schema.train_batch_size,
         "train_micro_batch_size_per_gpu": schema.train_micro_batch_size_per_gpu,
@@ -320,36 +318,36 @@ def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
     if micro < 1 or accumulation < 1 or train != micro * accumulation * world_size:
         set_here = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ConfigError(
-            "batch sizes do not agree: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps "
-            f"* ranks, but {train} != {micro} * {accumulation} * {world_size} (the config sets {set_here}). Change one "
-            "of them, or leave one out to have it computed."
+            "batch sizes do not agree: train_batch_size must be train_micro_batch_size_per_gpu * "
+            f"gradient_accumulation_steps * ranks, but {train} != {micro} * {accumulation} * {world_size} (the config sets "
+            f"{set_here}). Change one of them, or leave one out: zeroshard computes it."
         )
     return BatchSize(train, micro, accumulation, world_size)
 
 
 def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
-    """Return the number of ranks of a host, which ZeRO++ and MiCS configure under different names."""
+    """Return the number of ranks per host, which ZeRO++ and MiCS configure under different names."""
     given = {}
     if zero.zero_hpz_partition_size > 1:
         given["zero_hpz_partition_size"] = zero.zero_hpz_partition_size
     if zero.mics_shard_size > 0:
         given["mics_shard_size"] = zero.mics_shard_size
     if len(set(given.values())) > 1:
-        raise ConfigError(f"zero_optimization has two numbers of ranks of a host: {given}. Leave one of them out.")
+        raise ConfigError(f"zero_optimization sets two numbers of ranks per host: {given}. Leave one of them out.")
     for key, ranks in given.items():
         if world_size % ranks:
             raise ConfigError(
-                f"zero_optimization.{key} = {ranks} does not divide the {world_size} ranks: give the number of ranks "
-                "of a host, or a divisor of it."
+                f"zero_optimization.{key} = {ranks} does not divide the {world_size} ranks: set it to the number of "
+                "ranks per host, or to a divisor of that number."
             )
     return next(iter(given.values()), None)
 
 
 def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys that are shorter, as DeepSpeed's Python names, or longer, as TRL's paths.
+    """Rename keys that are written in a short or long form.
 
-    Such as `prefetch_bucket_size` for `stage3_prefetch_bucket_size`; or `zero_optimization.reduce_bucket_size` at the
-    top level, which counts if the block does not have the key.
+    DeepSpeed's Python names are short: `prefetch_bucket_size` for `stage3_prefetch_bucket_size`. TRL's names are paths
+    at the top level: `zero_optimization.reduce_bucket_size`. A path counts if its block does not have the key.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")
@@ -369,18 +367,18 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(schema: Schema) -> None:
-    """Raise for unknown keys: a misspelt block would silently train with its defaults."""
+    """Raise for unknown keys. Otherwise a misspelt block would silently get its defaults."""
     unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
     if unknown:
         lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]
         raise ConfigError(
-            f"{_listed(lines, len(unknown))}\nList keys of other programs: "
+            f"{_listed(lines, len(unknown))}\nIf another program needs these keys, list them: "
             f'"ignored_keys": {json.dumps(unknown[:_MOST_PROBLEMS])}.'
         )
 
 
 def _listed(lines: list[str], count: int) -> str:
-    """List problems of a config; `count` is the number of all of them."""
+    """Return the message about problems of a config, of which there are `count` in all."""
     more = ""
     if count > len(lines):
         more = f"\n  and {count - len(lines)} more"
@@ -388,16 +386,16 @@ def _listed(lines: list[str], count: int) -> str:
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping in a file, or a copy of a mapping, with nothing resolved."""
+    """Read a config from a file or a mapping, without resolving anything."""
     if isinstance(config, Mapping):
         return _plain(config)
     if not isinstance(config, str | os.PathLike):
-        raise ConfigError(f"a config is a path or a mapping, not {type(config).__name__}. Pass one of them.")
+        raise ConfigError(f"a config must be a path or a mapping, not {type(config).__name__}. Pass one of them.")
     path = Path(config)
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a config file. Name a file in it.")
+        raise ConfigError(f"{path} is a folder, not a config file. Pass the path of a file in it.")
     if not path.is_file():
-        raise ConfigError(f"no config file at {path}. Check the path.")
+        raise ConfigError(f"there is no config file at {path}. Check the path.")
     try:
         text = path.read_text(encoding="utf-8")
         data = _read_hjson(text) if path.suffix == ".hjson" else _parse(text)
@@ -409,7 +407,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Parse JSON or JSON5, whose parser is plain Python and takes minutes for a megabyte."""
+    """Parse JSON, or else JSON5, whose parser is pure Python and takes minutes for a megabyte."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except ValueError:
@@ -420,7 +418,9 @@ def _read_hjson(text: str) -> Any:
     try:
         hjson = importlib.import_module("hjson")
     except ImportError:
-        raise ValueError("files that end in .hjson need the package hjson: pip install hjson, or write JSON") from None
+        raise ValueError(
+            "an .hjson file needs the package hjson: pip install hjson, or convert the file to JSON"
+        ) from None
     return hjson.loads(text, object_pairs_hook=_without_duplicates)
 
 
@@ -428,7 +428,7 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
+            raise ValueError(f"the key {key!r} appears twice")
         found[key] = value
     return found
 
@@ -472,11 +472,11 @@ def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
 
 @dataclass(frozen=True)
 class Birth:
-    """The keys of a config for models that are sharded while they are built, before the whole config is resolved.
+    """The settings in a config for models that are sharded while they are built, before the config is resolved.
 
     Attributes:
-        dtype: the dtype of their parameters; None: the one in which they are made.
-        device: the place of their shards until `shard` takes the model, as `offload_param` names it.
+        dtype: the dtype of the parameters; None keeps the dtype in which they are created.
+        device: the place of the shards until `shard` takes the model, as in `offload_param.device`.
         folder: the folder for shards on disk.
     """
 
@@ -486,7 +486,7 @@ class Birth:
 
 
 def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
-    """Read these keys. Those that are "auto" are left out.
+    """Read the settings of a `Birth`, except those that are "auto".
 
     Raises:
         ConfigError: fp16 and bf16 are both enabled.

@@ -1,4 +1,4 @@
-"""Owns the keys of a DeepSpeed JSON config: their types, defaults and effects here, and the iteration over them.
+"""Owns the keys of a DeepSpeed JSON config: their types, defaults and effects in zeroshard.
 
 `python docs/config_pages.py` writes docs/config/ from this file.
 """
@@ -31,7 +31,7 @@ def _one_rank(value: Any) -> Any:
     if isinstance(value, int) and value > 1:
         raise PydanticCustomError(
             "sequences",
-            "a config alone cannot cut sequences: call zeroshard.sequence.Sequences in your loop, or give a Trainer "
+            "a config alone cannot cut sequences: use zeroshard.sequence.Sequences in your loop, or pass a Trainer "
             "ParallelismConfig(sp_size=...)",
         )
     return value
@@ -42,7 +42,7 @@ def _block_of_null(value: Any) -> Any:
 
 
 def _text(change: Callable[[str], str]) -> BeforeValidator:
-    """Change a text before it is checked."""
+    """Return a validator that changes a string before it is checked."""
     return BeforeValidator(lambda value: change(value) if isinstance(value, str) else value)
 
 
@@ -52,47 +52,48 @@ class OptimizerBlock(Block):
     """`optimizer`: the optimizer and its arguments."""
 
     type: Annotated[str, works(
-        "Adam (AdamW's mathematics unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside the blocks; "
-        "AdamW for all other parameters), or any class of torch.optim. An optimizer that needs whole parameters gets them unsharded.")]
+        "Adam (AdamW's update unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside blocks, "
+        "with AdamW for all other parameters), or any class of torch.optim. No parameter is cut if the "
+        "optimizer needs whole parameters.")]
     params: Annotated[dict[str, Any], works(
-        "arguments of the optimizer; Adam, AdamW, SGD and Adagrad are fused unless `fused` is false.")] = {}
-    torch_adam: Annotated[bool, no_meaning("give it in `params`.")] = False
-    legacy_fusion: Annotated[bool, no_meaning("a switch of DeepSpeed's own kernels.")] = False
+        "the optimizer's arguments. For Adam, AdamW, SGD and Adagrad, `fused` defaults to true.")] = {}
+    torch_adam: Annotated[bool, no_meaning("set it in `params`.")] = False
+    legacy_fusion: Annotated[bool, no_meaning("it configures DeepSpeed's own kernels.")] = False
 
 
 class SchedulerBlock(Block):
     """`scheduler`: the learning rate over the steps."""
 
     type: Annotated[str, works(
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. It "
-        "advances after every step that was not skipped.")]
-    params: Annotated[dict[str, Any], works("arguments of the scheduler.")] = {}
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. The "
+        "scheduler advances after each step that is not skipped.")]
+    params: Annotated[dict[str, Any], works("the scheduler's arguments.")] = {}
 
 
 class BF16Block(Block):
-    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. The block may also be called `bfloat16`."""
+    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. Another name is `bfloat16`."""
 
-    enabled: Annotated[bool, works("train in bfloat16. \"auto\": if the model's parameters have that dtype.")] = False
-    check_grad_overflow: Annotated[bool, works("skip a step whose gradients are not finite.")] = True
-    immediate_grad_update: Annotated[bool, no_meaning("each gradient is reduced as soon as it is computed.")] = False
-    bf16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32.")] = False
-    bf16_optimizer_states: Annotated[bool, refused("optimizer states are fp32.")] = False
+    enabled: Annotated[bool, works("train in bfloat16. \"auto\": true if the model's parameters are in bfloat16.")] = False
+    check_grad_overflow: Annotated[bool, works("skip a step if its gradients are not finite.")] = True
+    immediate_grad_update: Annotated[bool, no_meaning("gradients are always reduced during the backward.")] = False
+    bf16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
+    bf16_optimizer_states: Annotated[bool, refused("optimizer states are always in fp32.")] = False
 
 
 class FP16Block(Block):
-    """`fp16`: parameters and gradients in half precision, master weights in fp32, and a loss scale."""
+    """`fp16`: parameters and gradients in fp16, master weights in fp32, and loss scaling."""
 
-    enabled: Annotated[bool, works("train in fp16. \"auto\": if the model's parameters have that dtype.")] = False
+    enabled: Annotated[bool, works("train in fp16. \"auto\": true if the model's parameters are in fp16.")] = False
     auto_cast: Annotated[bool, works("cast floating-point inputs of the model to fp16.")] = False
-    loss_scale: Annotated[NonNegative, works("a fixed loss scale; 0 means a dynamic one.")] = 0
-    initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the initial dynamic scale is 2 to this power.")] = 16
-    loss_scale_window: Annotated[Positive, works("number of steps without overflow after which a dynamic scale doubles.")] = 1000
+    loss_scale: Annotated[NonNegative, works("a fixed loss scale. 0 selects a dynamic scale.")] = 0
+    initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the dynamic scale starts at 2 to this power.")] = 16
+    loss_scale_window: Annotated[Positive, works("steps without overflow after which a dynamic scale doubles.")] = 1000
     hysteresis: Annotated[Positive, works(
-        "number of overflows after which the scale halves; the earlier ones leave it unchanged.")] = 2
+        "the number of overflows at which the scale halves. Earlier overflows leave it unchanged.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
-        "any step without overflow resets the count of `hysteresis`. Otherwise only a full window does.")] = False
-    min_loss_scale: Annotated[PositiveNumber, works("the smallest scale; an overflow at it is an error.")] = 1
-    fp16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32.")] = False
+        "reset the count of `hysteresis` at each step without overflow. false: only after a full window.")] = False
+    min_loss_scale: Annotated[PositiveNumber, works("the smallest scale. An overflow at this scale raises an error.")] = 1
+    fp16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
 
 
 class AutocastBlock(Block):
@@ -100,47 +101,48 @@ class AutocastBlock(Block):
 
     enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
     dtype: Annotated[HalfDType, works(
-        "autocast's dtype; with fp16 the loss is scaled by the settings of the fp16 block.")] = "bfloat16"
+        "the dtype of autocast. With fp16, the settings of the `fp16` block scale the loss.")] = "bfloat16"
     lower_precision_safe_modules: Annotated[list[str] | None, no_meaning(
-        "torch.autocast chooses by operation, and parameters are communicated in their own dtype.")] = None
+        "torch.autocast chooses the dtype by operation, not by module.")] = None
 
 
 class DataTypesBlock(Block):
     """`data_types`: dtypes that differ from the model's."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "dtype in which gradients are stored and summed over microbatches. Default: fp32, or the model's dtype with "
-        "one microbatch.")] = None
-    param_dtype: Annotated[DType | None, works("dtype of the forward; overrides fp16 and bf16.")] = None
-    buffer_dtype: Annotated[DType | None, works("dtype of floating-point buffers. Default: each keeps its own.")] = None
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32, or the model's dtype if a "
+        "step has one microbatch.")] = None
+    param_dtype: Annotated[DType | None, works("the dtype of the forward. It overrides `fp16` and `bf16`.")] = None
+    buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each keeps its own.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
-        "a unit has one dtype; exclude such a module from the half precision yourself.")] = None
+        "`fp16` and `bf16` convert every parameter.")] = None
 
 
 class MonitorBlock(Block):
     """`tensorboard`, `csv_monitor`, `json_monitor`: files of each step's metrics, written by rank 0."""
 
     enabled: Annotated[bool, works(
-        "write Train/Samples/train_loss, lr, loss_scale and grad_norm at each step, and the figures of wall_clock_breakdown, "
-        "memory_breakdown and comms_logger if they are on. json_monitor: all metrics, in steps.jsonl.")] = False
-    output_path: Annotated[str, works("the folder to write to. Default: the current folder.")] = ""
-    job_name: Annotated[str, works("the subfolder of output_path.")] = "DeepSpeedJobName"
+        "write `Train/Samples/train_loss`, `lr`, `loss_scale` and `grad_norm` at each step, and the figures of "
+        "`wall_clock_breakdown`, `memory_breakdown` and `comms_logger` if those are on. `json_monitor` writes all metrics to "
+        "`steps.jsonl`.")] = False
+    output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
+    job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
 
 
 class WandbBlock(Block):
     """`wandb`: logs the metrics to Weights & Biases."""
 
-    enabled: Annotated[bool, works("log to wandb.")] = False
-    group: Annotated[str | None, works("as in wandb.init.")] = None
-    team: Annotated[str | None, works("wandb.init's entity.")] = None
-    project: Annotated[str | None, works("as in wandb.init.")] = "deepspeed"
+    enabled: Annotated[bool, works("log to `wandb`.")] = False
+    group: Annotated[str | None, works("as in `wandb.init`.")] = None
+    team: Annotated[str | None, works("the `entity` of `wandb.init`.")] = None
+    project: Annotated[str | None, works("as in `wandb.init`.")] = "deepspeed"
 
 
 class CometBlock(Block):
     """`comet`: logs the metrics to Comet."""
 
-    enabled: Annotated[bool, works("log to comet_ml.")] = False
-    samples_log_interval: Annotated[Positive, works("number of samples between two logged points.")] = 100
+    enabled: Annotated[bool, works("log to `comet_ml`.")] = False
+    samples_log_interval: Annotated[Positive, works("the number of samples between two logged points.")] = 100
     project: Annotated[str | None, works("as in comet_ml.start.")] = None
     workspace: Annotated[str | None, works("as in comet_ml.start.")] = None
     api_key: Annotated[str | None, works("as in comet_ml.start.")] = None
@@ -154,73 +156,76 @@ class CommsLoggerBlock(Block):
     """`comms_logger`: the bytes that ranks send."""
 
     enabled: Annotated[bool, works(
-        "add the bytes sent since the last line, by collective, to the line of steps_per_print.")] = False
-    verbose: Annotated[bool, no_meaning("bytes are counted by collective.")] = False
-    prof_all: Annotated[bool, no_meaning("all collectives are counted.")] = True
-    prof_ops: Annotated[list[Any], no_meaning("all collectives are counted.")] = []
-    debug: Annotated[bool, no_meaning("bytes are counted by collective.")] = False
+        "add the bytes sent since the last line, by collective, to the line of `steps_per_print`.")] = False
+    verbose: Annotated[bool, no_meaning("bytes are always counted by collective.")] = False
+    prof_all: Annotated[bool, no_meaning("all collectives are always counted.")] = True
+    prof_ops: Annotated[list[Any], no_meaning("all collectives are always counted.")] = []
+    debug: Annotated[bool, no_meaning("bytes are always counted by collective.")] = False
 
 
 class ActivationCheckpointingBlock(Block):
-    """`activation_checkpointing`: activations that the backward recomputes, on top of torch's checkpointing.
+    """`activation_checkpointing`: options of checkpoints, whose activations the backward recomputes.
 
-    It applies to the modules that `checkpoint_units` names, and to `zeroshard.checkpointing.checkpoint` after
-    `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own `gradient_checkpointing_enable()` uses only torch's.
+    The options apply to the modules that `checkpoint_units` names. They also apply to
+    `zeroshard.checkpointing.checkpoint` after `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own
+    `gradient_checkpointing_enable()` ignores them.
     """
 
     checkpoint_units: Annotated[Literal["auto"] | tuple[str, ...] | None, works(
-        'checkpoint modules without changing the model: "auto" for each block of a list of blocks, or a list '
-        "of full names, in which `*` matches anything. Not in DeepSpeed.")] = None
+        'checkpoint these modules, without a change to the model. "auto": each block of a list of blocks. A list: full '
+        "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
-        "shard saved inputs over the model-parallel group, whose ranks all have them. Without such a group it warns.")] = False
+        "shard saved inputs over the model-parallel group, whose ranks all have the same inputs. Without such a group, "
+        "zeroshard warns and keeps them whole.")] = False
     cpu_checkpointing: Annotated[bool, works("keep saved inputs in pinned CPU memory, and prefetch them.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
-        "keep saved inputs in memory that is allocated once, for number_checkpoints.")] = False
+        "keep saved inputs in memory that is allocated once, for `number_checkpoints` checkpoints.")] = False
     number_checkpoints: Annotated[Count | None, works(
-        "the maximum number of checkpoints in a forward, for contiguous_memory_optimization.")] = None
+        "the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.")] = None
     synchronize_checkpoint_boundary: Annotated[bool, works(
         "synchronize with the accelerator at the start and end of each checkpoint.")] = False
     profile: Annotated[bool, works(
-        "measure the time and bytes of each checkpoint; print them with `engine.checkpointing.table()`.")] = False
+        "measure the time and bytes of each checkpoint. `engine.checkpointing.table()` returns them.")] = False
 
 
 class CheckpointBlock(Block):
-    """`checkpoint`: the reading and writing of checkpoints. zeroshard has one format."""
+    """`checkpoint`: how checkpoints are written and read. zeroshard has one format."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
-        "if ranks name different tags: Fail raises on all ranks, Warn warns and takes rank 0's, Ignore takes rank 0's.")] = "Warn"
+        "the effect of different tags on the ranks. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
+        "`Ignore`: rank 0's tag.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
         "the folder is local to each host: a local disk, or memory (/dev/shm). The next host keeps a copy, so that "
-        "nothing is lost if one host fails. When loading, hosts send one another the files that they lack.")] = False
+        "nothing is lost if one host fails. During a load, each host gets the files that it lacks from the others.")] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
     checkpoint_serialization: Annotated[bool, no_meaning("files are safetensors, and nothing is pickled.")] = True
     writer: Annotated[Any, no_meaning("files are written directly from the states' memory.")] = None
 
 
 class TensorParallelBlock(Block):
-    """`tensor_parallel`: the division of matrices over neighbouring ranks, by the plan of a transformers model.
+    """`tensor_parallel`: division of matrices over neighbouring ranks, by the plan of a transformers model.
 
     [Tensor parallelism beside sharding](../composing.md) lists the models, and the result of each call.
     """
 
     autotp_size: Annotated[Count, works(
-        "tensor-parallel ranks of one model, which get the same batches; the others are data-parallel. 0 and 1: none. "
-        "`initialize` and `deepspeed.tp_model_init` divide the model by its `tp_plan`, at any stage.")] = 0
-    tp_overlap_comm: Annotated[bool, no_meaning("the sums of divided matrices are waited for where they are used.")] = False
+        "the number of ranks that divide one model and get the same batches. 0 or 1: no division. `initialize` and "
+        "`deepspeed.tp_model_init` divide the model by its `tp_plan`, at any stage.")] = 0
+    tp_overlap_comm: Annotated[bool, no_meaning("torch waits for each sum over ranks at its first use.")] = False
     partition_config: Annotated[dict[str, Any] | None, refused(
-        "plans are transformers' `tp_plan`; for your own, divide the model with torch's `parallelize_module` before.")] = None
+        "plans are transformers' `tp_plan`. For another plan, divide the model with torch's `parallelize_module` first.")] = None
     preset_model: Annotated[str | None, refused("plans are transformers' `tp_plan`.")] = None
 
 
-_OF_DEEPCOMPILE = "an option of DeepCompile."
-_COMPILE_YOURSELF = "call `model.compile()` yourself, or transformers' `torch_compile`."
+_OF_DEEPCOMPILE = "it is an option of DeepCompile."
+_COMPILE_YOURSELF = "call `model.compile()` yourself, or set transformers' `torch_compile`."
 
 
 class CompileBlock(Block):
-    """`compile`: torch.compile, and DeepSpeed's own passes."""
+    """`compile`: compilation by torch.compile and DeepSpeed's passes."""
 
-    deepcompile: Annotated[bool, refused("it runs DeepSpeed's own passes; compile the model with `model.compile()`.")] = False
+    deepcompile: Annotated[bool, refused("it runs DeepSpeed's own passes. Compile the model with `model.compile()`.")] = False
     enabled: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     disable: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     backend: Annotated[str | None, no_meaning(_COMPILE_YOURSELF)] = None
@@ -245,23 +250,23 @@ class CompileBlock(Block):
 
 
 class Schema(BaseModel):
-    """The top level. Unknown keys are errors, except those of other programs that `ignored_keys` lists."""
+    """The top level of a config. Unknown keys are errors, except keys of other programs that `ignored_keys` lists."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     ignored_keys: Annotated[tuple[str, ...], works(
-        "top-level keys that belong to other programs. All other unknown keys are errors. Not in DeepSpeed.")] = ()
+        "top-level keys that belong to other programs. Any other unknown key raises an error. Not in DeepSpeed.")] = ()
     train_batch_size: Annotated[Positive | None, works("samples per optimizer step, over all ranks and microbatches.")] = None
     train_micro_batch_size_per_gpu: Annotated[Positive | None, works(
-        "samples per forward on one rank. A training needs this key or train_batch_size.")] = None
+        "samples per forward on one rank. A config needs this key or `train_batch_size`.")] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[bool, works(
-        "the engine counts microbatches. false: every engine.step() ends a step, after any number of backwards.")] = True
+        "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards.")] = True
     gradient_clipping: Annotated[NonNegative, works(
-        "the maximum global L2 norm of the gradients; 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.")] = 1.0
-    zero_optimization: Annotated[ZeroBlock, works("the sharding, and the communication.")] = ZeroBlock()
-    optimizer: Annotated[OptimizerBlock | None, works("used unless `initialize` is given one.")] = None
-    scheduler: Annotated[SchedulerBlock | None, works("used unless `initialize` is given one.")] = None
+        "the maximum global L2 norm of the gradients. 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.")] = 1.0
+    zero_optimization: Annotated[ZeroBlock, works("sharding and communication.")] = ZeroBlock()
+    optimizer: Annotated[OptimizerBlock | None, works("the optimizer, unless you pass one to `initialize`.")] = None
+    scheduler: Annotated[SchedulerBlock | None, works("the scheduler, unless you pass one to `initialize`.")] = None
     min_lr: Annotated[NonNegative, works("the minimum learning rate of every scheduler.")] = 0.0
     bf16: Annotated[BF16Block, Field(validation_alias=AliasChoices("bf16", "bfloat16")), works(
         "bfloat16 training.")] = BF16Block()
@@ -269,58 +274,58 @@ class Schema(BaseModel):
     torch_autocast: Annotated[AutocastBlock, works("mixed precision by torch.autocast.")] = AutocastBlock()
     data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
     communication_data_type: Annotated[DType | None, works(
-        "dtype in which gradients are communicated. Default: the parameters' dtype, or fp32 if that has 16 bits and the "
+        "the dtype in which ranks send gradients. Default: the parameters' dtype, or fp32 if that dtype has 16 bits and the "
         "backend rounds each sum (NCCL).")] = None
     seq_parallel_communication_data_type: Annotated[Any, no_meaning(
         "heads and positions are exchanged in their own dtype.")] = "fp32"
     gradient_predivide_factor: Annotated[PositiveNumber, works(
-        "divide gradients by this factor before they are summed over ranks, and by (ranks / factor) after.")] = 1.0
+        "divide gradients by this factor before they are summed over ranks, and by ranks / factor afterwards.")] = 1.0
     prescale_gradients: Annotated[bool, works(
-        "divide gradients by the number of ranks before they are summed, not after.")] = False
+        "divide gradients by the number of ranks before they are summed, not afterwards.")] = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _text(str.lower), works(
         "average gradients over ranks, or sum them.")] = "mean"
-    fp32_allreduce: Annotated[bool, refused('"communication_data_type": "fp32" is its new name.')] = False
+    fp32_allreduce: Annotated[bool, refused('set `"communication_data_type": "fp32"` instead.')] = False
     graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False
     sparse_gradients: Annotated[bool, refused("all gradients are dense.")] = False
     steps_per_print: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=True)] | None, works(
-        "every this many steps, rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory.")] = None
+        "the number of steps between two lines that rank 0 prints, with step, loss, lr, loss scale, norm, samples/s and memory.")] = None
     wall_clock_breakdown: Annotated[bool, works(
-        "log the milliseconds per step of forward, backward, step, and waiting for reductions and gathers.")] = False
-    memory_breakdown: Annotated[bool, works("add the bytes of each model state to the line of steps_per_print.")] = False
+        "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
+    memory_breakdown: Annotated[bool, works("add the bytes of each model state to the line of `steps_per_print`.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
-    tensorboard: Annotated[MonitorBlock, works("TensorBoard; needs the tensorboard package.")] = MonitorBlock()
+    tensorboard: Annotated[MonitorBlock, works("logs for TensorBoard. Requires the package `tensorboard`.")] = MonitorBlock()
     csv_monitor: Annotated[MonitorBlock, works("one CSV file per metric.")] = MonitorBlock()
     json_monitor: Annotated[MonitorBlock, works(
         "one JSON line per step, for programs and `zeroshard report`. Not in DeepSpeed.")] = MonitorBlock()
-    wandb: Annotated[WandbBlock, works("Weights & Biases; needs the wandb package.")] = WandbBlock()
-    comet: Annotated[CometBlock, works("Comet; needs the comet_ml package.")] = CometBlock()
+    wandb: Annotated[WandbBlock, works("logs to Weights & Biases. Requires the package `wandb`.")] = WandbBlock()
+    comet: Annotated[CometBlock, works("logs to Comet. Requires the package `comet_ml`.")] = CometBlock()
     comms_logger: Annotated[CommsLoggerBlock, works("the bytes that ranks send.")] = CommsLoggerBlock()
     activation_checkpointing: Annotated[ActivationCheckpointingBlock, works(
-        "the recomputation of activations.")] = ActivationCheckpointingBlock()
-    aio: Annotated[AioBlock, works("reading and writing of the disk.")] = AioBlock()
-    checkpoint: Annotated[CheckpointBlock, works("the reading and writing of checkpoints.")] = CheckpointBlock()
-    dataloader_drop_last: Annotated[bool, works("drop the last batch of training_data if it is incomplete.")] = False
+        "recomputation of activations.")] = ActivationCheckpointingBlock()
+    aio: Annotated[AioBlock, works("reads and writes of disk offload.")] = AioBlock()
+    checkpoint: Annotated[CheckpointBlock, works("how checkpoints are written and read.")] = CheckpointBlock()
+    dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "give whole parameters to an optimizer of a class that is unknown to zeroshard. Otherwise it is refused.")] = False
+        "accept an optimizer whose class zeroshard does not know, and cut no parameter. false: such a class raises an error.")] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
-    disable_python_gc: Annotated[bool, refused("call gc.disable() in your script.")] = False
-    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed warns if it is not a multiple of 8.")] = None
+    disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False
+    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed only warns if it is not a multiple of 8.")] = None
     log_level: Annotated[Any, no_meaning("zeroshard logs only the figures that the config enables.")] = None
-    timers: Annotated[dict[str, Any] | None, no_meaning("steps_per_print includes the speed.")] = None
+    timers: Annotated[dict[str, Any] | None, no_meaning("the line of `steps_per_print` includes the speed.")] = None
     pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False
-    flops_profiler: Annotated[dict[str, Any] | None, refused("use torch.utils.flop_counter.FlopCounterMode.")] = None
+    flops_profiler: Annotated[dict[str, Any] | None, refused("use `torch.utils.flop_counter.FlopCounterMode`.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None
-    compile: Annotated[CompileBlock, works("torch.compile, and DeepSpeed's own passes.")] = CompileBlock()
+    compile: Annotated[CompileBlock, works("compilation by torch.compile and DeepSpeed's passes.")] = CompileBlock()
     tensor_parallel: Annotated[TensorParallelBlock, BeforeValidator(_block_of_null), works(
-        "the division of matrices over ranks.")] = TensorParallelBlock()
+        "division of matrices over ranks.")] = TensorParallelBlock()
     expert_parallel: Annotated[dict[str, Any] | None, refused("zeroshard has no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], BeforeValidator(_one_rank), works(
-        "must be 1. To cut sequences over ranks, use zeroshard.sequence.Sequences or accelerate's "
-        "ParallelismConfig(sp_size=...).")] = 1
+        "must be 1. To cut sequences over ranks, use `zeroshard.sequence.Sequences`, or accelerate's "
+        "`ParallelismConfig(sp_size=...)`.")] = 1
     data_parallel_size: Annotated[Positive | None, no_meaning("it is the size of the process group.")] = None
-    hybrid_engine: Annotated[dict[str, Any] | None, refused("use the model inside `zeroshard.unsharded`.")] = None
+    hybrid_engine: Annotated[dict[str, Any] | None, refused("generate inside `zeroshard.unsharded` instead.")] = None
     data_efficiency: Annotated[dict[str, Any] | None, refused("curriculum and random token dropping change the data.")] = None
     curriculum_learning: Annotated[dict[str, Any] | None, refused("it changes the data.")] = None
     progressive_layer_drop: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
@@ -330,14 +335,14 @@ class Schema(BaseModel):
     compression_training: Annotated[dict[str, Any] | None, refused("compression changes the result.")] = None
     sparse_attention: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
     elasticity: Annotated[dict[str, Any] | None, refused("batch sizes depend only on the config and the number of ranks.")] = None
-    amp: Annotated[dict[str, Any] | None, refused("it is Apex; use fp16, bf16 or torch_autocast.")] = None
-    datastates_ckpt: Annotated[dict[str, Any] | None, refused("save with engine.save_checkpoint(asynchronous=True).")] = None
-    nebula: Annotated[dict[str, Any] | None, refused("save with engine.save_checkpoint(asynchronous=True).")] = None
+    amp: Annotated[dict[str, Any] | None, refused("it configures Apex. Use `fp16`, `bf16` or `torch_autocast`.")] = None
+    datastates_ckpt: Annotated[dict[str, Any] | None, refused("save with `engine.save_checkpoint(asynchronous=True)`.")] = None
+    nebula: Annotated[dict[str, Any] | None, refused("save with `engine.save_checkpoint(asynchronous=True)`.")] = None
 # fmt: on
 
 
 def block_of(block: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the block that a key of another block holds, or None where it holds a plain value."""
+    """Return the block that a key holds, or None if it holds a plain value."""
     if key not in block.model_fields:
         return None
     annotation = block.model_fields[key].annotation

@@ -12,67 +12,67 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 # A table: one row for each key.
 # fmt: off
 class OffloadParamBlock(Block):
-    """`offload_param`: the memory of parameters. At stage 3 it holds their shards; below, whole parameters between steps."""
+    """`offload_param`: where parameters are stored between uses: shards at stage 3, whole parameters below."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "cpu: parameters are kept in CPU memory. nvme (stage 3 only): on disk. If the model computes on the CPU, cpu "
-        "moves nothing.")] = "none"
+        "`cpu` stores parameters in CPU memory, and `nvme` (stage 3 only) on disk. If the model computes on the CPU, `cpu` "
+        "has no effect.")] = "none"
     nvme_path: Annotated[str | None, works(
-        "nvme: an existing folder. The files in it have no names, and vanish with the process.")] = None
-    buffer_count: Annotated[Positive, works("nvme: number of buffers in CPU memory for shards in transfer.")] = 5
+        "for `nvme`, an existing folder. Its files have no names, and disappear with the process.")] = None
+    buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards in transfer.")] = 5
     buffer_size: Annotated[Positive, works(
-        "nvme: elements per buffer. Buckets are made small enough for a shard to fit.")] = 100_000_000
+        "for `nvme`, elements per buffer. zeroshard limits the size of buckets so that each shard fits.")] = 100_000_000
     max_in_cpu: Annotated[Count, works(
-        "nvme: the first elements of each rank's shards, up to this number, stay in CPU memory; all others are on "
+        "for `nvme`, the number of elements of each rank's shards that stay in CPU memory. The rest are on "
         "disk.")] = 1_000_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
 
 
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`: the memory of optimizer states and master weights, and of gradients if they are sharded."""
+    """`offload_optimizer`: where optimizer states, master weights and sharded gradients are stored."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "cpu: they are kept in CPU memory, and the CPU runs the step. nvme: on disk, and the CPU runs the step in "
-        "sub-groups. For stages 1 to 3.")] = "none"
+        "`cpu` stores optimizer states in CPU memory, and `nvme` on disk. With both, the CPU runs the optimizer step. For "
+        "stages 1 to 3.")] = "none"
     nvme_path: Annotated[str | None, works(
-        "nvme: an existing folder. The files in it have no names, and vanish with the process.")] = None
+        "for `nvme`, an existing folder. Its files have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
-        "nvme: number of buffers in CPU memory for states in transfer or in use.")] = 4
+        "for `nvme`, the number of buffers in CPU memory for states in transfer or in use.")] = 4
     buffer_size: Annotated[Positive, works(
-        "nvme: fp32 elements per buffer. All buffers together never exceed buffer_count x buffer_size, for a "
-        "model of any size.")] = 100_000_000
+        "for `nvme`, fp32 elements per buffer. All buffers together hold at most `buffer_count` x `buffer_size` elements, "
+        "for a model of any size.")] = 100_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
     pipeline_read: Annotated[bool | None, works(
-        "nvme: prefetch sub-groups. Default: true. Results are the same.")] = None
+        "for `nvme`, prefetch sub-groups. Default: true. Results do not change.")] = None
     pipeline_write: Annotated[bool | None, works(
-        "nvme: write a sub-group while the next one steps. Default: true. Results are the same.")] = None
-    fast_init: Annotated[bool, no_meaning("disk space is reserved without writing it.")] = False
+        "for `nvme`, write each sub-group while the next one is updated. Default: true. Results do not change.")] = None
+    fast_init: Annotated[bool, no_meaning("disk space is always reserved without writing to it.")] = False
     ratio: Annotated[NonNegative, Field(le=1), works(
-        "the share of the parameters whose optimizer states are offloaded, rounded to units.")] = 1.0
+        "the share of parameters whose optimizer states are offloaded, rounded to whole units.")] = 1.0
     super_offload: Annotated[bool, no_meaning("torch's fused optimizer runs the step.")] = False
-    cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads are used.")] = 0.8
+    cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads run the step.")] = 0.8
 
 
 class LeafModuleBlock(Block):
     """`leaf_module`: modules that form one unit with all their submodules, such as mixtures of experts."""
 
-    classes: Annotated[tuple[str, ...], works("class names, with or without the Python module's.")] = ()
+    classes: Annotated[tuple[str, ...], works("class names, with or without the name of the Python module.")] = ()
     names: Annotated[tuple[str, ...], works("full module names; `*` matches anything.")] = ()
-    name_suffixes: Annotated[tuple[str, ...], works("ends of full module names.")] = ()
+    name_suffixes: Annotated[tuple[str, ...], works("endings of full module names.")] = ()
 
 
 class ZeroBlock(Block):
-    """`zero_optimization`: the sharding, and the communication."""
+    """`zero_optimization`: sharding and communication."""
 
     stage: Annotated[Annotated[int, Field(ge=0, le=3)] | bool, works(
-        "0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too. true means 1, as in old "
+        "0 shards nothing, 1 shards optimizer states, 2 also gradients, and 3 also parameters. true means 1, as in old "
         "configs.")] = 0
     reduce_bucket_size: Annotated[Positive, works(
-        "maximum elements per reduction; bounds the communication buffers.")] = 500_000_000
+        "maximum elements per reduction. It limits the communication buffers.")] = 500_000_000
     allgather_bucket_size: Annotated[Positive, works(
-        "maximum elements per all-gather; the smaller of the two sizes decides the buckets.")] = 500_000_000
+        "maximum elements per all-gather. Buckets have the smaller of this size and `reduce_bucket_size`.")] = 500_000_000
     overlap_comm: Annotated[bool | None, works(
-        "overlap collectives with computation. Default: true. Results are the same.")] = None
+        "overlap collectives with computation. Default: true. Results do not change.")] = None
     reduce_scatter: Annotated[bool, no_meaning(
         "gradients are always reduce-scattered; an all-reduce would move the same bytes.")] = True
     contiguous_gradients: Annotated[bool, no_meaning(
@@ -80,13 +80,13 @@ class ZeroBlock(Block):
     allgather_partitions: Annotated[bool, no_meaning("parameters are always all-gathered.")] = True
     use_multi_rank_bucket_allreduce: Annotated[bool, no_meaning("every bucket is divided evenly over all ranks.")] = True
     round_robin_gradients: Annotated[bool, no_meaning("all shards have equal sizes.")] = False
-    legacy_stage1: Annotated[bool, no_meaning("there is one code path.")] = False
+    legacy_stage1: Annotated[bool, no_meaning("zeroshard has one implementation of stage 1.")] = False
     elastic_checkpoint: Annotated[bool, no_meaning("it selects a checkpoint format of DeepSpeed.")] = False
     load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32.")] = True
     parameter_alignment: Annotated[Any, no_meaning("shards are aligned to 64 bytes.")] = False
     ignore_unused_parameters: Annotated[bool, no_meaning(
-        "the gradient of an unused parameter is zeros, or None if no rank used it.")] = True
-    compute_grad_norm: Annotated[bool, no_meaning("the norm needs no message of its own.")] = True
+        "an unused parameter gets a gradient of zeros, or None if no rank used it.")] = True
+    compute_grad_norm: Annotated[bool, no_meaning("the norm needs no extra message.")] = True
     override_module_apply: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     memory_efficient_linear: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     pipeline_loading_checkpoint: Annotated[bool, no_meaning("it selects a checkpoint reader of DeepSpeed.")] = False
@@ -94,66 +94,66 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states; never above 4 Mi. 0 means "
+        "maximum elements per optimizer call for offloaded states. Values above 4 Mi count as 4 Mi, and 0 means "
         "the minimum.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
-        "maximum elements to prefetch; 0 turns prefetching off. Default: the next unit, of any size.")] = None
+        "maximum elements to prefetch. 0 turns prefetching off. Default: the next unit, of any size.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
         "parameters with fewer elements are not sharded. Default: all are sharded.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(
-        "maximum elements that stage3_param_persistence_threshold keeps unsharded, the smallest parameters first.")] = 2**63 - 1
+        "maximum elements that `stage3_param_persistence_threshold` keeps unsharded, the smallest parameters first.")] = 2**63 - 1
     stage3_max_live_parameters: Annotated[Count, works(
-        "maximum unsharded elements: prefetching and reuse never exceed it.")] = 1_000_000_000
+        "maximum unsharded elements. Prefetching and reuse never exceed this number.")] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Count, works(
-        "a unit stays unsharded after its forward if at most this many elements are used before its backward. "
-        "Default: only the last unit does.")] = 0
+        "keep a unit unsharded after its forward if at most this many elements are used before its backward. "
+        "Default: only the last unit.")] = 0
     stage3_module_granularity_threshold: Annotated[Count, works(
-        "a block with fewer elements is not a unit: it belongs to the module that contains it. Default, or 0: 10,000 in "
-        "models of more than 128 blocks.")] = 0
+        "a block with fewer elements is not a unit, but part of the module that contains it. Default, or 0: 10,000 in "
+        "models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
-        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. With Adam that is "
-        "14 bytes per parameter instead of 16, with the same results. Requires both on the accelerator, and parameters sharded "
-        "over all ranks. Not in DeepSpeed.")] = False
+        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. Adam then needs "
+        "14 bytes per parameter instead of 16, with the same results. Parameters and optimizer states must be on the "
+        "accelerator, and parameters sharded over all ranks. Not in DeepSpeed.")] = False
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, works(
-        "allow a Trainer to gather the weights in rank 0's CPU memory when it saves. Default: true. engine.export "
-        "does not need it.")] = None
+        "allow a Trainer to gather the weights in rank 0's CPU memory when it saves. Default: true. `engine.export` "
+        "does not need this key.")] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[bool | None, works(
-        "the old name of stage3_gather_16bit_weights_on_model_save.")] = None
+        "the old name of `stage3_gather_16bit_weights_on_model_save`.")] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
     stage3_allgather_sequential: Annotated[bool, no_meaning("it selects a schedule of DeepSpeed.")] = False
     leaf_module: Annotated[LeafModuleBlock | None, works("modules that form one unit with all their submodules.")] = None
-    offload_param: Annotated[OffloadParamBlock | None, works("the memory of parameters: the accelerator's, the CPU's, or a disk.")] = None
-    offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("the memory of optimizer states: the accelerator's, the CPU's, or a disk.")] = None
-    cpu_offload: Annotated[bool, works('the old name of "offload_optimizer": {"device": "cpu"}.')] = False
-    cpu_offload_param: Annotated[bool, works('the old name of "offload_param": {"device": "cpu"}.')] = False
+    offload_param: Annotated[OffloadParamBlock | None, works("where parameters are stored: on the accelerator, in CPU memory or on disk.")] = None
+    offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("where optimizer states are stored: on the accelerator, in CPU memory or on disk.")] = None
+    cpu_offload: Annotated[bool, works('the old name of `"offload_optimizer": {"device": "cpu"}`.')] = False
+    cpu_offload_param: Annotated[bool, works('the old name of `"offload_param": {"device": "cpu"}`.')] = False
     cpu_offload_use_pin_memory: Annotated[bool, no_meaning(
-        "offload memory is pinned, unless a block sets pin_memory.")] = False
+        "offload memory is pinned, unless a block sets `pin_memory` to false.")] = False
     zero_hpz_partition_size: Annotated[Count, works(
         "ranks per host (ZeRO++ hpZ). At stage 3, parameters are sharded over the ranks of a host, gradients and optimizer "
-        "states over all ranks. Sums are made host by host. There is no second copy. 0 or 1: parameters are sharded "
-        "over all ranks.")] = 1
+        "states over all ranks. Gradients are summed inside each host first. Parameters have no second copy. 0 or 1: "
+        "parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
-        "ranks per host (MiCS), as zero_hpz_partition_size. Optimizer states are sharded over all ranks; MiCS replicates "
-        "them. -1 or 0: parameters are sharded over all ranks.")] = -1
+        "the same as `zero_hpz_partition_size`, under the name of MiCS. Optimizer states are sharded over all ranks, while "
+        "DeepSpeed's MiCS replicates them. -1 or 0: parameters are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(
-        "parameters are gathered only inside mics_shard_size ranks.")] = False
+        "parameters are gathered only among `mics_shard_size` ranks.")] = False
     zero_quantized_weights: Annotated[bool, no_meaning(
-        "parameters are gathered exactly; zero_hpz_partition_size keeps that traffic inside hosts.")] = False
+        "parameters are always sent exactly. `zero_hpz_partition_size` keeps them inside hosts.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
     zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
-        'with zero_hpz_partition_size or mics_shard_size (ZeRO++ qgZ): gradients are sent between hosts as int8 (true) or as '
-        'int4 ("int4"). Sums are made in fp32. Results differ from exact communication.')] = False
+        'send gradients between hosts as int8 (true) or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). Requires '
+        '`zero_hpz_partition_size` or `mics_shard_size`. Results differ from exact communication.')] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 
 
 class AioBlock(Block):
-    """`aio`: reading and writing of the disk."""
+    """`aio`: reads and writes of disk offload."""
 
     block_size: Annotated[Positive, works(
         "bytes per request, each with a checksum; a multiple of 4096. Default: 4 MiB.")] = 4 << 20
-    queue_depth: Annotated[Positive, works("concurrent requests in each of intra_op_parallelism lanes.")] = 4
-    intra_op_parallelism: Annotated[Positive, works("multiplies queue_depth.")] = 1
-    thread_count: Annotated[Positive | None, works("the old name of intra_op_parallelism.")] = None
+    queue_depth: Annotated[Positive, works("concurrent requests, multiplied by `intra_op_parallelism`.")] = 4
+    intra_op_parallelism: Annotated[Positive, works("the factor of `queue_depth`.")] = 1
+    thread_count: Annotated[Positive | None, works("the old name of `intra_op_parallelism`.")] = None
     single_submit: Annotated[bool, no_meaning("each thread submits one request at a time.")] = False
     overlap_events: Annotated[bool, no_meaning("reads and writes always overlap.")] = True
-    use_gds: Annotated[bool, refused("the disk is read through CPU memory.")] = False
+    use_gds: Annotated[bool, refused("zeroshard reads the disk through CPU memory.")] = False

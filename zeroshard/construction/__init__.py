@@ -1,1 +1,1 @@
-"""Construction: models whose parameters are sharded while the model is built."""
+"""Models whose parameters are sharded or divided while the model is built."""

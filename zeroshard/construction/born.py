@@ -1,8 +1,8 @@
 """Owns parameters that are born sharded: they are divided over ranks before a unit has them.
 
-Until `shard` takes the model, such a parameter has its own class. The class gathers the parts for every torch
-operation, and divides them again if the operation wrote to the parameter. So models that initialise all parameters
-again at the end work too.
+Until `shard` takes the model, such a parameter has a special class. The class gathers the parts for every torch
+operation, and divides them again if the operation wrote to the parameter. So a model may initialise all its parameters
+again at the end.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from zeroshard.torch_private import past_torch_function, storage_users, tree_map
 
 _METADATA = METADATA | {"__format__", "__repr__"}
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
-"""The conversions that `module.to`, `module.half` and similar calls run: each rank converts its own part."""
+"""The conversions of `module.to`, `module.half` and similar calls, in which each rank converts its own part."""
 _MAPPED_NBYTES = 1 << 16
-"""Smaller parts stay in memory, even if there is a folder."""
+"""The size below which parts stay in memory, even if there is a folder."""
 
 _numbers = itertools.count()
 shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Only an index, as in unsharded.py, so that the user's parameters need no attribute.
+# An index, as in unsharded.py, so that the user's parameters need no attribute.
 
 
 @dataclass(eq=False)
@@ -42,8 +42,8 @@ class Births:
     """The settings and registers that the parameters of one `sharded_init` share.
 
     Attributes:
-        device: for parameters that are still on the meta device.
-        open: the shards that are whole because views of them exist, see `Shard.keep_open`.
+        device: the device of parameters that are still on the meta device.
+        open: the shards that are whole because views of their parameters exist, see `Shard.keep_open`.
     """
 
     group: dist.ProcessGroup | None
@@ -64,7 +64,7 @@ class Births:
         self.world_size = self.collectives(self.device).world_size
 
     def collectives(self, device: torch.device) -> Collectives:
-        """Return the collectives for tensors on `device`: a model may be moved after it was built."""
+        """Return the collectives for tensors on `device`, since a model may be moved after it was built."""
         if device.type not in self._collectives:
             self._collectives[device.type] = create_collectives(
                 self.group, device, what="sharded_init()", lasting=False
@@ -72,12 +72,12 @@ class Births:
         return self._collectives[device.type]
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros for this rank's part of a parameter. If a folder was named, they are in an unnamed file there."""
+        """Return zeros for this rank's part of a parameter, in an unnamed file if there is a folder."""
         nbytes = numel * dtype.itemsize
         if self.folder is None or device.type != "cpu" or nbytes < _MAPPED_NBYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         try:
-            # Python's mmap keeps a descriptor open for each part; torch's does not.
+            # Python's mmap would keep a descriptor open for each part.
             descriptor, path = tempfile.mkstemp(dir=self.folder, prefix="zeroshard-")
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -87,12 +87,12 @@ class Births:
                 Path(path).unlink()
         except OSError as error:
             raise StorageError(
-                f"{self.folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name a folder "
-                "that is there, can be written to, and has room."
+                f"{self.folder} cannot hold a part of a parameter ({nbytes:,} bytes): {error.strerror}. Name an existing "
+                "folder that is writable and has room."
             ) from error
 
     def close(self) -> None:
-        """Divide those shards again of which no view is left."""
+        """Divide the shards again whose parameters have no views any more."""
         self.open = [shard for shard in self.open if not shard.closed()]
 
 
@@ -100,8 +100,8 @@ class Shard:
     """This rank's part of one parameter.
 
     Attributes:
-        number: its number in the order in which parameters were made, the same on every rank.
-        shows: the number of `unsharded` blocks that hold the parameter whole and ordinary.
+        number: the parameter's number in the order of creation, which is the same on every rank.
+        shows: the number of `unsharded` blocks inside which the parameter is whole and ordinary.
     """
 
     def __init__(self, shape: torch.Size, births: Births) -> None:
@@ -115,18 +115,18 @@ class Shard:
 
     @property
     def own(self) -> Tensor:
-        """Return this rank's elements, 1-D, padded; writes to views of the whole count."""
+        """This rank's elements, 1-D and padded, including writes to views of the whole parameter."""
         if self._whole is None:
             return self._own
         own = self._own
-        if self.shows:  # whether writes to it count is decided later
+        if self.shows:  # `keep` or `hide` decides later whether writes count
             own = torch.zeros_like(own)
         self._keep_part(self._whole, own)
         return own
 
     @own.setter
     def own(self, own: Tensor) -> None:
-        # as with `parameter.data = ...`: views of the former values have no effect
+        # As with `parameter.data = ...`, views of the former values have no effect.
         self._own = own
         self._whole = None
 
@@ -143,9 +143,9 @@ class Shard:
         return twin
 
     def take(self, whole: Tensor) -> None:
-        """Store this rank's part of new values: those of the source rank, if there is one. Every rank must call it."""
+        """Store this rank's part of new values, of the source rank if there is one. Every rank must call it."""
         if self.shows and whole is self._whole:
-            return  # written to under another name, and kept or not when the parameter is hidden
+            return  # a write through another name of the parameter: `keep` or `hide` handles it
         if self.births.source is not None:
             whole = whole.detach().contiguous()
             self.births.collectives(whole.device).broadcast(whole, self.births.source)
@@ -160,9 +160,7 @@ class Shard:
         own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
 
     def whole(self) -> Tensor:
-        """Return all ranks' parts together. Every rank must call it, even if views keep it open here: another rank may
-        have none.
-        """
+        """Return the whole parameter. Every rank must call it, even with views of it, which other ranks may lack."""
         if self.shows and self._whole is not None:
             return self._whole
         collectives = self.births.collectives(self.own.device)
@@ -174,22 +172,22 @@ class Shard:
         return whole if self._whole is None else self._whole.copy_(whole)
 
     def keep_open(self, whole: Tensor) -> None:
-        """Stay whole while there are views of it: writes to them count."""
+        """Keep the parameter whole while views of it exist, since writes to them count."""
         if self._whole is not whole:
             self._whole = whole
             self.births.open.append(self)
 
     def closed(self) -> bool:
-        """Divide it again, unless there is a view of the whole. Return whether it is divided."""
+        """Divide the parameter again unless a view of it exists. Return whether it is divided."""
         if self._whole is not None and (self.shows or is_seen(self._whole)):
             return False
         self.own = self.own
         return True
 
-    # ------------------------------------------------------------------ whole for a while, see `unsharded`
+    # ------------------------------------------------------------------ temporarily whole, see `unsharded`
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Make the parameter whole and ordinary, until the matching call of `hide`. Every rank must call it."""
+        """Make the parameter whole and ordinary until the matching `hide`. Every rank must call it."""
         if not self.shows:
             self.births.close()
             whole = self.whole()
@@ -210,20 +208,20 @@ class Shard:
         return not torch.equal(part.view(torch.uint8), own.view(torch.uint8))
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Store this rank's part of a shown parameter, which is the same on every rank, in its present shape and dtype."""
+        """Store this rank's part of a shown parameter, in its present shape and dtype."""
         self._shape = parameter.shape
         self.numel = -(-self._shape.numel() // self.births.world_size)
         self._store(parameter.data)
 
     def hide(self, parameter: nn.Parameter) -> None:
-        """End one `show`. Writes to the parameter that were not kept are lost."""
+        """End one `show`. Writes to the parameter without `keep` are lost."""
         self.shows -= 1
         if not self.shows:
             self._whole = None
             _cut(parameter, self)
 
     def undo(self, parameter: nn.Parameter) -> None:
-        """Restore the stored values of a parameter that stays shown. Every rank must call it."""
+        """Restore the stored values of a shown parameter, which stays shown. Every rank must call it."""
         self._whole = None
         self._whole = self.whole()
         parameter.data = self._whole
@@ -238,7 +236,7 @@ def is_seen(tensor: Tensor) -> bool:
 
 
 class BornSharded(nn.Parameter):
-    """A parameter that is divided over ranks before `shard`, see the module's docstring."""
+    """A parameter that is divided over ranks before `shard`. The module's docstring describes it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -246,8 +244,8 @@ class BornSharded(nn.Parameter):
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if func.__name__ == "__set__" and attribute == "data":
                 if args[1] is args[0]:
-                    return None  # `module.to` where there is nothing to move
-                if isinstance(args[1], BornSharded):  # `module.to`, as it was converted below
+                    return None  # `module.to` with nothing to move
+                if isinstance(args[1], BornSharded):  # `module.to`, after `_convert`
                     shard_of[args[0]] = shard_of[args[1]]
                     args = (args[0], _placeholder(shard_of[args[0]].own, args[0].shape))
                 else:  # `shard` takes the parameter, or the user assigns another value
@@ -283,7 +281,7 @@ def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
-    """Make a parameter of which this rank has the part `shard`."""
+    """Create a parameter of which this rank has the part `shard`."""
     parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
     shard_of[parameter] = shard
     parameter.__class__ = shard.births.away_class
@@ -297,8 +295,8 @@ def _placeholder(own: Tensor, shape: torch.Size) -> Tensor:
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on whole parameters.
 
-    Its result may be a view of one (`weight[0]`), to which the user writes next (`.zero_()`). Then the parameter stays
-    whole while the view exists, which holds the memory in any case.
+    The result may be a view of a parameter (`weight[0]`), to which the user then writes (`.zero_()`). Such a parameter
+    stays whole while the view exists, which keeps the memory in any case.
     """
     wholes: dict[int, tuple[BornSharded, Tensor]] = {}
 
@@ -325,7 +323,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
-    """Replace a whole parameter by this rank's part of it."""
+    """Replace a whole parameter by this rank's part, in place."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
         return
     shard_of[parameter] = shard = Shard(parameter.shape, births)
@@ -340,5 +338,5 @@ def _cut(parameter: nn.Parameter, shard: Shard) -> None:
 
 
 def is_shown(parameter: Tensor) -> bool:
-    """Return whether a parameter that was born sharded is shown whole now."""
+    """Return whether a parameter that was born sharded is whole now, inside `unsharded`."""
     return parameter in shard_of and shard_of[parameter].shows > 0

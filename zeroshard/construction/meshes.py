@@ -1,4 +1,4 @@
-"""Owns the dimensions of a mesh: the ranks that shard a model, and those that divide its DTensors already."""
+"""Owns the dimensions of a mesh: the ranks that shard a model, and the ranks that divide its DTensors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the model's DTensors, or None if it has none.
 
     Raises:
-        UsageError: there are several meshes, or one has a placement that zeroshard does not take.
+        UsageError: there are several meshes, a buffer is a DTensor, or zeroshard does not support a placement.
     """
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
             raise UsageError(
-                f"buffer {name} is a DTensor, and zeroshard takes ordinary buffers: give it back its local values, "
+                f"buffer {name} is a DTensor, but zeroshard needs ordinary buffers: replace it by its local values, "
                 "`module.name = module.name.to_local()`."
             )
     meshes: dict[str, DeviceMesh] = {}
@@ -51,17 +51,17 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def refuse_crossed(collectives: Collectives, others: Collectives) -> None:
-    """Raise if ranks that shard one model hold different parts of its DTensors. Every rank must call it."""
+    """Raise if ranks that shard one model have different parts of its DTensors. Every rank must call it."""
     numbers = collectives.exchange_json(others.rank, "the dimensions of the mesh")
     if len(set(numbers)) > 1:
         raise UsageError(
-            f"the ranks of group= hold parts {numbers} of the DTensors: they are rows of one dimension of the mesh only where all "
-            'hold the same part. Make one mesh, and pass its data-parallel dimension, group=mesh["dp"].'
+            f"the ranks of group= have parts {numbers} of the DTensors, but all ranks of a data-parallel dimension must have the "
+            'same part. Make one mesh, and pass its data-parallel dimension, group=mesh["dp"].'
         )
 
 
 def placed(parameter: Tensor) -> str:
-    """Describe the placement of a DTensor; "" for other parameters."""
+    """Describe the placements of a DTensor; "" for other parameters."""
     distributed: Any = parameter
     return f" {distributed.placements}" if is_distributed(parameter) else ""
 
@@ -69,14 +69,17 @@ def placed(parameter: Tensor) -> str:
 def refuse_beside_others(
     model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None, precision: Precision, *, whole_parameters: bool
 ) -> None:
-    """Raise if settings for a model with DTensors need more than each rank's own part.
+    """Raise for settings of a model with DTensors that need more than each rank's own part.
 
     Args:
-        mesh: the mesh of the DTensors.
-        group: the group of the data-parallel ranks.
+        model: the model.
+        mesh: the mesh of its DTensors.
+        group: the data-parallel ranks.
+        precision: the dtypes of the run.
+        whole_parameters: whether the optimizer needs whole parameters.
 
     Raises:
-        UsageError: names the parameter and the remedy.
+        UsageError: the message names the parameter and the remedy.
     """
     divided = mesh.mesh.flatten().tolist()
     own = ranks_of(group)
@@ -84,13 +87,13 @@ def refuse_beside_others(
     if shared:
         first = next(name for name, parameter in model.named_parameters() if is_distributed(parameter))
         raise UsageError(
-            f"parameter {first} is a DTensor over ranks {divided}, and zeroshard would shard it over ranks {own}: both have "
-            f'{sorted(shared)}. Name the data-parallel dimension of the mesh: shard(..., group=mesh["dp"]).'
+            f"parameter {first} is a DTensor over ranks {divided}, and zeroshard would shard it over ranks {own}: both include "
+            f'{sorted(shared)}. Pass the data-parallel dimension of the mesh: shard(..., group=mesh["dp"]).'
         )
     for name, parameter in model.named_parameters():
         if mesh.size() > 1 and isinstance(parameter, BornSharded):
             raise UsageError(
-                f"parameter {name} was born sharded (sharded_init), beside DTensors over {mesh.size()} ranks: build "
+                f"parameter {name} was born sharded (sharded_init), but the model has DTensors over {mesh.size()} ranks: build "
                 "the model without sharded_init."
             )
         if not is_distributed(parameter):
@@ -98,23 +101,23 @@ def refuse_beside_others(
         wanted = precision.resolve(parameter.dtype).param
         if wanted != parameter.dtype:
             raise UsageError(
-                f"parameter {name} is a DTensor of {parameter.dtype}, and would have to become {wanted}: convert the "
-                f"model first, model.to({wanted}), and then divide it. Master weights are still in fp32."
+                f"parameter {name} is a DTensor of {parameter.dtype}, whose dtype cannot change to {wanted}: convert the model "
+                f"with model.to({wanted}) before you divide it. Master weights are still in fp32."
             )
         if whole_parameters and not placement_of(name, parameter).is_whole:
             raise UsageError(
-                f"parameter {name} is divided over {mesh.size()} ranks already, and this optimizer needs whole "
-                "parameters: use one that treats each element by itself, such as AdamW."
+                f"parameter {name} is already divided over {mesh.size()} ranks, but this optimizer needs whole "
+                "parameters: use one that treats each element separately, such as AdamW."
             )
 
 
 def refuse_different_replicas(model: nn.Module, context: Context) -> None:
-    """Raise if ranks of the other dimension each hold a parameter or buffer as a whole, with different values.
+    """Raise if a parameter or buffer that is whole on the ranks of the other dimension differs between them.
 
-    Only the first data-parallel rank's values are compared, since they are used. Every rank must call it.
+    Only the values of the first data-parallel ranks are compared, since only these are used. Every rank must call it.
 
     Raises:
-        UsageError: names the first that differs.
+        UsageError: the message names the first parameter or buffer that differs.
     """
     everyone = context.everyone
     if context.others.world_size == 1:
@@ -125,11 +128,11 @@ def refuse_different_replicas(model: nn.Module, context: Context) -> None:
             continue
         values = local_of(tensor) if is_distributed(tensor) else tensor.detach()
         whole[name] = zlib.crc32(memory_of(values.cpu().contiguous().view(-1)))
-    answers = everyone.exchange_json(whole, "the values of what is not divided")
+    answers = everyone.exchange_json(whole, "the values of whole parameters and buffers")
     firsts = [answer for rank, answer in enumerate(answers) if everyone.data_rank(rank) == 0]
     for name in whole:
         if len({answer[name] for answer in firsts}) > 1:
             raise UsageError(
-                f"{name} is whole on each of the {len(firsts)} ranks that divide other parameters, and differs between them: build "
-                "it from the same seed or file on each, or make it a DTensor, which takes the first rank's values."
+                f"{name} is whole on each of the {len(firsts)} ranks that divide other parameters, but differs between them: build "
+                "it from the same seed or file on each, or make it a DTensor, which gets the first rank's values."
             )

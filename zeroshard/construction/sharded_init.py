@@ -1,12 +1,12 @@
 """Owns models that are born sharded: no rank ever holds the whole model.
 
     with zeroshard.sharded_init():
-        model = MyModel()          # the numbers that it would have without, under the same seed
+        model = MyModel()          # the same values as without sharded_init, under the same seed
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-A module's parameters are divided over ranks when the module becomes part of another: its constructor is then done.
-Those of the outermost module are divided when the context ends. born.py has their class. Every rank must run the same
-code.
+The parameters of a module are divided over ranks when the module is added to another module, since its constructor is
+then done. Those of the outermost module are divided when the context ends. born.py has the class of such parameters.
+Every rank must run the same code.
 """
 
 from __future__ import annotations
@@ -36,31 +36,30 @@ def sharded_init(
     detached_stay_cut: bool = False,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Shard modules as they are built inside: each rank keeps only its part of their parameters. Every rank must enter
-    it.
+    """Shard modules while they are built in this context. Every rank must enter it.
 
-    Whole at any time are at most the parameters of one module that is being built (without its children), and one
-    parameter for an operation. The outermost modules' own parameters are divided at the end of the block. `shard` and
-    `initialize` take such a model like any other, one unit at a time.
+    Each rank keeps only its part of the parameters. At any time, only the parameters of one module under construction
+    (without its children) are whole, and one parameter for an operation. The parameters of the outermost modules are
+    divided at the end of the context. `shard` and `initialize` accept such a model like any other.
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: parts on the CPU are in unnamed files there until `shard` takes them: for a model of which this rank's
-            part is larger than its memory.
-        dtype: torch's default dtype inside.
-        source: the rank of the group whose values all ranks get, also in later writes. (Writes to a view of a
-            parameter, `weight[0].normal_()`, must be the same on all ranks.) None: every value is the same on all
-            ranks, and none is sent.
-        attributes: a class whose properties these parameters have beside their own, see `shard`.
-        detached_stay_cut: `parameter.detach()` and state dicts stay divided too: an operation on one of their tensors,
-            on every rank, gathers it. Otherwise each is whole on every rank.
-        enabled: False: modules are built as without it.
+        folder: a folder for parts on the CPU, which are in unnamed files there until `shard` takes them. It allows a
+            model whose part is larger than this rank's memory.
+        dtype: torch's default dtype in the context.
+        source: the rank of the group whose values all ranks get, also in later writes. Writes to a view of a parameter
+            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and none are
+            sent.
+        attributes: a class whose properties these parameters get in addition to their own, see `shard`.
+        detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their
+            tensors, on every rank, then gathers it. Otherwise they are whole on every rank.
+        enabled: whether to shard; False builds ordinary modules.
     """
     if not enabled:
         yield
         return
     births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
-    holders: list[weakref.ref[nn.Module]] = []  # in the order of their parameters, which is the same on all ranks
+    holders: list[weakref.ref[nn.Module]] = []  # in the order of their parameters: the same order on all ranks
 
     def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         births.close()
@@ -105,15 +104,17 @@ def cut(
     attributes: type | None = None,
     detached_stay_cut: bool = False,
 ) -> None:
-    """Keep only this rank's part of a model that is whole on every rank, as `sharded_init` does. Every rank must call it.
+    """Keep only this rank's part of a model that is whole on every rank. Every rank must call it.
+
+    The model is then as if it had been built inside `sharded_init`.
 
     Args:
-        module: the model, changed in place. Parameters that are divided already stay as they are.
-        group, folder, attributes, detached_stay_cut: see `sharded_init`.
-        source: the rank whose values all ranks get; None: they are the same on all ranks.
+        module: the model, which is changed in place. Parameters that are already divided do not change.
+        group, folder, attributes, detached_stay_cut: as for `sharded_init`.
+        source: the rank of the group whose values all ranks get; None if the values are the same on all ranks.
 
     Raises:
-        UsageError: the model is sharded already, or is on the meta device.
+        UsageError: a parameter is on the meta device.
     """
     births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
     for fqn, parameter in module.named_parameters():

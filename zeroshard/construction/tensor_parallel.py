@@ -1,7 +1,7 @@
 """Owns the division of a transformers model over tensor-parallel ranks, by the model's own plan.
 
-A plan names a style for modules of a model: `{"model.layers.*.mlp.up_proj": "colwise", ...}` in `model.tp_plan`, where `*` is the
-number of a layer. torch's `parallelize_module` applies the styles, and makes the modules' parameters DTensors.
+A plan (`model.tp_plan`) names a style for each module: `{"model.layers.*.mlp.up_proj": "colwise", ...}`, where `*` is
+the number of a layer. torch's `parallelize_module` applies the styles, and makes the modules' parameters DTensors.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ EMBEDDING, COLWISE, ROWWISE = "embedding_rowwise", "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 NORM = "replicated_with_grad_allreduce"
-"""A norm between divided matrices, whole on each rank. Each rank's heads give a part of its gradient."""
+"""The style of a norm between divided matrices: it is whole on each rank, whose heads give a part of its gradient."""
 WHOLE = "replicate"
 STYLES = (COLWISE, *GATHERED, ROWWISE, *SPLIT, EMBEDDING, NORM, WHOLE)
 """The supported styles of a plan."""
 _REMEDY = (
-    "Leave tensor_parallel out of the config and use stage 3, or divide the model with torch's `parallelize_module` before "
-    "(docs: Composing)."
+    "Leave tensor_parallel out of the config and use stage 3, or first divide the model with torch's `parallelize_module` "
+    "(see docs/composing.md)."
 )
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def plan_of(model: nn.Module, size: int) -> dict[str, str]:
-    """Return the style of each module of a model that its plan names, by the module's full name.
+    """Return the styles of a model's modules by full name, for those that its plan names.
 
     Args:
-        size: tensor-parallel ranks.
+        model: a model of transformers.
+        size: the number of tensor-parallel ranks.
 
     Raises:
-        UsageError: the model has no plan, or one that this number of ranks cannot use. The message names the module.
+        UsageError: the model has no plan, or this number of ranks cannot use its plan. The message names the module.
     """
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
         raise UsageError(
-            f"tensor parallelism of a PEFT model ({kind}) is not offered: each rank would train other adapters of a divided "
+            f"tensor parallelism of a PEFT model ({kind}) is not offered: ranks would train different adapters of a divided "
             "matrix. Leave tensor_parallel out of the config, and use stage 3."
         )
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
-        raise UsageError(f"{kind} has no plan for tensor parallelism, `model.tp_plan` of transformers. {_REMEDY}")
+        raise UsageError(f"{kind} has no plan for tensor parallelism (transformers' `model.tp_plan`). {_REMEDY}")
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -65,7 +66,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % size:
             raise UsageError(
-                f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of it."
+                f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of {heads}."
             )
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -82,21 +83,21 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
         pattern = _pattern_of(name)
         if plan.get(pattern, WHOLE) != WHOLE:
             raise UsageError(
-                f'the plan of {kind} divides the parameter {name} by itself, as "{plan[pattern]}": packed matrices and experts '
-                f"are not offered. {_REMEDY}"
+                f'the plan of {kind} divides the single parameter {name} as "{plan[pattern]}": packed matrices and experts are '
+                f"not offered. {_REMEDY}"
             )
     if not set(styles.values()) - {NORM}:
-        raise UsageError(f"the plan of {kind} names no module of it that could be divided. {_REMEDY}")
+        raise UsageError(f"the plan of {kind} names no module that can be divided. {_REMEDY}")
     return styles
 
 
 def _pattern_of(name: str) -> str:
-    """Return a module's or parameter's name as plans write it, with `*` for numbers of layers."""
+    """Return the name of a module or parameter as plans write it, with `*` for the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def refuse_uneven(size: int, world: int) -> None:
-    """Raise if this number of tensor-parallel ranks does not divide the ranks of the job."""
+    """Raise `UsageError` if the number of tensor-parallel ranks does not divide the number of ranks of the job."""
     if world % size:
         raise UsageError(
             f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model needs {size} of them. "
@@ -105,17 +106,19 @@ def refuse_uneven(size: int, world: int) -> None:
 
 
 def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
-    """Make the mesh of the ranks that divide one model: `size` neighbours. Every rank of the job must call it.
+    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it.
 
     Raises:
-        UsageError: the number does not divide the ranks, or they name different numbers.
-        CollectiveError: not every rank made the call; the message names those that are missing.
+        UsageError: `size` does not divide the number of ranks, or differs between ranks.
+        CollectiveError: not every rank made the call. The message names the missing ranks.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse_uneven(size, world)
     sizes = _exchange(size, device_type, "the number of tensor-parallel ranks")
     if len(set(sizes)) > 1:
-        raise UsageError(f"the ranks name different numbers of tensor-parallel ranks, {sizes}: name one on every rank.")
+        raise UsageError(
+            f"the ranks pass different numbers of tensor-parallel ranks, {sizes}: pass the same number on every rank."
+        )
     return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "tp"))["tp"]
 
 
@@ -125,15 +128,15 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
     All ranks get the first rank's values of parameters and buffers. Parameters that were tied are tied again.
 
     Args:
-        model: a model of transformers, whole on each rank, and not sharded.
+        model: a model of transformers, which is whole on each rank and not sharded.
         mesh: a mesh of one dimension.
-        precision: the dtypes that the parameters get first, since those of DTensors cannot change. Buffers keep theirs.
+        precision: the dtypes of the parameters, which are converted before the division. Buffers keep their dtypes.
 
     Returns:
-        Each parameter that was replaced, with the one in its place.
+        The new parameters by the parameters that they replace.
 
     Raises:
-        UsageError: the model has no plan, was divided before, or was born sharded.
+        UsageError: the model has no plan, is already divided, or has no values.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -141,11 +144,11 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in before.items():
         if is_distributed(parameter):
-            raise UsageError(f"parameter {name} is a DTensor already: divide a model once.")
+            raise UsageError(f"parameter {name} is already a DTensor: divide a model only once.")
         if isinstance(parameter, BornSharded) or parameter.is_meta:
             raise UsageError(
-                f"parameter {name} has no values here (it was born sharded, or is on the meta device), and tensor parallelism "
-                "divides whole ones: build the model without zero.Init and sharded_init."
+                f"parameter {name} has no values here (it was born sharded, or is on the meta device), but tensor parallelism "
+                "divides whole parameters: build the model without zero.Init and sharded_init."
             )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.resolve(parameter.dtype).param)
@@ -168,10 +171,11 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
 
 def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie the new parameters again that replace one old parameter. Return the new parameters by the old ones.
+    """Tie new parameters again that replace one old parameter. Return the new parameters by the old ones.
 
     Args:
-        before: the model's parameters by each of their names.
+        model: the divided model.
+        before: the old parameters by all of their names.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in before.items():
@@ -185,8 +189,8 @@ def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn
             continue
         if now is parameter or placement_of(name, now) != placement_of(name, wanted):
             raise UsageError(
-                f"{name} is tied to a parameter that the plan of {type(model).__name__} divides in another way: train it with "
-                f"`tie_word_embeddings` false. {_REMEDY}"
+                f"{name} is tied to a parameter that the plan of {type(model).__name__} divides in another way: set "
+                f"`tie_word_embeddings` to false. {_REMEDY}"
             )
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, wanted)
@@ -194,7 +198,7 @@ def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn
 
 
 def replace_parameters(groups: Iterator[Any] | list[Any], made: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
-    """Return parameters, or param groups, with new parameters instead of the replaced ones."""
+    """Return parameters or param groups with the new parameters in place of those that they replace."""
     replaced: list[Any] = []
     for one in groups:
         if isinstance(one, dict):
@@ -210,7 +214,7 @@ def replace_parameters(groups: Iterator[Any] | list[Any], made: Mapping[nn.Param
 
 
 def _style(name: str) -> ParallelStyle:
-    """Return torch's style of this name."""
+    """Return torch's style for a style of a plan."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -222,11 +226,11 @@ def _style(name: str) -> ParallelStyle:
         return ColwiseParallel(output_layouts=Replicate())
     if name == ROWWISE:
         return RowwiseParallel()
-    return RowwiseParallel(input_layouts=Replicate())  # an embedding, or a matrix that divides its input itself
+    return RowwiseParallel(input_layouts=Replicate())  # an embedding, or a matrix that divides its own input
 
 
 def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
-    """Return a small value of each rank of the job."""
+    """Return the values of all ranks of the job. Every rank must call it with a small value."""
     collectives = create_collectives(None, torch.device(device_type), what="tensor parallelism", lasting=False)
     try:
         return collectives.exchange_json(value, what)
@@ -235,10 +239,10 @@ def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
 
 
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the ranks that hold the same part of a model as this one. Every rank of the job must call it.
+    """Return the group of ranks with the same part of a model as this rank. Every rank of the job must call it.
 
     Args:
-        mesh: the mesh of the ranks that divide this rank's model, of one dimension.
+        mesh: the mesh, of one dimension, of the ranks that divide this rank's model.
 
     Raises:
         UsageError: the meshes of the ranks do not divide the job evenly.
@@ -252,6 +256,6 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     ):
         raise UsageError(
             f"the ranks divide their models over {[list(ranks) for ranks in models]}: each of the {len(everyone)} ranks of the job "
-            "must belong to one group of one size. Or name the data-parallel ranks, group=."
+            "must be in one group, and all groups must have one size. Or pass the data-parallel ranks as group=."
         )
     return DeviceMesh(mesh.device_type, models, mesh_dim_names=("dp", "tp"))["dp"].get_group()

@@ -1,1 +1,1 @@
-"""Optimizers, schedules and loss scalers."""
+"""Optimizers, learning-rate schedules and loss scalers."""

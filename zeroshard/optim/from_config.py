@@ -32,23 +32,25 @@ _NOT_OFFERED = {
 def create_optimizer(
     block: OptimizerBlock, parameters: Iterable[Any], model: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Make the torch optimizer that the block names over `parameters` (tensors, or param groups).
+    """Create the optimizer that a config block names.
 
-    "Adam" means AdamW's mathematics unless `adam_w_mode` is false, as in DeepSpeed. Defaults are those of DeepSpeed
-    0.19.8's class: without `torch_adam`, Adam and AdamW have no weight decay. Fused kernels are the default.
+    "Adam" is AdamW unless `adam_w_mode` is false, as in DeepSpeed. Defaults are those of the classes in DeepSpeed
+    0.19.8: without `torch_adam`, Adam and AdamW have no weight decay. Fused kernels are the default.
 
     Args:
-        model: decides for Muon which matrices are inside blocks; those outside (embeddings, heads) go to AdamW.
+        block: the optimizer's type and arguments.
+        parameters: tensors or param groups.
+        model: the model, whose blocks Muon looks for. Matrices outside of them (embeddings, heads) get AdamW.
 
     Raises:
-        ConfigError: there is no such optimizer, or it does not take these params.
+        ConfigError: there is no such optimizer, or it does not accept these arguments.
     """
     params = dict(block.params)
     name = block.type.lower()
     if name in _NOT_OFFERED:
         raise ConfigError(
             f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
-            "Adagrad, Lion, Muon, or any class of torch.optim; or give `initialize` an optimizer of your own."
+            "Adagrad, Lion, Muon or any class of torch.optim, or pass an optimizer of your own to `initialize`."
         )
     cls: Any = _NAMES.get(name) or getattr(torch.optim, block.type, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
@@ -77,12 +79,12 @@ def create_optimizer(
     except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer.params: {cls.__name__} refuses them: {error}") from error
+        raise ConfigError(f"optimizer.params: {cls.__name__} does not accept them: {error}") from error
     return made
 
 
 def create_loss_scaler(config: Config) -> LossScaler:
-    """Make the scaler that the `fp16` block describes, or a scale of 1 if the loss is not scaled."""
+    """Create the loss scaler that the `fp16` block describes, with a scale of 1 if the loss is not scaled."""
     block = config.schema.fp16
     if not config.scales_loss:
         return StaticLossScaler()
@@ -102,21 +104,19 @@ def _known() -> list[str]:
 
 
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Translate DeepSpeed's arguments of Adam that torch lacks."""
+    """Translate DeepSpeed's arguments of Adam, in place, to those of torch. Return the class to use."""
     if not params.pop("bias_correction", True):
         raise ConfigError(
-            "optimizer.params.bias_correction = false is not offered: torch's Adam always corrects. Leave it out."
+            "optimizer.params.bias_correction = false is not offered: torch's Adam always corrects the bias. Leave it out."
         )
     if not params.pop("torch_adam", False):
-        params.setdefault(
-            "weight_decay", 0.0
-        )  # DeepSpeed's own kernels have no weight decay by default, torch's AdamW has 0.01
+        params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels; torch's AdamW has 0.01
     decays_apart = params.pop("adam_w_mode", True)
     return torch.optim.AdamW if decays_apart else cls
 
 
 def _muon(params: dict[str, Any]) -> dict[str, Any]:
-    """Translate DeepSpeed's arguments of Muon and its Adam, with its defaults and its scale of an update (the aspect ratio)."""
+    """Translate DeepSpeed's arguments of Muon, with DeepSpeed's defaults and scale of updates."""
     given = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
     if "ns_method" in given:
         raise ConfigError(
@@ -131,7 +131,7 @@ def _muon(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _muon_groups(parameters: Iterable[Any], model: nn.Module) -> list[Any]:
-    """Split each param group, and loose parameters, into matrices inside the model's blocks and all others."""
+    """Split each param group into matrices inside the model's blocks and all other parameters."""
     inside = {id(p) for _, block in find_units(model) for p in block.parameters()}
     given = list(parameters)
     if not inside:

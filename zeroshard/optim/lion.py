@@ -13,11 +13,22 @@ from zeroshard.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, f
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2).
+    """The Lion optimizer, which uses the sign of the momentum (Chen et al., arXiv:2302.06675, algorithm 2).
 
-    c = b1 * m + (1 - b1) * g;  p = p - lr * (sign(c) + weight_decay * p);  m = b2 * m + (1 - b2) * g
+        c = b1 * m + (1 - b1) * g
+        p = p - lr * (sign(c) + weight_decay * p)
+        m = b2 * m + (1 - b2) * g
 
-    It keeps one tensor of state a parameter, where Adam keeps two; its lr is 3 to 10 times smaller than AdamW's.
+    It keeps one state tensor for each parameter, and Adam keeps two. Use an lr 3 to 10 times smaller than AdamW's.
+
+    Args:
+        params: parameters or param groups.
+        lr: the learning rate.
+        betas: the weights b1 and b2.
+        weight_decay: the decoupled weight decay.
+
+    Raises:
+        UsageError: a value is outside its range.
     """
 
     def __init__(
@@ -25,7 +36,7 @@ class Lion(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise UsageError(
-                f"Lion takes lr >= 0, weight_decay >= 0 and betas in [0, 1), not {lr=}, {weight_decay=}, "
+                f"Lion needs lr >= 0, weight_decay >= 0 and betas in [0, 1), not {lr=}, {weight_decay=}, "
                 f"{betas=}. Change the values outside these ranges."
             )
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})

@@ -1,8 +1,8 @@
-"""Owns the loss scale of fp16 training: the factor of the loss, and the rules by which it changes.
+"""Owns the loss scale of fp16 training, and the rules by which it changes.
 
-fp16 holds nothing between 0 and 6e-8: small gradients would vanish. The loss is multiplied by a scale before the
-backward, and the gradients are divided by the same scale after it. The scale grows while all gradients are finite
-(Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2).
+fp16 has no values between 0 and 6e-8, so small gradients would become 0. The training loop multiplies the loss by a
+scale before the backward, and divides the gradients by it afterwards. The scale grows while all gradients are finite
+(Micikevicius et al., arXiv:1710.03740, section 3.2).
 
     scaler = zeroshard.DynamicLossScaler()
     (loss.float() * scaler.scale).backward()
@@ -25,14 +25,19 @@ from zeroshard.errors import LossScaleError
 
 
 class LossScaler(ABC):
-    """A scale for the next backward. It is the same on every rank, since every rank gets the same norm."""
+    """A scale of the loss for the next backward. It is the same on every rank, since every rank has the same norm."""
 
     scale: float
 
     @abstractmethod
     def update(self, overflow: bool) -> None:
-        """Change the scale after a step whose gradients overflowed, or did not. Raises `LossScaleError` at the smallest
-        scale.
+        """Update the scale after a step.
+
+        Args:
+            overflow: whether a gradient was infinite or NaN.
+
+        Raises:
+            LossScaleError: the gradients overflowed at the smallest scale.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,25 +52,26 @@ class LossScaler(ABC):
 @final
 @dataclass
 class StaticLossScaler(LossScaler):
-    """A loss scaler with one scale for the whole run; 1.0 is no scaling."""
+    """A loss scaler with a constant scale. 1.0 does not scale."""
 
     scale: float = 1.0
 
     def update(self, overflow: bool) -> None:
-        """Leave the scale as it is."""
+        """Keep the scale."""
 
 
 @final
 @dataclass
 class DynamicLossScaler(LossScaler):
-    """Halves the scale when gradients overflow, and doubles it after a clean window.
+    """A loss scaler that halves the scale if gradients overflow, and doubles it after a window without overflow.
 
     Attributes:
-        scale: the scale now.
-        window: clean steps after which the scale doubles.
-        hysteresis: the number of overflows at which the scale halves; the first `hysteresis - 1` leave it as it is.
-        consecutive_hysteresis: whether any clean step resets the count of overflows, or only a clean window.
-        min_scale: the smallest scale; an overflow there is an error.
+        scale: the present scale.
+        window: the number of steps without overflow after which the scale doubles.
+        hysteresis: the number of overflows at which the scale halves. Earlier overflows do not change it.
+        consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise a window
+            does.
+        min_scale: the smallest scale. An overflow at this scale raises an error.
     """
 
     scale: float = 2.0**16
@@ -82,15 +88,15 @@ class DynamicLossScaler(LossScaler):
         self._left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Change the scale, as DeepSpeed does at stages 1 to 3."""
+        """Update the scale after a step, as DeepSpeed does at stages 1 to 3."""
         if overflow:
             if self._left > 1:
                 self._left -= 1
             elif self.scale == self.min_scale:
                 raise LossScaleError(
                     f"the gradients overflow at the smallest loss scale allowed ({self.scale:g}): the loss itself is "
-                    "infinite or NaN, or the model does not fit into fp16's range (65504). Look at the loss, lower the "
-                    "learning rate, train in bf16, or lower fp16.min_loss_scale."
+                    "infinite or NaN, or the model exceeds fp16's range (65504). Check the loss, lower the learning "
+                    "rate, train in bf16, or lower fp16.min_loss_scale."
                 )
             else:
                 self.scale = max(self.scale / 2, self.min_scale)
@@ -105,7 +111,7 @@ class DynamicLossScaler(LossScaler):
         self._step += 1
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the state of another dynamic scaler; window, hysteresis and smallest scale stay this one's."""
+        """Restore the scale and counts of another dynamic scaler, but keep this one's settings."""
         if "_step" in saved:
             self.scale = float(saved["scale"])
             self._left = int(saved["_left"])

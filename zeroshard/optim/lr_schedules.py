@@ -1,7 +1,7 @@
-"""Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's.
+"""Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's schedules.
 
-A schedule counts optimizer steps from i = -1; its constructor sets the rate for i = -1, and the n-th `step()` that for i = n - 1.
-The formulas are DeepSpeed 0.19's, to the last step.
+A schedule counts optimizer steps from i = -1. Its constructor sets the rate for i = -1, and call n of `step()` sets the
+rate for i = n - 1. The formulas are those of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from zeroshard.config.schema import SchedulerBlock
 from zeroshard.errors import ConfigError, UsageError
 
 PerGroup = float | Sequence[float]
-"""One number for all param groups, or one for each."""
+"""One number for all param groups, or one number for each group."""
 
 _SECOND_BETA = 0.99
-"""Adam's second beta, if the schedule changes momentum."""
+"""Adam's second beta, if the schedule changes the momentum."""
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rate of each param group; it may be a tensor there."""
+    """Return the learning rate of each param group as a number, even if the group has a tensor."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
-    """Set the rates. A tensor is changed in place, since a captured or compiled step reads it."""
+    """Set the rates. Tensors are changed in place, since a captured or compiled step reads them."""
     for group, rate in zip(optimizer.param_groups, new, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -41,7 +41,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
 
 
 class LRSchedule(ABC):
-    """A schedule that sets the `lr` of every param group from the number of optimizer steps only."""
+    """A schedule that computes the `lr` of each param group from the number of optimizer steps."""
 
     last_batch_iteration: int
 
@@ -54,11 +54,11 @@ class LRSchedule(ABC):
         """Return the learning rate of each param group at the current step."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of each param group as it is set now."""
+        """Return the learning rate that each param group has now."""
         return rates(self.optimizer)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next step, or to a given one."""
+        """Advance to the next step, or to a given step."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
@@ -83,14 +83,14 @@ class LRSchedule(ABC):
             values = [value] * count
         if len(values) != count:
             raise ConfigError(
-                f"scheduler.params.{name}: {len(values)} values for {count} param groups. Give one value, or one for "
+                f"scheduler.params.{name}: {len(values)} values for {count} param groups. Set one value, or one for "
                 "each group."
             )
         return values
 
 
 class _WarmsUp(LRSchedule):
-    """The rising part that three schedules share; `warmup_num_steps` is at least 2."""
+    """The warm-up that three schedules share; `warmup_num_steps` is at least 2."""
 
     warmup_num_steps: int
     warmup_type: str
@@ -119,14 +119,17 @@ class _WarmsUp(LRSchedule):
 
 
 class WarmupLR(_WarmsUp):
-    """A schedule from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, then constant.
+    """A schedule that rises from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, and then stays constant.
 
-    With N = max(2, warmup_num_steps), for i < N: lr = min + (max - min) * gamma, where gamma = ln(i + 1) / ln(N) ("log") or
-    i / N ("linear"); gamma = 1 after. At i = -1 the rate is min, and at i = 0 gamma is 0: so the first two steps run at min.
+    With N = max(2, warmup_num_steps): lr = min + (max - min) * gamma. For i < N, gamma is ln(i + 1) / ln(N) ("log") or
+    i / N ("linear"). It is 1 afterwards. The first two steps run at min, since gamma is 0 at i = -1 and i = 0.
 
     Args:
         optimizer: the optimizer whose param groups get the `lr`.
-        warmup_max_lr: None takes each group's own lr.
+        warmup_min_lr: the rate at the start.
+        warmup_max_lr: the rate after the warm-up; None is each group's own lr.
+        warmup_num_steps: the number of steps of the warm-up.
+        warmup_type: "log" or "linear".
         last_batch_iteration: the i to start from.
 
     Attributes:
@@ -154,7 +157,10 @@ class WarmupLR(_WarmsUp):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm up as `WarmupLR`, then fall to 0 at `total_num_steps` T: gamma = max(0, (T - i) / max(1, T - N)) for i >= N."""
+    """A schedule that warms up as `WarmupLR`, and then falls linearly to 0 at `total_num_steps`.
+
+    With T = total_num_steps: gamma = max(0, (T - i) / max(1, T - N)) for i >= N.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: PerGroup = 0.0,
@@ -175,10 +181,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_WarmsUp):
-    """Each group's own lr times a ratio: warm-up from `warmup_min_ratio`, then a half cosine down to `cos_min_ratio`.
+    """A schedule of each group's own lr: a warm-up from `warmup_min_ratio`, then half a cosine to `cos_min_ratio`.
 
-    With m, c the two ratios: m + (1 - m) * gamma for i < N; then c + (1 - c) * (1 + cos(pi * p)) / 2 with
-    p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the ratio is 0.
+    The lr is multiplied by a ratio. With m and c for the two arguments, it is m + (1 - m) * gamma for i < N. Then it is
+    c + (1 - c) * (1 + cos(pi * p)) / 2, with p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the ratio is 0.
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class WarmupCosineLR(_WarmsUp):
         return [rate * self.get_lr_ratio() for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of each group's own rate at the present step."""
+        """Return the factor of each group's own learning rate at the present step."""
         i = self.last_batch_iteration
         steps = self.warmup_num_steps
         if i < 0:
@@ -209,10 +215,12 @@ class WarmupCosineLR(_WarmsUp):
 
 
 class LRRangeTest(LRSchedule):
-    """A growing rate, to find where training diverges (Smith, arXiv:1803.09820): lr = min * (1 + rate * (i + 1) / size).
+    """A rising rate, to find the rate at which training diverges (Smith, arXiv:1803.09820).
+
+    lr = min * (1 + rate * (i + 1) / size)
 
     Args:
-        lr_range_test_staircase: round (i + 1) / size down.
+        lr_range_test_staircase: whether to round (i + 1) / size down.
     """
 
     def __init__(
@@ -233,14 +241,15 @@ class LRRangeTest(LRSchedule):
 
 
 class OneCycle(LRSchedule):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and down again, Adam's first beta the other way round, then a decay.
+    """A cycle from `cycle_min_lr` to `cycle_max_lr` and back, followed by a decay (Smith, arXiv:1803.09820).
 
-    Smith, arXiv:1803.09820. A cycle has `cycle_first_step_size + cycle_second_step_size` steps; after it, every
-    `decay_step_size` steps divide the rate by a further `1 + decay_lr_rate`.
+    The cycle has `cycle_first_step_size + cycle_second_step_size` steps. Afterwards the lr is the minimum, divided by
+    1 + decay_lr_rate * n / decay_step_size in step n.
 
     Args:
-        cycle_first_stair_count, cycle_second_stair_count: steps of a staircase in each half; 0 is a ramp.
-        cycle_momentum: also move the first beta between `cycle_max_mom` and `cycle_min_mom`; the second is then 0.99.
+        cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 is a ramp.
+        cycle_momentum: whether Adam's first beta falls from `cycle_max_mom` to `cycle_min_mom` and rises again. The
+            second beta is then 0.99.
     """
 
     def __init__(
@@ -298,7 +307,7 @@ class OneCycle(LRSchedule):
         x = 1.0 + count / total - math.floor(1 + count / total)
         stairs = self._stairs[x > ratio]
         if stairs > 0:
-            # Use whole steps: a quotient slightly below a stair would be rounded down by a whole stair.
+            # Count whole steps: a quotient slightly below a stair would be rounded down to the stair before.
             offset = count % total
             if offset <= self._first:
                 return math.floor(offset * stairs / self._first) / stairs
@@ -318,14 +327,14 @@ class OneCycle(LRSchedule):
         moments = self.get_mom()
         if (
             moments is not None and self.last_batch_iteration < 0
-        ):  # in the first step they are the smallest, like the rate
+        ):  # in the first step the betas are the smallest, like the rate
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
         for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas
 
 
 class Floor:
-    """A wrapper of any scheduler, with rates that never go below `min_lr`."""
+    """A wrapper of a scheduler whose rates never fall below `min_lr`."""
 
     def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> None:
         self.schedule = schedule
@@ -334,7 +343,7 @@ class Floor:
         self._hold()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule, with its own last rates in force: some of torch's compute the next rate from the last."""
+        """Step the schedule from its own last rates, from which some of torch's schedules compute the next."""
         _set_rates(self.optimizer, self._unfloored)
         self.schedule.step(*args, **kwargs)
         self._hold()
@@ -356,17 +365,17 @@ class Floor:
 
 
 def refuse_without_metrics(scheduler: Any) -> None:
-    """Raise if a scheduler's step needs a metric, and `engine.step()` got none."""
+    """Raise if a scheduler's step needs a metric that `engine.step()` did not get."""
     inner = scheduler.schedule if isinstance(scheduler, Floor) else scheduler
     if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
-            "ReduceLROnPlateau needs a metric: call engine.step(lr_kwargs={'metrics': loss}), with the same value on every rank."
+            "ReduceLROnPlateau needs a metric: call engine.step(lr_kwargs={'metrics': loss}) with the same value on every rank."
         )
 
 
 def _steps(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: a positive integer was expected, not {value!r}. Set one.")
+        raise ConfigError(f"scheduler.params.{name}: {value!r} is not a positive integer. Set one.")
     return value
 
 
@@ -376,14 +385,18 @@ SCHEDULES: dict[str, type[LRSchedule]] = {
 
 
 def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> Any:
-    """Return the scheduler, with a minimum for its rates if there is one."""
+    """Return the scheduler, wrapped in a `Floor` if there is a minimum of its rates."""
     if not min_lr:
         return scheduler
     return Floor(scheduler, optimizer, min_lr)
 
 
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
-    """Make the schedule that the block names, with a minimum for its rates."""
+    """Create the scheduler that a config block names, with a minimum of its rates.
+
+    Raises:
+        ConfigError: there is no such scheduler, or it does not accept these arguments.
+    """
     cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
     if not isinstance(cls, type) or not hasattr(cls, "step"):
         raise ConfigError(
@@ -397,4 +410,4 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, mi
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"scheduler.params: {block.type} refuses them: {error}") from error
+        raise ConfigError(f"scheduler.params: {block.type} does not accept them: {error}") from error

@@ -1,4 +1,4 @@
-"""Owns Muon for a whole model: torch's Muon for matrices, torch's AdamW for all other parameters."""
+"""Owns Muon for a whole model, with AdamW for parameters that are not matrices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _ADAMW = ("betas", "eps", "fused")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """An optimizer with two updates. torch.optim.Muon orthogonalises the update of a matrix and takes nothing but matrices.
+    """An optimizer that updates matrices with torch.optim.Muon, and all other parameters with torch.optim.AdamW.
 
     Args:
-        params: parameters, or param groups. A group with `"use_muon": True` or `False` goes there; in others, matrices (2
-            dimensions) go to Muon. Embeddings and output heads train better under AdamW: give them a group of their own.
-        lr, weight_decay: for both updates, unless `muon_lr` and `adam_lr` are given.
-        momentum, nesterov, ns_steps, adjust_lr_fn: as torch.optim.Muon. The default of `adjust_lr_fn` here is
-            "match_rms_adamw", so that one lr suits both (Liu et al., arXiv:2502.16982, section 2.2).
-        betas, eps, fused: as torch.optim.AdamW.
+        params: parameters or param groups. `"use_muon": True` or `False` in a group chooses the update for the group.
+            Otherwise Muon updates parameters with 2 dimensions. Put embeddings and output heads into a group with
+            `"use_muon": False`, since AdamW trains them better.
+        lr, weight_decay: for both updates.
+        muon_lr, adam_lr: the lr of one update, in place of `lr`.
+        momentum, nesterov, ns_steps, adjust_lr_fn: as in torch.optim.Muon. `adjust_lr_fn` defaults to
+            "match_rms_adamw", so that one lr suits both updates (Liu et al., arXiv:2502.16982, section 2.2).
+        betas, eps, fused: as in torch.optim.AdamW.
     """
 
     def __init__(
@@ -35,7 +37,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn, "betas": tuple(betas), "fused": fused,
         }  # fmt: skip
         rates = {True: muon_lr, False: adam_lr}
-        own_options: dict[bool, dict[str, Any]] = {True: {}, False: {"eps": eps}}  # torch's Muon has its own eps
+        own_options: dict[bool, dict[str, Any]] = {
+            True: {},
+            False: {"eps": eps},
+        }  # torch's Muon has another default of eps
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for number, item in enumerate(params):
             if isinstance(item, Tensor):
@@ -45,7 +50,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if isinstance(members, Tensor):
                 members = [members]
             if not options and len(members) == 1:
-                number = -1  # noqa: PLW2901  loose parameters, each an item of its own here, share their groups
+                number = -1  # noqa: PLW2901  parameters that are not in a group share one
             for parameter in members:
                 use_muon = bool(item.get("use_muon", parameter.ndim == 2))
                 start = {"params": [], "use_muon": use_muon, "lr": lr, **own_options[use_muon], **options}
@@ -62,14 +67,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._connect()
 
     def _connect(self) -> None:
-        """Make the inner optimizers share this one's groups and states."""
+        """Share this optimizer's groups and states with the inner optimizers."""
         for inner in self._inner:
             inner.state = self.state
             use_muon = isinstance(inner, torch.optim.Muon)
             inner.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state, as torch's optimizers do."""
+        """Restore a state of `state_dict`, as torch's optimizers do."""
         super().load_state_dict(state_dict)
         self._connect()
 

@@ -1,4 +1,4 @@
-"""Owns the combination of several optimizers of one model into one: each has its own parameters."""
+"""Owns the combination of several optimizers of one model into one."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from zeroshard.errors import UsageError
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of disjoint parameters; its param groups are theirs, one optimizer's after the other's.
+    """An optimizer that combines optimizers of different parameters, with the param groups of all.
 
     Raises:
-        UsageError: two of them list the same parameter, or one of them is made of others.
+        UsageError: two optimizers have the same parameter, or one optimizer contains others.
     """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         for member in members:
             if any(isinstance(held, torch.optim.Optimizer) for value in vars(member).values() for held in _flat(value)):
                 raise UsageError(
-                    f"{type(member).__name__} is made of other optimizers, which may keep states elsewhere: "
-                    "pass those, or only this one."
+                    f"{type(member).__name__} contains other optimizers, which may keep states elsewhere: "
+                    "pass those optimizers instead, or pass only this one."
                 )
         groups = [group for member in members for group in member.param_groups]
         parameters = [id(parameter) for group in groups for parameter in group["params"]]
         twice = len(parameters) - len({*parameters})
         if twice:
-            raise UsageError(f"{twice} parameters are in more than one of the optimizers. Give each parameter to one.")
+            raise UsageError(
+                f"{twice} parameters are in more than one of the optimizers. Put each parameter into only one."
+            )
         super().__init__(groups, {})
         self.members = list(members)
         for member in members:
@@ -43,7 +45,7 @@ class Several(torch.optim.Optimizer):
         self._connect()
 
     def _connect(self) -> None:
-        """Make the members share this one's groups and states."""
+        """Share this optimizer's groups and states with its members."""
         start = 0
         for member in self.members:
             end = start + len(member.param_groups)
@@ -52,9 +54,9 @@ class Several(torch.optim.Optimizer):
             start = end
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step all of them."""
+        """Step all members."""
         if closure is not None:
-            raise UsageError("several optimizers step without a closure: run forward and backward before.")
+            raise UsageError("several optimizers together take no closure: run forward and backward before step().")
         for member in self.members:
             member.step()
 

@@ -1,4 +1,4 @@
-"""Owns the facts about known optimizers: their states, whether they need parameters whole, and those that are refused."""
+"""Owns facts about known optimizers: their states, whether they need whole parameters, and which are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zeroshard.optim.several import Several, optimizers_of
 
 @dataclass(frozen=True)
 class Known:
-    """Facts about an optimizer.
+    """Facts about an optimizer class.
 
     Attributes:
-        states: the most tensors of a parameter's size that it keeps for it with default options; for SGD, with momentum. Adafactor
-            keeps less for a matrix (a row and a column), and MuonWithAdamW keeps one tensor for a matrix.
-        elementwise: its update of an element depends only on that element's own history; otherwise on the parameter that the
-            element lies in, and on no other.
+        states: the maximum number of state tensors of a parameter's size, with default options (SGD: with momentum).
+            For a matrix, Adafactor keeps only a row and a column, and MuonWithAdamW one tensor.
+        elementwise: whether the update of an element depends only on that element's own history. Otherwise it depends
+            on the whole parameter, but on no other parameter.
         starts_at_zero: whether its first states are zeros, at any learning rate.
     """
 
@@ -44,14 +44,14 @@ KNOWN = {
     "Rprop": Known(2, starts_at_zero=False),
     "SGD": Known(1),
 }
-"""The optimizers of torch.optim and of ours that shards are right for, by the names of their classes."""
+"""The optimizers of torch.optim and zeroshard that sharding supports, by class name."""
 
 _UNKNOWN = 2
-"""The number that is assumed for other optimizers, most of which are similar to Adam."""
+"""The number of states that is assumed for other optimizers, most of which are similar to Adam."""
 
 
 def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
-    """Return the most tensors of a parameter's size that this optimizer keeps for it, with its options."""
+    """Return the maximum number of state tensors of a parameter's size, with this optimizer's options."""
     return max(_states_per_parameter(member) for member in optimizers_of(optimizer))
 
 
@@ -68,28 +68,28 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
 
 
 REFUSED = {
-    "LBFGS": "looks at all parameters at once",
-    "SparseAdam": "takes sparse gradients",
+    "LBFGS": "uses all parameters at once",
+    "SparseAdam": "needs sparse gradients",
     **dict.fromkeys(
         ("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
         "estimates one step size from all parameters at once",
     ),
 }
-"""Classes that no sharding is right for, and why. Those of libraries go by their names: they are not imported."""
+"""Class names of optimizers that sharding cannot support, with the reasons."""
 
 
 def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise `UsageError` if an optimizer on a rank's part of the parameters would compute other values, or wait forever."""
+    """Raise `UsageError` for an optimizer class that would compute other values on shards, or wait forever."""
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             raise UsageError(
-                f"{cls.__name__} {REFUSED[base.__name__]}, and zeroshard shards dense parameters over ranks: the "
-                f"result would be wrong. Use one of {', '.join(KNOWN)}."
+                f"{cls.__name__} {REFUSED[base.__name__]}, but zeroshard shards dense parameters over ranks: the "
+                f"results would be wrong. Use one of {', '.join(KNOWN)}."
             )
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
-    """Return whether optimizers of this class need each parameter whole in one shard; None if that is unknown."""
+    """Return whether optimizers of this class need whole parameters; None if that is unknown."""
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in KNOWN:
             return not KNOWN[base.__name__].elementwise
@@ -97,16 +97,17 @@ def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
 
 
 def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool | None = None) -> bool:
-    """Return whether this optimizer needs each parameter whole in one shard.
+    """Return whether this optimizer needs whole parameters, each in one shard.
 
     Args:
+        optimizer: the optimizer.
         elementwise: the user's argument, which overrides the list of classes.
 
     Raises:
-        UsageError: the class is unknown, so either way may be wrong.
+        UsageError: the class is refused, or unknown without `elementwise`.
     """
     if isinstance(optimizer, Several):
-        whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each may be refused
+        whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each call may raise
         return any(whole)
     refuse_what_cannot_be_sharded(type(optimizer))
     if elementwise is not None:
@@ -116,8 +117,8 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         return known
     name = type(optimizer).__name__
     raise UsageError(
-        f"zeroshard cuts parameters into shards, and {name} may need whole ones. If its update "
-        "of an element uses nothing but that element's own gradient and state, pass elementwise=True; if it uses the "
-        "parameter that the element lies in (its norm, its rows), pass elementwise=False, and no parameter is cut; in a config "
-        f'"zero_allow_untested_optimizer": true is the same. Or use one of {", ".join(KNOWN)}.'
+        f"zeroshard cuts parameters into shards, and {name} may need whole ones. If its update of an element uses only "
+        "that element's gradient and state, pass elementwise=True. If it uses the whole parameter (its norm, its rows), pass "
+        'elementwise=False, or set "zero_allow_untested_optimizer": true in a config: no parameter is then cut. '
+        f"Or use one of {', '.join(KNOWN)}."
     )

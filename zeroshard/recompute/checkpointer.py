@@ -1,7 +1,7 @@
-"""Owns activation checkpointing of functions and of a model's units: the backward computes their activations again.
+"""Owns activation checkpointing of functions and of a model's units: the backward recomputes their activations.
 
-It is torch's own (non-reentrant) checkpointing. `Checkpointing` adds options for the place of saved inputs, and
-measurements. Gradients are those without it, to the bit, dropout included.
+It uses torch's non-reentrant checkpointing. `Checkpointing` adds measurements, and options for the place of saved
+inputs. Gradients have the same bits as without checkpointing, also with dropout.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ _Version = tuple[weakref.ref[Tensor], int]
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Options beyond torch's checkpointing. The names are those of the config's block.
+    """Options beyond torch's checkpointing, with the names of the config's block.
 
     Attributes:
-        partition_activations: keep inputs that are the same on all ranks of `model_parallel_group` sharded over it.
-        cpu_checkpointing: keep inputs in CPU memory. If the model computes on the CPU, they are there already.
-        contiguous_memory_optimization: keep inputs in memory that is allocated once, for `number_checkpoints`.
-        synchronize_checkpoint_boundary: wait for the accelerator at the start and the end of a checkpoint.
-        profile: measure time and bytes, see `Checkpointer.table`.
-        model_parallel_group: the ranks that hold parts of one layer and the same inputs.
+        partition_activations: shard saved inputs over `model_parallel_group`, whose ranks have the same inputs.
+        cpu_checkpointing: keep saved inputs in CPU memory. It has no effect if the model computes on the CPU.
+        contiguous_memory_optimization: keep saved inputs in memory that is allocated once.
+        number_checkpoints: the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.
+        synchronize_checkpoint_boundary: wait for the accelerator at the start and the end of each checkpoint.
+        profile: measure the time and bytes of each checkpoint, see `Checkpointer.table`.
+        model_parallel_group: the ranks that divide each layer, and have the same inputs.
+
+    Raises:
+        UsageError: `contiguous_memory_optimization` without `number_checkpoints`.
     """
 
     partition_activations: bool = False
@@ -58,20 +62,20 @@ class Checkpointing:
 
     @classmethod
     def of(cls, block: ActivationCheckpointingBlock) -> Checkpointing:
-        """Read the options of a config's block."""
+        """Return the options of a config's block."""
         return cls(**block.model_dump(exclude={"checkpoint_units"}))
 
     def __post_init__(self) -> None:
         if self.contiguous_memory_optimization and not self.number_checkpoints:
             raise UsageError(
-                "contiguous_memory_optimization allocates its memory once: give number_checkpoints, the most "
-                "checkpoints that a forward makes."
+                "contiguous_memory_optimization allocates its memory once: set number_checkpoints, the maximum number of "
+                "checkpoints in a forward."
             )
 
 
 @dataclass
 class Cost:
-    """The cost of the checkpoints of one name: seconds in forward and recompute, bytes of saved inputs."""
+    """The total cost of all checkpoints with one name: seconds of forward and recomputation, bytes of saved inputs."""
 
     calls: int = 0
     forward: float = 0.0
@@ -80,10 +84,10 @@ class Cost:
 
 
 class Checkpointer:
-    """A runner of functions whose activations are not kept. Make one for a model, or for a process.
+    """A runner of functions whose activations the backward recomputes. Create one for each model or process.
 
     Args:
-        options: see `Checkpointing`.
+        options: see `Checkpointing`; default: torch's own checkpointing.
     """
 
     def __init__(self, options: Checkpointing | None = None) -> None:
@@ -94,12 +98,12 @@ class Checkpointer:
             self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
         self.host_copies: Callable[[Slots | None], Keeper] | None = None
-        """Makes the keeper of inputs in CPU memory; default: `HostCopies`, if the model computes on an accelerator."""
+        """Creates the keeper of inputs in CPU memory; default: `HostCopies` if the model computes on an accelerator."""
         self._forwards = Forwards()
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
-        """Checkpoint the units that a config names; return None if it names none."""
+        """Checkpoint the units that a config names, and return the checkpointer; None if it names none."""
         block = config.schema.activation_checkpointing
         if block.checkpoint_units is None:
             return None
@@ -108,14 +112,14 @@ class Checkpointer:
         return checkpointer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
-        return self  # a copy of a model whose units are checkpointed shares it
+        return self  # a copy of a checkpointed model shares the checkpointer
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, and compute it again in the backward."""
+        """Return `function(*args, **kwargs)`, and recompute its activations in the backward."""
         return self.run(getattr(function, "__qualname__", type(function).__qualname__), function, *args, **kwargs)
 
     def run(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Checkpoint as `checkpoint` does, under a name for the table."""
+        """Checkpoint a function as `checkpoint` does, with a name for the table."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -134,11 +138,11 @@ class Checkpointer:
     # ------------------------------------------------------------------ saved inputs
 
     def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return the hooks that take the inputs of torch's checkpointing; none if it may keep them itself."""
+        """Return hooks that keep the inputs of torch's checkpointing, or no hooks if torch may keep the inputs."""
         options = self.options
         if not (options.profile or options.partition_activations or options.cpu_checkpointing or self._slots):
             return nullcontext()
-        # Weights, masks and positions are not activations: moving them would only copy tensors that stay anyway.
+        # Weights, masks and positions are not activations: they stay in memory in any case.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf)) for leaf in tensors}
         return saved_tensors_hooks(partial(self._pack, name, activations), lambda recall: recall())
@@ -165,7 +169,7 @@ class Checkpointer:
         group = self.options.model_parallel_group
         if group is None or dist.get_world_size(group) == 1:
             warnings.warn(
-                "partition_activations has no effect: there is no model-parallel group over which inputs are the same.",
+                "partition_activations has no effect without a model-parallel group: pass one to checkpointing.configure().",
                 stacklevel=2,
             )
             return keeper
@@ -181,7 +185,7 @@ class Checkpointer:
         return _Clock(cost, "forward"), _Clock(cost, "recompute")
 
     def table(self) -> Table:
-        """Return a table of the time and bytes of each checkpoint, for rich's console. It is empty without `profile`."""
+        """Return rich's table of the time and bytes of each checkpoint. Without `profile` it is empty."""
         table = Table("checkpoint", "calls", "forward ms", "recompute ms", "saved inputs MiB")
         for name, cost in self.costs.items():
             calls = max(cost.calls, 1)
@@ -197,17 +201,22 @@ class Checkpointer:
         """Checkpoint modules of a model, without a change to its code, until `remove`.
 
         Args:
-            model: the model, whose modules' `forward` is wrapped, on the module itself.
-            patterns: "auto" for the units of the model (each block of a list of blocks), or full names, with `*` for
-                anything.
+            model: the model. The `forward` of its modules is wrapped, on the modules themselves.
+            patterns: "auto" for the units of the model (each block of a list of blocks), or full names, in which `*`
+                matches anything.
             units: the definition of units, as passed to `shard`.
+
+        Raises:
+            UsageError: the model has no such modules.
         """
         if patterns == "auto":
             chosen = dict(find_units(model, units))
         else:
             chosen = modules_matching(model, patterns, "checkpoint_units")
         if not chosen:
-            raise UsageError(f"nothing to checkpoint: {type(model).__name__} has no list of blocks. Name the modules.")
+            raise UsageError(
+                f"there is nothing to checkpoint: {type(model).__name__} has no list of blocks. Name the modules."
+            )
         for name, module in chosen.items():
             self._forwards.replace(module, partial(self.run, name, module.forward))
 
@@ -222,7 +231,7 @@ class Checkpointer:
 
 
 class _Clock(AbstractContextManager[None]):
-    """A timer of one part of a cost, which waits for the accelerator at both ends; entered once for each backward of the graph."""
+    """A timer of one part of a cost, which waits for the accelerator at both ends."""
 
     def __init__(self, cost: Cost, part: str) -> None:
         self._cost = cost
@@ -239,11 +248,11 @@ class _Clock(AbstractContextManager[None]):
 
 
 def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
-    """Return the input, unless it was changed in place since. Without hooks, torch refuses that too."""
+    """Return the input, or raise if it was changed in place since the forward, as torch does without hooks."""
     alive = reference()
     if alive is not None and version_of(alive) != version:
         raise RuntimeError(
-            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be computed again."
+            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be recomputed."
         )
     return recall()
 

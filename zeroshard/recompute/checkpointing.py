@@ -3,8 +3,8 @@
     zeroshard.checkpointing.configure(deepspeed_config="zero2.json")
     x = zeroshard.checkpointing.checkpoint(block, x)
 
-These calls share one `Checkpointer` for the process, which this module holds. Use a `Checkpointer` of your own to avoid
-that, or the config's `"activation_checkpointing": {"checkpoint_units": "auto"}`, which needs no change of the model.
+These calls share one `Checkpointer` in the process. To avoid that, create a `Checkpointer`, or set
+`"activation_checkpointing": {"checkpoint_units": "auto"}` in the config, which needs no change to the model.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ def configure(
 
     Args:
         mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
-        deepspeed_config: its `activation_checkpointing` block gives the values of later arguments that are None.
-        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile: as
-            `Checkpointing`'s partition_activations, contiguous_memory_optimization, number_checkpoints, cpu_checkpointing,
-            synchronize_checkpoint_boundary, profile.
+        deepspeed_config: a config whose `activation_checkpointing` block supplies the later arguments that are None.
+        partition_activations: as in `Checkpointing`.
+        contiguous_checkpointing: `contiguous_memory_optimization` of `Checkpointing`.
+        num_checkpoints: `number_checkpoints` of `Checkpointing`.
+        checkpoint_in_cpu: `cpu_checkpointing` of `Checkpointing`.
+        synchronize: `synchronize_checkpoint_boundary` of `Checkpointing`.
+        profile: as in `Checkpointing`.
+
+    Returns:
+        The checkpointer that `checkpoint` uses from now on.
     """
     options = Checkpointing()
     if deepspeed_config is not None:
@@ -62,7 +68,7 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, and compute its activations again in the backward instead of keeping them."""
+    """Return `function(*args)`, and recompute its activations in the backward instead of keeping them."""
     return configured().checkpoint(function, *args)
 
 

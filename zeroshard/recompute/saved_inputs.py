@@ -1,8 +1,8 @@
 """Owns the places of a checkpoint's saved inputs between forward and backward.
 
-torch's checkpointing passes each input that it saves to the saved-tensor hooks around it. A keeper is the first of such
-a pair of hooks. It takes a tensor in the forward, and returns a function. In the backward that function returns the
-tensor, as often as the graph is used. That function lives as long as the graph.
+torch's checkpointing passes each input that it saves to the hooks for saved tensors around it. A keeper is the first
+hook of such a pair: it gets a tensor in the forward, and returns a recall. The recall is a function that returns the
+tensor in each backward of the graph. It lives as long as the graph.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Keeper = Callable[[Tensor], Recall]
 
 
 def keep(tensor: Tensor) -> Recall:
-    """Keep the tensor as it is, as torch does."""
+    """Keep the tensor itself, as torch does."""
     return lambda: tensor
 
 
 class Partition:
-    """A keeper of this rank's part of an input that all ranks of a model-parallel group have, which it gathers again.
+    """A keeper that divides an input over a model-parallel group, and gathers it again.
 
-    `inner` keeps the parts.
+    All ranks of the group have the same input. `inner` keeps this rank's part.
     """
 
     def __init__(self, collectives: Collectives, inner: Keeper) -> None:
@@ -59,24 +59,26 @@ class Partition:
 
 
 KEPT_COUNT = 2
-"""Inputs that stay on the device while they are copied: the computation waits for the copy of the one before these."""
+"""The number of inputs that stay on the device while they are copied. Before more, the computation waits."""
 
 
 class HostCopies:
-    """Keeps inputs in (pinned) CPU memory. Copies run behind the computation, and come back one checkpoint ahead of use.
+    """A keeper of inputs in pinned CPU memory, with copies that overlap with computation.
+
+    The copy back to the device starts one checkpoint ahead of its use.
 
     Args:
-        slots: the memory for the copies; default: memory that torch's allocator of pinned memory keeps for reuse.
-        copies: makes the copies; default: on streams of its own.
+        slots: the memory for the copies; default: torch's allocator of pinned memory, which reuses memory.
+        copies: the queue of copies; default: copies on separate streams.
     """
 
     def __init__(self, slots: Slots | None = None, copies: Copies | None = None) -> None:
         self._slots = slots
         self._copies = copies
         self._kept: weakref.WeakValueDictionary[int, _HostInput] = weakref.WeakValueDictionary()
-        """The inputs that a graph needs, in the order of the forward."""
+        """The inputs that a graph still needs, in the order of the forward."""
         self._leaving: deque[tuple[Transfer, Tensor]] = deque()
-        """Inputs whose copies may still run."""
+        """Inputs whose copies to the CPU may still run."""
 
     def __call__(self, tensor: Tensor) -> Recall:
         if self._copies is None:
@@ -95,13 +97,13 @@ class HostCopies:
         return copy.recall
 
     def _host_memory(self, tensor: Tensor) -> Tensor:
-        """Return CPU memory for an input."""
+        """Return CPU memory for a copy of an input."""
         if self._slots is None:
             return _host_memory(tensor.shape, tensor)
         return self._slots.take(tensor)
 
     def _device_memory(self, memory: Tensor, device: torch.device) -> Tensor:
-        """Return memory for an input that comes back."""
+        """Return device memory for an input that is copied back."""
         return torch.empty_like(memory, device=device)
 
     def bring(self, copy: _HostInput) -> tuple[Transfer, Tensor]:
@@ -111,7 +113,7 @@ class HostCopies:
         return self._copies.copy(back, copy.memory, copy.left), back
 
     def recalled(self, copy: _HostInput) -> None:
-        """Start the one before it, which is needed next."""
+        """Start to copy back the input before this one, which the backward needs next."""
         for transfer, _tensor in self._leaving:
             # no test can miss this wait: without it the copies keep the inputs' memory until the host sees them over.
             transfer.wait(copy.device)
@@ -130,8 +132,8 @@ class _HostInput:
     """An input in CPU memory.
 
     Attributes:
-        left: the copy that brings it there.
-        is_recalled: whether the backward has used it.
+        left: the copy from the device.
+        is_recalled: whether the backward has used the input.
     """
 
     def __init__(self, memory: Tensor, device: torch.device, left: Transfer, owner: HostCopies) -> None:
@@ -143,12 +145,12 @@ class _HostInput:
         self._back: tuple[Transfer, Tensor] | None = None
 
     def start(self) -> None:
-        """Bring it back, behind what is computed now."""
+        """Start the copy back to the device, beside the computation."""
         if self._back is None:
             self._back = self._owner.bring(self)
 
     def recall(self) -> Tensor:
-        """The input on its own device."""
+        """Return the input on its own device."""
         self.is_recalled = True
         self.start()
         assert self._back is not None
@@ -164,10 +166,10 @@ def _host_memory(shape: torch.Size, like: Tensor) -> Tensor:
 
 
 class Slots:
-    """The memory for saved inputs, allocated once: `count` slots for each size and position among a checkpoint's
-    inputs.
+    """Memory for saved inputs that is allocated once.
 
-    Slots are used again when no input is kept any more, which is after the backward.
+    There are `count` slots for each size and position among the inputs of a checkpoint. They are reused once no input
+    is kept, which is after the backward.
     """
 
     def __init__(self, count: int, on_host: bool = False) -> None:
@@ -179,7 +181,7 @@ class Slots:
         self._ordinal = 0
 
     def begin(self) -> None:
-        """Begin another checkpoint."""
+        """Begin another checkpoint, and free all slots if no input is kept."""
         self._ordinal = 0
         if not self._kept:
             self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in self._next}
@@ -199,8 +201,8 @@ class Slots:
         number = self._next.get(key, 0)
         if number >= self._count:
             raise UsageError(
-                f"number_checkpoints is {self._count}, but more checkpoints than that were made before their backward: "
-                "raise it, or turn contiguous_memory_optimization off."
+                f"number_checkpoints is {self._count}, but the forward made more checkpoints before their backward: raise "
+                "it, or turn contiguous_memory_optimization off."
             )
         self._next[key] = number + 1
         if key not in self._buffers:
@@ -212,11 +214,11 @@ class Slots:
         return self._buffers[key][number]
 
     def hold(self, owner: object) -> None:
-        """Keep the slots in use as long as `owner` lives."""
+        """Mark the slots as in use for as long as `owner` lives."""
         self._kept.add(id(owner))
         weakref.finalize(owner, self._kept.discard, id(owner))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """The number of bytes of all slots."""
         return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -1,14 +1,14 @@
-"""Owns the attention of a transformers model whose positions are cut over ranks: its heads, its masks, and its refusals.
+"""Owns the attention of a transformers model whose positions are cut over ranks.
 
-transformers finds attention functions, and functions that make masks, by name. This module registers one of each, which
-calls the model's own. The model's own function makes each mask, from whole positions and over whole sequences. So
-packed documents, sliding windows and chunks are as on one process, and a mask is never dropped.
+transformers looks up attention functions, and functions that make masks, by name. This module registers one function of
+each kind, which calls the model's own. The model's own function makes each mask, from the positions of whole sequences.
+So packed documents, sliding windows and chunks are as on one process, and no mask is dropped.
 
 [Note: which forwards are cut]
-A cut batch holds a slice of the tokens and all positions of their sequences. Its shapes differ, so it needs no other
-mark. A hook before the decoder compares them, takes the slice of the positions, and passes the whole positions to each
-attention as a keyword. The recomputation of a checkpointed layer gets the same keyword. Forwards of whole sequences
-(evaluation, generation) send nothing.
+A cut batch has a slice of the tokens, and all positions of their sequences. These two lengths differ, which identifies
+a cut batch. A hook before the decoder compares the lengths, slices the positions, and passes the whole positions to
+each attention as a keyword. The recomputation of a checkpointed layer gets the same keyword. Forwards of whole
+sequences (evaluation, generation) send nothing.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _PREFIX = "zeroshard_sequence_"
 _numbers = itertools.count()
 _KEYWORD = "sequence_slice"
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Types of layers, as configurations name them, whose positions meet in attention only."""
+"""Types of layers, as configurations name them, that combine positions only in attention."""
 _RECURRENT = (
     "Mamba", "RWKV", "Rwkv", "Recurrent", "DeltaNet", "LinearAttention", "LightningAttention", "ShortConv", "RetNet",
 )  # fmt: skip
-"""Parts of names of modules that carry a state from position to position."""
+"""Parts of the class names of modules that carry a state from position to position."""
 _HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_items_in_batch")
-"""Keywords of a model's forward that reach each attention, which does not use them."""
+"""Tensors among a forward's keywords that reach each attention but do not change its result."""
 
 
-_OWN_MASKS = "its model makes masks in a way of its own"
-_CROSS = "has cross attention, to sequences of another length"
+_OWN_MASKS = "its model makes masks without transformers' mask functions"
+_CROSS = "has cross attention to sequences of another length"
 _ROUTER_LOSS = (
     "{} adds a loss of its routers, which is not a mean over tokens: set output_router_logits=False to "
     "cut sequences over ranks."
@@ -50,10 +50,10 @@ _ROUTER_LOSS = (
 
 
 class Slice:
-    """The sequences of which a forward computes one slice.
+    """The positions and documents of the sequences of which a forward computes one slice.
 
     Attributes:
-        positions: [rows, positions], whole.
+        positions: [rows, positions], of whole sequences.
         documents: [rows, positions], the number of each position's document; None if each row is one document.
     """
 
@@ -65,7 +65,7 @@ class Slice:
 
 
 class CutAttention:
-    """The attention of one model."""
+    """The attention of one model whose sequences are cut over ranks."""
 
     def __init__(self, ranks: SequenceRanks, model: nn.Module) -> None:
         self._ranks = ranks
@@ -79,8 +79,8 @@ class CutAttention:
         self._layers: int = config.num_hidden_layers
         self._slice: Slice | None = None
         self._calls = 0
-        # Each model needs its own name, since all share the registry; it contains the core's name, which transformers
-        # reads.
+        # All models share the registry, so each needs a name of its own. transformers looks for parts of the core's name
+        # in it.
         self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
         AttentionInterface.register(self.name, _Entry(self._attention))
         AttentionMaskInterface.register(self.name, _Entry(self._mask))
@@ -91,10 +91,10 @@ class CutAttention:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutAttention:
-        return self  # a copy of the model uses the same names
+        return self  # a copy of the model uses the same registered name
 
     def remove(self) -> None:
-        """Give the model its own attention back."""
+        """Restore the model's own attention."""
         for handle in self._handles:
             handle.remove()
         self._decoder.set_attn_implementation(self._core)
@@ -110,23 +110,24 @@ class CutAttention:
         if not isinstance(positions, Tensor) or positions.shape[-1] == own:
             if decoder.training and torch.is_grad_enabled():
                 raise UsageError(
-                    "a training forward of a model whose sequences are cut got a batch that is not: pass it all that "
-                    "Sequences.cut returned, position_ids included, or call Sequences.detach(model) first."
+                    "a training forward of a model whose sequences are cut got a batch that is not: pass everything that "
+                    "Sequences.cut returned, including position_ids, or call Sequences.detach(model) first."
                 )
             return None
         if own is None or positions.dim() != 2 or positions.shape[1] != own * self._ranks.size:
             raise UsageError(
-                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: pass what "
-                f"Sequences.cut returned, 1/{self._ranks.size} of the tokens and position_ids [rows, all positions]."
+                f"a forward got {own} tokens and position_ids of the shape {list(positions.shape)}: pass the batch that "
+                f"Sequences.cut returned, with 1/{self._ranks.size} of the tokens and position_ids [rows, all positions]."
             )
         for name in ("attention_mask", "past_key_values"):
             if kwargs.get(name) is not None:
-                raise UsageError(f"a forward of a cut batch got {name}, which holds for whole sequences: leave it out.")
+                raise UsageError(
+                    f"a forward of a cut batch got {name}, which is valid only for whole sequences: leave it out."
+                )
         if kwargs.get("output_router_logits"):
             raise UsageError(_ROUTER_LOSS.format(type(decoder).__name__))
         self._slice = Slice(positions)
-        # A mask of ones: the model then passes its pattern on without reading this slice's positions, which are only a
-        # part.
+        # With a mask of ones, the model passes its pattern on without reading positions, of which it has only a slice.
         ones = torch.ones(positions.shape[0], own, dtype=torch.bool, device=positions.device)
         mine = own_slice(self._ranks, positions)
         cut = {"position_ids": mine, "attention_mask": ones, "use_cache": False, _KEYWORD: self._slice}
@@ -139,12 +140,12 @@ class CutAttention:
             return
         raise UsageError(
             f"{type(decoder).__name__} has {self._layers} layers, and {self._calls} of them called the registered "
-            "attention: others mix positions in a way of their own (recurrent layers?), and would see a slice "
-            "only. Train this model without Sequences."
+            "attention. The others may combine positions of the slice only (recurrent layers?). Train this model "
+            "without Sequences."
         )
 
     def _mask(self, **options: Any) -> Any:
-        """Make the mask of whole sequences, with the function of the model's own attention."""
+        """Make the mask of whole sequences, with the model's own mask function."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         cut = self._slice
@@ -166,13 +167,13 @@ class CutAttention:
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any,
     ) -> Any:  # fmt: skip
-        """Attend over whole sequences with this rank's heads: [B, heads, positions, D] in, [B, positions, heads, D] out."""
+        """Attend with this rank's heads: [B, heads, positions, D] in, [B, positions, heads, D] out."""
         core = _function_of(self._core, module)
         cut = options.pop(_KEYWORD, None)
         if cut is None:
             if self._slice is not None:
                 raise UsageError(
-                    f"{type(module).__name__} got none of the keywords of its model's forward, so it cannot see "
+                    f"{type(module).__name__} got none of the keywords of its model's forward, one of which shows "
                     "that positions are cut over ranks: pass them on (**kwargs) in the model, or train it without "
                     "Sequences."
                 )
@@ -188,11 +189,11 @@ class CutAttention:
         return positions_for_heads(self._ranks, context.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
     def _refuse(self, module: nn.Module, cut: Slice, mask: Any, options: dict[str, Any]) -> None:
-        """Raise if a layer uses an option whose result would be wrong."""
+        """Raise if an option of a layer would give wrong results."""
         if options.get("dropout"):
             raise UsageError(
-                f"{type(module).__name__} drops attention weights at random (dropout {options['dropout']}), which depends "
-                "on the ranks that hold the heads: set the configuration's attention dropout to 0."
+                f"{type(module).__name__} has attention dropout ({options['dropout']}), which would depend on the ranks that "
+                "hold the heads: set it to 0 in the model's configuration."
             )
         is_causal = options.get("is_causal")
         if is_causal is None:
@@ -201,13 +202,13 @@ class CutAttention:
             raise _cannot(module, "attends in two directions or to other sequences")
         tensors = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _HARMLESS]
         if tensors:
-            held = "ALiBi, sinks, or a bias of its own, which holds for all heads or for one slice"
-            raise _cannot(module, f"hands {tensors[0]} to its attention ({held})")
+            held = "ALiBi, sinks or a bias, which is for all heads or for one slice"
+            raise _cannot(module, f"passes {tensors[0]} to its attention ({held})")
         length = cut.positions.shape[1]
         if mask is None:
             window = options.get("sliding_window")
             if cut.documents is not None or (window is not None and window < length):
-                raise _cannot(module, f"got no mask, where documents or a window of {window} need one ({_OWN_MASKS})")
+                raise _cannot(module, f"got no mask, but documents or a window of {window} need one ({_OWN_MASKS})")
         elif isinstance(mask, Tensor) and mask.shape[-2:] != (length, length):
             raise _cannot(
                 module, f"got a mask of the shape {list(mask.shape)} for sequences of {length} positions ({_OWN_MASKS})"
@@ -215,14 +216,14 @@ class CutAttention:
 
 
 def _cannot(module: nn.Module, why: str) -> UsageError:
-    """Make the error about a module whose model cannot be right on slices of sequences."""
+    """Make the error about a module that would give wrong results on slices of sequences."""
     return UsageError(
         f"{type(module).__name__} {why}: its sequences cannot be cut over ranks. Train it without Sequences."
     )
 
 
 class _Entry:
-    """An entry of transformers' registry: a method of an object that it does not keep alive. The registry drops no entries."""
+    """An entry of transformers' registry. It holds its method weakly, since the registry keeps entries forever."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -230,12 +231,12 @@ class _Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = self._method()
         if method is None:
-            raise UsageError("the model that was attached to Sequences is gone: attach this one.")
+            raise UsageError("the model that was attached to Sequences no longer exists: attach this one.")
         return method(*args, **kwargs)
 
 
 class _WithGroups:
-    """A view of an attention module for attention functions, with another number of query heads for each head of keys."""
+    """A view of an attention module for attention functions, with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -246,11 +247,12 @@ class _WithGroups:
 
 
 def _within_documents(mask_function: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
-    """Return a mask function over positions within a document, which hides all other documents.
+    """Return a mask function over positions within a document, which masks all other documents.
 
     Args:
-        mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query sees the key.
-        positions: [rows, positions], counted within each document, so that windows and chunks begin again with it.
+        mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query sees
+            the key.
+        positions: [rows, positions], counted within each document, so that windows and chunks restart with it.
         documents: [rows, positions], the number of each position's document.
     """
 
@@ -275,8 +277,8 @@ def _function_of(core: str, module: nn.Module) -> Any:
 
 
 def _decoder_of(model: nn.Module) -> Any:
-    """Return the innermost model of transformers: the one that holds the layers and makes the masks."""
-    transformers = sys.modules.get("transformers")  # a model of it has imported it
+    """Return the innermost model of transformers, which has the layers and makes the masks."""
+    transformers = sys.modules.get("transformers")  # its models import it
     models: dict[str, Any] = {}
     if transformers is not None:
         models = {name: one for name, one in model.named_modules() if isinstance(one, transformers.PreTrainedModel)}
@@ -284,37 +286,36 @@ def _decoder_of(model: nn.Module) -> Any:
     innermost = {name: one for name, one in models.items() if inside[name].isdisjoint(models.values())}
     if not innermost:
         raise UsageError(
-            f"{type(model).__name__} is no model of transformers: in its attention, call Sequences.attend(function, "
-            "query, key, value), which needs no attach."
+            f"{type(model).__name__} is not a model of transformers: call Sequences.attend(function, query, key, value) "
+            "in its attention instead of attach()."
         )
     for one in models.values():
         if one.config.is_encoder_decoder:
             raise _cannot(one, _CROSS)
     if len(innermost) > 1:
         raise UsageError(
-            f"{type(model).__name__} holds several models of transformers ({', '.join(innermost)}), with other "
-            "sequences each: only a model of one sequence of text can be cut over ranks. Train it without "
-            "Sequences, or attach to the language model inside it."
+            f"{type(model).__name__} contains several models of transformers ({', '.join(innermost)}), each with its own "
+            "sequences: only a model of one text sequence can be cut over ranks. Train it without Sequences, or "
+            "attach the language model inside it."
         )
     return next(iter(innermost.values()))
 
 
 def _refuse_models(decoder: Any, config: Any, size: int) -> None:
-    """Raise if attention, or its input, would be wrong on a slice."""
+    """Raise for models whose attention, or its input, would be wrong on a slice."""
     kind = type(decoder).__name__
     if config._attn_implementation.startswith(_PREFIX):
-        raise UsageError(f"{kind} is attached to Sequences already: call detach(model) on them first.")
+        raise UsageError(f"{kind} is already attached to Sequences: call detach(model) on that object first.")
     if "flash" in config._attn_implementation:
-        # Its kernels ignore chunks, and support documents in a batch of one row only: a registered name is not enough
-        # for them.
+        # These kernels ignore chunks, and support packed documents only in batches of one row.
         raise UsageError(
-            f"{kind} runs {config._attn_implementation}, whose kernels transformers loads by that name, and attach() gives "
-            "the attention a name of its own: load the model with attn_implementation='sdpa'."
+            f"{kind} uses {config._attn_implementation}, whose kernels transformers loads by that name, but attach() gives "
+            "the attention another name: load the model with attn_implementation='sdpa'."
         )
     if getattr(config, "add_cross_attention", False):
         raise _cannot(decoder, _CROSS)
     if getattr(config, "alibi", False) or getattr(config, "model_type", "") in ("bloom", "mpt"):
-        raise _cannot(decoder, "has ALiBi, biases for each head that are made of local positions")
+        raise _cannot(decoder, "has ALiBi, whose biases would be those of local positions")
     types = [one for one in dict.fromkeys(getattr(config, "layer_types", None) or ()) if one not in _LAYERS]
     states = [
         name
@@ -328,13 +329,13 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
         )
     if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
         raise UsageError(
-            f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so it cannot be "
-            "cut over ranks: take a model that does."
+            f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so its sequences "
+            "cannot be cut over ranks: use a model that does."
         )
     for name, module in decoder.named_modules():
         if _scales_by_position(module):
             raise UsageError(
-                f"{name} of {kind} scales queries by positions that it counts itself, from 0 in each slice "
+                f"{name} of {kind} scales queries by its own count of positions, which starts at 0 in each slice "
                 "(attn_temperature_tuning): load the model with attn_temperature_tuning=False to cut sequences over ranks."
             )
         ropes: Any = getattr(module, "rope_type", None)
@@ -342,8 +343,8 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
             ropes = {"": ropes}
         if any(rope in ("dynamic", "longrope") for rope in ropes.values()):
             raise UsageError(
-                f"{name} of {kind} changes its frequencies with the longest position that it sees (dynamic or "
-                "longrope), which is each slice's own: set another rope_type to cut sequences over ranks."
+                f"{name} of {kind} changes its frequencies with the largest position in its input (dynamic or longrope), "
+                "which differs between slices: set another rope_type to cut sequences over ranks."
             )
     if getattr(config, "output_router_logits", False):
         raise UsageError(_ROUTER_LOSS.format(kind))
@@ -353,9 +354,7 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
 
 
 def _scales_by_position(module: nn.Module) -> bool:
-    """Return whether an attention is Llama 4's in a layer without rotary positions: it multiplies queries by a function
-    of arange.
-    """
+    """Return whether a module is Llama 4's attention without rotary positions, which scales queries by position."""
     is_of_llama = (
         hasattr(module, "attn_scale") and hasattr(module, "floor_scale") and not getattr(module, "use_rope", False)
     )

@@ -1,4 +1,4 @@
-"""Owns the cut of a batch: a rank's positions of a sequence, and the tensors that belong to them."""
+"""Owns the cut of a batch: this rank's positions of its sequences, and their tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 
 IGNORED = -100
-"""The label of a token that no loss counts, as in torch and transformers."""
+"""The label of tokens that losses ignore, as in torch and transformers."""
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Descriptions of packed documents that are valid for whole sequences only; positions describe documents too."""
+"""Descriptions of packed documents that are valid only for whole sequences. Positions describe documents too."""
 
 
 def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,15 +28,15 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
     for name in _LENGTHS:
         if whole.get(name) is not None:
             raise UsageError(
-                f"the batch describes packed documents by {name}, which a slice of it cannot: give position_ids that "
-                "begin at 0 with each document instead."
+                f"the batch describes packed documents by {name}, which is not valid for a slice: pass position_ids that "
+                "begin at 0 in each document instead."
             )
     positions = whole.pop("position_ids", None)
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     if positions.dim() != 2 or positions.shape[1] != length:
         raise UsageError(
-            f"position_ids of the shape {list(positions.shape)} for {length} tokens: give one position for each "
+            f"position_ids have the shape {list(positions.shape)}, for {length} tokens: pass one position for each "
             "token, [rows, tokens]."
         )
     positions = positions.expand(rows, length)
@@ -54,8 +54,8 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
             result[name] = own_slice(ranks, padded)
         elif isinstance(value, Tensor) and value.dim() > 1 and length > 1 and length in value.shape:
             raise UsageError(
-                f"{name} of the shape {list(value.shape)} does not have the tokens in its second dimension ({rows} "
-                f"rows of {length} tokens), so it is unclear how to cut it: leave it out of the batch."
+                f"{name} has the shape {list(value.shape)}, and its second dimension is not that of the tokens ({rows} "
+                f"rows of {length}), so it is unclear how to cut it: leave it out of the batch."
             )
         else:
             result[name] = value
@@ -63,25 +63,25 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has values: those of a dry run have none."""
+    """Return whether a tensor has values. Tensors of a dry run have none."""
     return type(tensor).__name__ != "FakeTensor"
 
 
 def own_slice(ranks: SequenceRanks, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return this rank's slice of a tensor that has all positions in `dim`.
+    """Return this rank's slice of a tensor whose dimension `dim` has all positions.
 
     Raises:
-        UsageError: the ranks do not divide the number of positions.
+        UsageError: the number of positions is not a multiple of the number of ranks.
     """
     if tensor.shape[dim] % ranks.size:
         raise UsageError(
-            f"{tensor.shape[dim]} positions cannot be divided over {ranks.size} ranks: pad them to a multiple."
+            f"{tensor.shape[dim]} positions cannot be divided evenly over {ranks.size} ranks: pad them to a multiple."
         )
     return tensor.chunk(ranks.size, dim=dim)[ranks.rank].contiguous()
 
 
 def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield slices of batches that the loaders of all ranks of a sequence yield alike."""
+    """Yield this rank's slices of batches that are the same on all ranks of a sequence."""
     batches = iter(loader)
     while True:
         batch = next(batches, None)
@@ -89,7 +89,7 @@ def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Ite
         if any(digest != digests[0] for digest in digests):
             raise UsageError(
                 f"the loaders of ranks {ranks.members}, which hold slices of the same sequences, gave them different "
-                "batches: give their sampler one rank for each group (DistributedSampler(num_replicas=groups, "
+                "batches: use a sampler with one rank for each group (DistributedSampler(num_replicas=groups, "
                 "rank=group)), or cut(loader, in_turn=True)."
             )
         if batch is None:
@@ -98,7 +98,7 @@ def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield slices of each rank's own batches, in turn: each round of loading gives as many batches as there are ranks."""
+    """Yield this rank's slices of each rank's batch, in turn: one round of loading yields one batch per rank."""
     batches = iter(loader)
     while True:
         own = next(batches, None)
@@ -126,36 +126,38 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens
     raise UsageError(
-        "a batch to be cut needs input_ids [rows, tokens], or inputs_embeds, and this one has "
+        "Sequences.cut needs a batch with input_ids [rows, tokens] or inputs_embeds, but this one has "
         f"{sorted(map(str, batch))}: cut other tensors with Sequences.own."
     )
 
 
 def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) -> None:
-    """Raise unless the mask hides only padding at the end of rows: causal attention does not need such a mask.
+    """Raise unless the mask covers only padding at the end of rows, which causal attention does not need.
 
-    Padding itself attends to tokens that a mask would hide. So labels of padding must be ignored.
+    Without the mask, padding attends to the tokens before it. So the labels of padding must be ignored.
     """
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.shape != (rows, length):
         raise UsageError(
-            "the batch has an attention mask of its own shape, and masks are made from positions: leave it out, and "
-            "give position_ids that begin at 0 with each document."
+            "the batch has an attention mask of another shape than [rows, tokens], and masks are made from positions: leave "
+            "it out, and pass position_ids that begin at 0 in each document."
         )
     kept = mask != 0
     if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
         raise UsageError(
-            "the attention mask has padding before tokens (on the left, or between): pad on the right (tokenizer.padding_side = "
+            "the attention mask has padding on the left or between tokens: pad on the right (tokenizer.padding_side = "
             '"right"), or pack documents with position_ids.'
         )
     for one in labels:
         if isinstance(one, Tensor) and bool((one.masked_fill(kept, IGNORED) != IGNORED).any()):
-            raise UsageError(f"labels of padding count: set them to {IGNORED} where the attention mask is 0.")
+            raise UsageError(
+                f"some labels of padding count in the loss: set them to {IGNORED} where the attention mask is 0."
+            )
 
 
 def _digest(batch: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
-    """Return names, shapes and checksums of a batch's tensors."""
+    """Return the names, shapes and checksums of a batch's tensors."""
     found = []
     for name, value in sorted(batch.items()):
         if isinstance(value, Tensor):

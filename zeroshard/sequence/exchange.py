@@ -1,8 +1,8 @@
 """Owns the exchange of heads for positions in Ulysses attention (arXiv:2309.14509).
 
-Outside of attention a rank holds a slice of the positions and all heads, [B, H, S/P, D] on P ranks. Inside, it holds all positions
-and a slice of the heads, [B, H/P, S, D]. Query, key and value are exchanged together, in one message; the context
-returns in another.
+Outside attention, each of P ranks holds a slice of the positions and all heads, [B, H, S/P, D]. Inside, it holds all
+positions and a slice of the heads, [B, H/P, S, D]. One message exchanges query, key and value, and another one the
+context.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 
 _HEADS, _POSITIONS = 1, 2
-"""Dimensions."""
+"""Dimensions of query, key, value and context."""
 
 
 class _Exchange(torch.autograd.Function):
-    """An autograd function that divides one dimension over the ranks and makes another whole. Its gradient is the
-    reverse exchange.
-    """
+    """An autograd function that cuts one dimension over the ranks, and makes another one whole."""
 
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -48,26 +46,26 @@ def _run(ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[
 
 
 def heads_for_positions(ranks: SequenceRanks, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return query, key and value of all positions, [B, heads/P, S, D], for those of all heads, [B, heads, S/P, D].
+    """Exchange query, key and value of all heads, [B, heads, S/P, D], for all positions, [B, heads/P, S, D].
 
-    Keys and values may have fewer heads than there are ranks: then several ranks hold the same one.
+    If keys and values have fewer heads than there are ranks, several ranks get the same head.
 
     Raises:
-        UsageError: heads, positions or dtypes do not fit.
+        UsageError: the heads cannot be divided over the ranks, or positions or dtypes differ.
     """
     size = ranks.size
     heads = query.shape[_HEADS]
     refuse_heads(heads, key.shape[_HEADS], size)
     if not query.dtype == key.dtype == value.dtype:
         raise UsageError(
-            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: they are sent in one "
-            "message. Cast them to one."
+            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}, but one message sends all "
+            "three: cast them to one dtype."
         )
     if not query.shape[_POSITIONS] == key.shape[_POSITIONS] == value.shape[_POSITIONS]:
         raise UsageError(
-            f"queries of {query.shape[_POSITIONS]} and keys of {key.shape[_POSITIONS]} positions are cross attention, "
-            "or come with a cache: only self-attention can be cut over ranks. Leave the cache out, or call the "
-            "attention itself."
+            f"queries have {query.shape[_POSITIONS]} positions and keys {key.shape[_POSITIONS]}, as in cross attention or "
+            "with a cache: only self-attention can be cut over ranks. Leave the cache out, or call the attention "
+            "itself."
         )
     if key.shape[_HEADS] < size:
         key = key.repeat_interleave(size // key.shape[_HEADS], dim=_HEADS)
@@ -76,17 +74,17 @@ def heads_for_positions(ranks: SequenceRanks, query: Tensor, key: Tensor, value:
 
 
 def positions_for_heads(ranks: SequenceRanks, context: Tensor) -> Tensor:
-    """Return [B, heads, S/P, D], this rank's positions, for [B, heads/P, S, D], its heads."""
+    """Exchange the context of this rank's heads, [B, heads/P, S, D], for its positions, [B, heads, S/P, D]."""
     return _run(ranks, _POSITIONS, _HEADS, context)[0]
 
 
 def refuse_heads(heads: int, key_heads: int, size: int) -> None:
-    """Raise if heads cannot be divided over ranks."""
+    """Raise `UsageError` if heads cannot be divided over ranks."""
     if heads % size or (key_heads % size and size % key_heads):
         of_keys = ""
         if key_heads != heads:
-            of_keys = f" ({key_heads} of keys and values)"
+            of_keys = f" ({key_heads} for keys and values)"
         raise UsageError(
-            f"{heads} attention heads{of_keys} cannot be cut over {size} ranks of a sequence: each rank takes an equal "
-            "number of heads. Choose a number of ranks that divides them."
+            f"{heads} attention heads{of_keys} cannot be cut over {size} ranks of a sequence: each rank needs an equal "
+            "number of heads. Choose a number of ranks that divides the number of heads."
         )

@@ -1,7 +1,7 @@
-"""Owns losses over a vocabulary whose logits are never whole, and their mean over the tokens of all ranks.
+"""Owns losses of a language model's head without whole logits, and their mean over the tokens of all ranks.
 
-Logits of 32k tokens over 128k words are 16 GiB in fp32. Here they exist for one tile of tokens at a time, in the forward and again
-in the backward. One number for each token is kept.
+Logits of 32k tokens over a vocabulary of 128k take 16 GiB in fp32. Here they exist for one tile of tokens at a time, in
+the forward and again in the backward. Only one number per token is kept.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ def head_log_probabilities(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tiles: int = 1,
     ignore_index: int = IGNORED, transform: Transform = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the log-probability of each token's label, of a language model's head, without its whole logits.
+    """Compute the log-probability of each token's label from a language model's head, without whole logits.
 
-    Under a policy that shards parameters, call it where the head's weight has values: inside the model's forward, or
-    through `Sequences.log_probabilities`.
+    If parameters are sharded, call it where the head's weight has values: inside the model's forward, or through
+    `Sequences.log_probabilities`.
 
     Args:
-        hidden: [..., D], the head's input.
-        weight: [V, D], the head's.
-        labels: [...], integers: for each token the next token.
-        bias: [V], the head's, if it has one.
-        tiles: the number of parts of the tokens. Logits of one part exist at a time. Gradients of weight and bias are
+        hidden: the head's input, [..., D].
+        weight: the head's weight, [V, D].
+        labels: the next token of each token, [...], integers.
+        bias: the head's bias, [V], if it has one.
+        tiles: the number of tiles of tokens. Logits exist for one tile at a time. Gradients of weight and bias are
             summed in fp32 over tiles.
-        ignore_index: the label of tokens that do not count: their log-probability is 0.
-        transform: the model's own function of its logits (softcapping, a scale), for a tile [tokens, V].
+        ignore_index: the label of tokens that do not count. Their log-probability is 0.
+        transform: the function that the model applies to its logits (softcapping, a scale), for a tile [tokens, V].
 
     Returns:
         [...], fp32.
 
     Raises:
-        UsageError: shapes do not fit.
+        UsageError: shapes do not match, or `tiles` is less than 1.
     """
     if labels.shape != hidden.shape[:-1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise UsageError(
-            f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels {list(labels.shape)} do not fit: "
-            "give [..., D], [V, D] and [...]."
+            f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels {list(labels.shape)} do not match: "
+            "pass [..., D], [V, D] and [...]."
         )
     if tiles < 1:
-        raise UsageError(f"tiles={tiles}: the tokens are cut into 1 tile or more. Pass 1 or more, such as tiles=8.")
+        raise UsageError(f"tiles={tiles}, but the tokens need 1 tile or more. Pass a positive number, such as tiles=8.")
 
     def run(part: Tensor, where: slice, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         logits = F.linear(part[0], weight, bias)
@@ -79,11 +79,12 @@ def head_loss(
 
     Args:
         hidden, weight, labels, bias, tiles, ignore_index, transform: as for `head_log_probabilities`.
-        group: the ranks over which gradients are averaged: the group that was passed to `shard`; default: all ranks.
-        tokens: the number of labels that count, over all ranks and all microbatches of the step; default: those of this call.
+        group: the ranks over which gradients are averaged, as passed to `shard`; default: all ranks.
+        tokens: the number of labels that count, over all ranks and microbatches of the step; default: those of this
+            call.
 
     Returns:
-        The mean, in nats, fp32: the same value on every rank. See `token_mean` for its gradient.
+        The mean in nats, [], fp32, the same on every rank. `token_mean` describes its gradient.
     """
     found = head_log_probabilities(
         hidden, weight, labels, bias=bias, tiles=tiles, ignore_index=ignore_index, transform=transform
@@ -98,19 +99,19 @@ def token_mean(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     tokens: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the mean of values over the tokens of all ranks, for a backward whose gradients are averaged over the same ranks.
+    """Compute the mean of values over the tokens of all ranks, for gradients that are averaged over the same ranks.
 
-    Its gradient for this rank's sum of values is W / tokens, for W ranks, since the average of gradients over ranks
-    divides by W. So each rank has a weight in proportion to its number of tokens.
+    The gradient of this rank's sum of values is W / tokens for W ranks, since averaging gradients divides them by W. So
+    each rank's weight is proportional to its number of tokens.
 
     Args:
-        values: [...], one for each token of this rank.
-        counted: [...], bool: the tokens that count; others add nothing to the sum.
+        values: one value for each token of this rank, [...].
+        counted: the tokens that count, [...], bool. Other tokens add nothing to the sum.
         group: the ranks over which gradients are averaged; default: all ranks.
         tokens: as for `head_loss`.
 
     Returns:
-        A tensor [], the same on every rank. Zero if no token counts.
+        The mean, [], the same on every rank; 0 if no token counts.
     """
     total = torch.where(counted, values, 0).sum()
     mean: Tensor = _Mean.apply(total, counted.sum(), SequenceRanks(group), tokens)  # type: ignore[no-untyped-call]
@@ -133,8 +134,9 @@ class _Mean(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """An autograd function that sums a tensor over ranks. Its gradient is the sum of theirs: each loss depends on all
-    tensors.
+    """An autograd function that sums a tensor over ranks.
+
+    Every rank's loss depends on every rank's tensor, so the backward sums the gradients of all ranks.
     """
 
     @staticmethod

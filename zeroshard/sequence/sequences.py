@@ -1,4 +1,4 @@
-"""Owns the user's object for sequences that are cut over ranks.
+"""Owns `Sequences`, the public object for sequences that are cut over ranks.
 
 mesh = init_device_mesh("cuda", (groups, 4), mesh_dim_names=("dp", "sp"))
 sequences = Sequences(mesh["sp"])
@@ -29,15 +29,18 @@ from zeroshard.sequence.loss import Sum, Transform, head_log_probabilities, toke
 
 
 class Sequences:
-    """The sequences of which each rank of a group holds a slice (sequence parallelism, as in Ulysses,
-    arXiv:2309.14509).
+    """Sequences of which each rank of a group holds a slice (Ulysses sequence parallelism, arXiv:2309.14509).
 
-    Rank r of P holds positions r S/P to (r+1) S/P of each sequence of S, and all layers except attention work on these.
-    For attention, the ranks exchange heads for positions. `shard` still shards model states over all ranks.
+    Of P ranks, rank r holds positions r S/P to (r+1) S/P of each sequence of S positions. All layers except attention
+    work on this slice. For attention, the ranks exchange positions for heads. `shard` still shards model states over
+    all ranks.
 
     Args:
         mesh: the ranks of one sequence: a dimension of a device mesh (`mesh["sp"]`), or a process group.
-        group: the ranks over which gradients are averaged: the group that `shard` gets; default: all ranks.
+        group: the ranks over which gradients are averaged, as passed to `shard`; default: all ranks.
+
+    Raises:
+        UsageError: `group` does not contain all ranks of the sequence.
     """
 
     def __init__(
@@ -52,8 +55,8 @@ class Sequences:
         outside = set(self._ranks.members) - set(self._averaged.members)
         if outside and type(self._ranks) is SequenceRanks:
             raise UsageError(
-                f"ranks {sorted(outside)} hold slices of this rank's sequences, and are not in the group over "
-                "which gradients are averaged: shard over a group that has every rank of a sequence."
+                f"ranks {sorted(outside)} hold slices of this rank's sequences, but are not in the group over "
+                "which gradients are averaged: shard over a group with every rank of a sequence."
             )
         self._attached: dict[nn.Module, CutAttention] = {}
 
@@ -72,29 +75,30 @@ class Sequences:
 
     @property
     def messages(self) -> int:
-        """The number of exchanges of this rank: two for a layer's forward, two for its backward."""
+        """The number of this rank's exchanges so far: a layer needs two in the forward and two in the backward."""
         return self._ranks.messages
 
     @property
     def sent_nbytes(self) -> int:
-        """The bytes that this rank sent to others in exchanges."""
+        """The number of bytes that this rank has sent to other ranks in exchanges."""
         return self._ranks.sent_nbytes
 
     # ------------------------------------------------------------------ models
 
     def attach(self, model: nn.Module) -> Sequences:
-        """Attach a model of transformers, so that it takes cut batches. Call it before or after `shard`, on every rank.
+        """Attach a model of transformers, so that it accepts cut batches.
 
-        Forwards of batches that are not cut (evaluation, generation) run as before, on each rank separately.
+        Every rank must call it, before or after `shard`. Batches that are not cut (evaluation, generation) run as
+        before, on each rank separately.
 
         Args:
-            model: a causal model whose attention goes through transformers' registry, also inside a PEFT model.
+            model: a causal model that finds its attention in transformers' registry. It may be inside a PEFT model.
 
         Returns:
-            These sequences.
+            This object.
 
         Raises:
-            UsageError: this model's sequences cannot be cut; the message has the reason.
+            UsageError: the sequences of this model cannot be cut. The message has the reason.
         """
         refuse_distributed(model.named_parameters(), "Sequences.attach()")
         if self.size > 1:
@@ -102,23 +106,27 @@ class Sequences:
         return self
 
     def detach(self, model: nn.Module) -> None:
-        """Restore a model's own attention."""
+        """Restore a model's own attention.
+
+        Raises:
+            UsageError: the model is not attached.
+        """
         if self.size == 1:
             return
         if model not in self._attached:
-            raise UsageError("detach() got a model that is not attached: pass the very object that attach() got.")
+            raise UsageError("detach() got a model that is not attached: pass the same object as to attach().")
         self._attached.pop(model).remove()
 
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Run an attention function over whole sequences, inside your own model. It takes two messages.
+        """Run an attention function over whole sequences, inside a model of your own. It takes two exchanges.
 
         Args:
-            attention: a function of query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D], with all positions and
-                some heads, that returns [B, H/P, S, D']. Its masks are for whole sequences.
+            attention: a function of query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D], which returns
+                [B, H/P, S, D']. It gets all positions of some heads, and its masks are for whole sequences.
             query: [B, H, S/P, D], this rank's positions.
-            key, value: [B, K, S/P, D]. K may be smaller than H, and than P.
+            key, value: [B, K, S/P, D]. K may be smaller than H, and smaller than P.
 
         Returns:
             [B, H, S/P, D'].
@@ -139,20 +147,21 @@ class Sequences:
     def cut(self, batches: Iterable[Mapping[str, Any]], *, in_turn: bool = ...) -> Iterator[dict[str, Any]]: ...
 
     def cut(self, batches: Any, *, in_turn: bool = False) -> Any:
-        """Return this rank's slice of a batch; or of each batch of a loader.
+        """Return this rank's slice of a batch, or an iterator over slices of a loader's batches.
 
-        `labels` become `shift_labels`, shifted before the cut. `position_ids` stay whole ([B, S]; made if there are
-        none): a document begins where they are not consecutive. An `attention_mask` of padding on the right is left
-        out, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Lengths that are not a
-        multiple of the ranks are padded.
+        `labels` are shifted before the cut, and become `shift_labels`. `position_ids` [B, S] stay whole, and are added
+        if they are missing. A document begins where they are not consecutive. An `attention_mask` of padding on the
+        right is removed, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Lengths that
+        are not a multiple of the number of ranks are padded.
 
         Args:
-            batches: a batch with `input_ids` [B, S], the same on all ranks of the sequence; or a loader of such batches.
-            in_turn: for ranks with different loaders: each rank's batch is cut in turn, so each round of loading gives
-                as many steps as ranks.
+            batches: a batch with `input_ids` [B, S], the same on all ranks of the sequence; or a loader of such
+                batches.
+            in_turn: accept different batches on the ranks, and cut each rank's batch in turn. Each round of loading
+                then yields one batch per rank.
 
         Raises:
-            UsageError: a batch has padding on the left or its own mask, or batches differ between ranks.
+            UsageError: a batch has padding on the left or a mask of another shape, or batches differ between ranks.
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)
@@ -161,7 +170,7 @@ class Sequences:
         return cut_loader(self._ranks, batches)
 
     def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's slice of a tensor with all positions in `dim`, such as `position_ids` in a model of your own."""
+        """Return this rank's slice of a tensor whose dimension `dim` has all positions, such as `position_ids`."""
         return own_slice(self._ranks, tensor, dim)
 
     # ------------------------------------------------------------------ losses
@@ -170,21 +179,22 @@ class Sequences:
         self, model: nn.Module, batch: Mapping[str, Any], *, tiles: int = 1, tokens: Tensor | int | None = None,
         transform: Transform = None,
     ) -> Tensor:  # fmt: skip
-        """Compute a causal language model's mean cross-entropy over the tokens of all ranks. Its whole logits never exist.
+        """Compute a causal language model's mean cross-entropy over the tokens of all ranks, without whole logits.
 
         Args:
-            model: a model of transformers, or an engine or a wrapper that holds one as `.module`.
+            model: a model of transformers, or an engine or wrapper with such a model as `.module`.
             batch: a cut batch, with `shift_labels`.
             tiles: as for `head_loss`.
-            tokens: the number of labels that count, over all ranks and microbatches of the step; default: of this batch
-                on all ranks.
-            transform: the model's own function of its logits, after its head, as for `head_loss`.
+            tokens: the number of labels that count, over all ranks and microbatches of the step; default: the labels of
+                this batch on all ranks.
+            transform: the function that the model applies to its logits after the head, as for `head_loss`.
 
         Returns:
-            The mean in nats, [], the same on every rank. Its gradients are right after the average over all ranks.
+            The mean in nats, [], the same on every rank. The average of its gradients over all ranks is that of the
+            mean.
 
         Raises:
-            UsageError: the model has another head, or computes with its logits after it.
+            UsageError: the model's head is no `nn.Linear`, or the model changes its logits after the head.
         """
         labels = _labels(batch)
         found = self.log_probabilities(model, batch, tiles=tiles, transform=transform)
@@ -193,9 +203,10 @@ class Sequences:
     def log_probabilities(
         self, model: nn.Module, batch: Mapping[str, Any], *, tiles: int = 1, transform: Transform = None
     ) -> Tensor:
-        """Compute the log-probability of each label of this rank's slice, [B, S/P], fp32, zero where the label is -100.
+        """Compute the log-probability of each label of this rank's slice: [B, S/P], fp32, 0 where the label is -100.
 
-        `self.sum(log_probabilities.sum(1))` is that of whole sequences, [B], as DPO and KTO take it. Arguments are as for `loss`.
+        `self.sum(log_probabilities.sum(1))` is that of whole sequences, [B], as in DPO and KTO. Arguments are as for
+        `loss`.
         """
         labels = _labels(batch)
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
@@ -211,7 +222,7 @@ class Sequences:
             made.append(found)
             return found
 
-        # Run it in the head's own call: under policies that shard parameters, its weight has values only there.
+        # Run it in the call of the head: if parameters are sharded, its weight has values only there.
         forwards = Forwards()
         forwards.replace(head, run)
         try:
@@ -221,33 +232,35 @@ class Sequences:
         logits = getattr(output, "logits", None)
         if len(made) != 1 or (logits is not made[0] and transform is None):
             raise UsageError(
-                f"{type(model).__name__} computes with its logits after its head (softcapping, a scale), which "
-                "log-probabilities in tiles pass by: give it as transform=, or use head_log_probabilities inside of "
-                "the model."
+                f"{type(model).__name__} changes its logits after its head (softcapping, a scale), which "
+                "log-probabilities in tiles would omit: pass this function as transform=, or use head_log_probabilities "
+                "inside the model."
             )
         return made[0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks of a sequence, on each of them. Autograd works through it."""
+        """Return the sum of a tensor over the ranks of a sequence, on each of these ranks. It is differentiable."""
         result: Tensor = Sum.apply(values, self._ranks)  # type: ignore[no-untyped-call]
         return result
 
 
 def _refuse_another_group(model: nn.Module, size: int) -> None:
-    """Raise if `shard` averages over other ranks than those whose tokens are counted."""
+    """Raise if `shard` averages gradients over other ranks than those whose tokens are counted."""
     homes = (home_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     unit = next((home.unit() for home in homes if home is not None), None)
     if unit is not None and unit.collectives.world_size != size:
         raise UsageError(
-            f"shard() averages gradients over {unit.collectives.world_size} ranks, and losses of these Sequences over "
-            f"{size}: give both the same group, which holds every rank of a sequence (default: all ranks)."
+            f"shard() averages gradients over {unit.collectives.world_size} ranks, but these Sequences average losses over "
+            f"{size}: pass both the same group, with every rank of a sequence (default: all ranks)."
         )
 
 
 def _labels(batch: Mapping[str, Any]) -> Tensor:
     labels = batch.get("shift_labels")
     if not isinstance(labels, Tensor):
-        raise UsageError("the batch has no shift_labels: pass Sequences.cut a batch with labels, and its result here.")
+        raise UsageError(
+            "the batch has no shift_labels: cut a batch that has labels with Sequences.cut, and pass the result."
+        )
     return labels
 
 
@@ -262,6 +275,6 @@ def _head_of(model: nn.Module) -> nn.Linear:
         if head is None:
             found = "missing"
         raise UsageError(
-            f"the head of {type(inner).__name__} is {found}, and an nn.Linear can run in tiles: use head_loss inside of the model."
+            f"the head of {type(inner).__name__} is {found}, but only an nn.Linear can run in tiles: use head_loss in the model."
         )
     return head

@@ -1,7 +1,7 @@
-"""Owns modules that run tile by tile over the positions of a sequence, so that they keep one tile's activations inside.
+"""Owns modules that run tile by tile over the positions of a sequence, to keep only one tile's activations.
 
-An MLP's intermediate is four times as wide as its input and output. Its work at one position needs no other position.
-So its forward can run on some positions at a time, and again on each tile in the backward, without kept activations.
+An MLP's intermediate is about four times as wide as its input and output, and its result at one position needs no other
+position. So its forward can run on one tile of positions at a time. The backward runs it on each tile again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MIXES = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.SyncBatchNorm,
 )  # fmt: skip
-"""Modules whose work at one position needs other positions."""
+"""Modules whose result at one position depends on other positions."""
 
 Choice = Callable[[Sequence[slice]], Iterable[slice]]
-"""Returns those of the parts that run, in order. All of one length but the last are alike."""
+"""A function that returns the parts to run, in order. All parts but the last have the same length."""
 
 _CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 
@@ -36,19 +36,21 @@ _CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) -> Tiles:
     """Run modules of a model on at most `tokens` positions at a time, until the returned object's `remove`.
 
-    Gradients of parameters are summed over tiles (16-bit ones in fp32), and arrive once. Inputs of at most `tokens`
-    positions run as before. The module's own unit is gathered once.
+    Each parameter gets its gradient once, summed over tiles (16-bit gradients in fp32). A sharded unit is gathered
+    once. Inputs of at most `tokens` positions run as before. Call it before or after `shard`.
 
     Args:
-        model: the model, whose modules' `forward` is wrapped, on the module itself. Call it before or after `shard`.
-        patterns: full names of modules, with `*` for anything. Of nested modules, the outermost is used.
-        tokens: the most positions of a tile, in the second dimension of the module's first argument: [rows, positions, ...].
+        model: the model. The `forward` of its modules is wrapped, on the modules themselves.
+        patterns: full names of modules, in which `*` matches anything. Of nested modules, only the outermost is tiled.
+        tokens: the maximum number of positions in a tile. Positions are the second dimension of a module's argument.
 
     Raises:
-        UsageError: no module has such a name, or its work is not position by position.
+        UsageError: no module has such a name, or a module combines positions. The latter may be raised by a forward.
     """
     if tokens < 1:
-        raise UsageError(f"tokens={tokens}: a tile has 1 position or more. Pass 1 or more, such as tokens=2048.")
+        raise UsageError(
+            f"tokens={tokens}, but a tile has 1 position or more. Pass a positive number, such as tokens=2048."
+        )
     modules = modules_matching(model, patterns, "tile")
     for name, module in modules.items():
         _refuse_mixing(name, module)
@@ -69,7 +71,7 @@ class Tiles:
 
 
 class _Tiled:
-    """The forward of one module."""
+    """The forward of one module that runs in tiles."""
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], tokens: int) -> None:
         self._name = name
@@ -82,8 +84,8 @@ class _Tiled:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(args) != 1 or len(tensors) != 1 or tensors[0] is not args[0] or args[0].dim() < 3:
             raise UsageError(
-                f"{self._name} runs in tiles, so its one positional argument must be a tensor [rows, positions, ...], "
-                "and its only tensor: name other modules to tile()."
+                f"{self._name} runs in tiles, so it must get one positional argument, a tensor [rows, positions, ...], "
+                "and no other tensor: name other modules to tile()."
             )
         (x,) = args
         if x.shape[1] <= self._tokens:
@@ -94,14 +96,14 @@ class _Tiled:
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         if any(map(has_tensor_hooks, parameters)):
             raise UsageError(
-                f"a parameter of {self._name} has a hook (register_hook), which would see the gradient of each tile: "
+                f"a parameter of {self._name} has a hook (register_hook), which would get the gradient of each tile: "
                 "change gradients between the backward and the step, or leave this module out of tile()."
             )
 
         first: dict[int, _Random] = {}
 
         def positions(part: Tensor, where: slice) -> Tensor:
-            # In the backward, with the dropout of the forward.
+            # The backward repeats the dropout of the forward.
             before = _Random(part)
             first.setdefault(where.start, before).restore()
             y = _of_positions(self._name, run(part), part)
@@ -112,9 +114,7 @@ class _Tiled:
         return TileByTile.apply("tile()", positions, self._tokens, x, True, *parameters)  # type: ignore[no-untyped-call]
 
     def _check(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
-        """Raise if a position's result depends on others: two positions together must give the results of each one
-        separately.
-        """
+        """Raise unless two positions have the same results together and separately."""
         modes = [(module, module.training) for module in self._module.modules()]
         self._module.eval()
         try:
@@ -127,8 +127,8 @@ class _Tiled:
         tolerance = 1e-3 if together.dtype in (torch.float32, torch.float64) else 5e-2
         if not bool((together - apart).abs().max() <= tolerance * apart.abs().max()):
             raise UsageError(
-                f"{self._name} gives other results beside other positions, so it cannot run in tiles: name "
-                "modules that work position by position, such as MLPs."
+                f"{self._name} gives different results if positions run together, so it cannot run in tiles: name "
+                "modules that treat each position separately, such as MLPs."
             )
         # Outputs of zeros (a projection that starts at zero) prove nothing: the next call checks again.
         self._is_checked = bool(apart.any())
@@ -141,7 +141,7 @@ def _of_positions(name: str, y: Any, x: Tensor) -> Tensor:
     if isinstance(y, Tensor):
         found = f"tensor {list(y.shape)}"
     raise UsageError(
-        f"{name} cannot run in tiles: it must return one tensor [rows, positions, ...], and returned a {found}. Name other modules."
+        f"{name} cannot run in tiles: it must return one tensor [rows, positions, ...], but returned a {found}. Name other modules."
     )
 
 
@@ -149,8 +149,8 @@ def _refuse_mixing(name: str, module: nn.Module) -> None:
     for inner, one in module.named_modules():
         if isinstance(one, _MIXES):
             raise UsageError(
-                f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose work at one "
-                "position needs others: name modules that work position by position, such as MLPs."
+                f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose result at one "
+                "position depends on others: name modules that treat each position separately, such as MLPs."
             )
 
 
@@ -160,9 +160,13 @@ def _refuse_mixing(name: str, module: nn.Module) -> None:
 class TileByTile(torch.autograd.Function):
     """An autograd function that runs a function tile by tile, and each tile again in the backward.
 
-    Its arguments are the name of the user's call; `run(part, where, *tensors)`; the most positions of a tile; x [rows,
-    positions, ...]; whether the tensors are parameters of a module, which `run` has itself; and the tensors, of which
-    each gets its whole gradient at once.
+    Args:
+        what: the name of the user's call, for errors.
+        run: `run(part, where, *tensors)` returns the results of one tile.
+        most: the maximum number of positions in a tile.
+        x: [rows, positions, ...].
+        of_module: whether the tensors are parameters of a module, which `run` uses without getting them.
+        tensors: the tensors that get their whole gradients at once.
     """
 
     @staticmethod
@@ -189,12 +193,12 @@ class TileByTile(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise UsageError(
-                f"{ctx.what} computes tiles again in the backward, which has no second derivative: leave create_graph=True "
+                f"{ctx.what} recomputes tiles in the backward, which has no second derivative: leave create_graph=True "
                 "out, or run this part of the model without tiles."
             )
         x, *given = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad[3:]
-        # Leaves, so that no hook on a parameter gets a part of its gradient.
+        # Use leaves, so that no hook on a parameter gets the gradient of one tile.
         given = [
             tensor if tensor is None else tensor.detach().requires_grad_(need)
             for tensor, need in zip(given, needs, strict=False)
@@ -217,7 +221,7 @@ class TileByTile(torch.autograd.Function):
 
 
 class _Random:
-    """The random state of the CPU and of the device, so that the backward repeats the dropout."""
+    """The random state of the CPU and of the device, with which the backward repeats the dropout."""
 
     def __init__(self, x: Tensor) -> None:
         self._cpu = torch.get_rng_state()
@@ -232,17 +236,15 @@ class _Random:
 
 
 class _Sums:
-    """The sums of gradients over tiles: 16-bit gradients are summed in fp32, and rounded once, at the end."""
+    """The sums of gradients over tiles. 16-bit gradients are summed in fp32, and rounded once at the end."""
 
     def __init__(self) -> None:
         self._gradients: list[Tensor | None] | None = None
-        """The first tile's gradients, as autograd returned them. Two may be one tensor, so nothing is added to them in
-        place.
-        """
+        """The first tile's gradients from autograd. Two of them may be one tensor, so additions are not in place."""
         self._sums: dict[int, Tensor] = {}
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one tile's gradients; None is zero."""
+        """Add one tile's gradients. None counts as zero."""
         if self._gradients is None:
             self._gradients = list(gradients)
             return
@@ -258,7 +260,7 @@ class _Sums:
                 self._sums[index] = first.to(torch.promote_types(first.dtype, torch.float32)) + gradient
 
     def totals(self) -> list[Tensor | None]:
-        """Return the sums, in the gradients' own dtypes."""
+        """Return the sums in the gradients' own dtypes."""
         found = []
         for index, first in enumerate(self._gradients or ()):
             total = self._sums.get(index, first)
@@ -267,13 +269,13 @@ class _Sums:
 
 
 def _parts(count: int, most: int) -> Iterable[slice]:
-    """Return the parts of `count` tokens, with at most `most` tokens in each: one after another, as they are asked for."""
+    """Return the parts of `count` positions that run, with at most `most` positions in each."""
     return _CHOICE.get()([slice(start, min(start + most, count)) for start in range(0, max(count, 1), most)])
 
 
 @contextmanager
 def chosen(choice: Choice) -> Iterator[None]:
-    """Run only some of the parts: for a dry run, whose tensors have no values."""
+    """Run only the parts that `choice` returns, for dry runs, whose tensors have no values."""
     token = _CHOICE.set(choice)
     try:
         yield

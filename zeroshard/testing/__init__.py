@@ -1,4 +1,4 @@
-"""Real processes, and one training under any policy: for this project's tests, and for users' own."""
+"""Tools for tests: functions that run in several processes, and training runs under any policy."""
 
 from zeroshard.testing.parity import Run, Workload, train, whole_parameters
 from zeroshard.testing.ranks import RankError, run_ranks

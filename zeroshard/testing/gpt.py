@@ -1,4 +1,4 @@
-"""Owns the GPT that examples, benchmarks and `zeroshard compare` train: byte-level, pre-norm, rotary, no dropout."""
+"""Owns the GPT of examples, benchmarks and `zeroshard compare`: byte-level, pre-norm and rotary, without dropout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes; the defaults make about 10 M parameters."""
+    """The sizes of a GPT. The defaults give about 10 M parameters."""
 
     vocabulary: int = 256
     layers: int = 8
@@ -38,13 +38,13 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding: pairs of channels turn by an angle that grows with the position."""
+    """Rotate pairs of channels by an angle that grows with the position (rotary position embedding)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on a normalised input and added to the stream."""
+    """A transformer block: attention and a feed-forward layer, each on normalised input and with a residual."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(tokens, targets)` is the mean cross-entropy in nats, `model(tokens)` the logits.
+    """A GPT. `model(tokens)` returns logits, and `model(tokens, targets)` the mean cross-entropy in nats.
 
-    tokens, targets: integers of shape [batch, length], length at most `config.context`.
+    tokens and targets are integers, [batch, length]. The length is at most `config.context`.
     """
 
     cos: Tensor
@@ -88,7 +88,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.down.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def rotations(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (cosines, sines) of the positions of `x`, in its dtype. The tables stay in fp32."""
+        """Return the (cosines, sines) for the positions of `x`, in its dtype. The tables stay in fp32."""
         length = x.shape[1]
         return self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
 

@@ -1,6 +1,6 @@
-"""Owns the question whether a policy changes the result: one workload, trained the same way under any of them.
+"""Owns comparisons of policies: one workload, trained in the same way under each policy.
 
-Called by tests, by `zeroshard compare`, and by users with a model of their own:
+Tests and `zeroshard compare` use it. You can compare policies for a model of your own:
 
     workload = Workload(make_model=MyModel, make_batch=lambda rank, step: (inputs(rank, step),))
     runs = run_ranks(lambda rank: [train(rank, workload, Policy.stage(s)).as_dict() for s in range(4)], 2)
@@ -23,29 +23,30 @@ from zeroshard.sharding import DEFAULT_BUCKET_NUMEL, shard
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The default optimizer of workloads: fused AdamW."""
+    """Return the default optimizer of workloads, fused AdamW."""
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 def output(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
-    """Return what the module returns: the default loss of workloads."""
+    """Return the default loss of workloads, the module's output."""
     loss: Tensor = model(*batch)
     return loss
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training run of a model.
+    """The description of a training run.
 
     Attributes:
-        make_model: builds the module; called under the same seed on every rank.
-        make_batch: the positional arguments of the module for one rank and one microbatch (counted over all steps).
-        compute_loss: the scalar loss of the model and such a batch; default: the module's output.
-        make_optimizer: an optimizer over parameters or param groups.
-        param_groups: the parameters or groups for the optimizer; default: the model's parameters.
-        steps, microbatches: optimizer steps, and forwards in each.
-        max_norm: gradient clipping, or None.
-        loss_scale: the factor of the loss in the backward, and the divisor of the gradients after, for fp16.
+        make_model: builds the module. Every rank calls it under the same seed.
+        make_batch: returns the module's positional arguments for a rank and a microbatch, counted over all steps.
+        make_optimizer: creates an optimizer of parameters or param groups.
+        compute_loss: returns the scalar loss of the model for such a batch; default: the module's output.
+        param_groups: returns the parameters or groups for the optimizer; default: the model's parameters.
+        steps: the number of optimizer steps.
+        microbatches: the number of forwards in each step.
+        max_norm: the maximum norm of the gradients, or None for no clipping.
+        loss_scale: for fp16, the factor of the loss in the backward, by which gradients are divided afterwards.
     """
 
     make_model: Callable[[], nn.Module]
@@ -59,7 +60,7 @@ class Workload:
     loss_scale: float = 1.0
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model and its optimizer, the same on every rank."""
+        """Return the model and its optimizer, which are the same on every rank."""
         torch.manual_seed(0)
         model = self.make_model()
         return model, self.make_optimizer(self.param_groups(model))
@@ -67,10 +68,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a training: this rank's losses, the whole parameters and the buffers by fqn, and the costs.
+    """The results of a training run on one rank.
 
-    Memory is that after the last step, with its gradients. `states` are this rank's parts of the master weights and of the
-    optimizer's states, by the parameter's fqn and the range of elements.
+    Attributes:
+        losses: the loss of each microbatch, [steps * microbatches], fp32.
+        parameters: the whole parameters by fqn.
+        buffers: the buffers by fqn.
+        norms: the gradient norm of each step, if gradients are clipped or scaled.
+        memory: the bytes of each model state after the last step, with its gradients.
+        formula: the bytes of each model state by the formula.
+        sent: the bytes that this rank sent, by collective.
+        times: the seconds of each step.
+        states: this rank's parts of master weights and optimizer states, by fqn and range of elements.
     """
 
     losses: Tensor
@@ -84,13 +93,13 @@ class Run:
     states: dict[str, Tensor] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors, as `run_ranks` sends back."""
+        """Return plain containers and tensors, which `run_ranks` can return."""
         return asdict(self)
 
     def equals(self, other: Run) -> bool:
-        """Return whether losses, norms, parameters, buffers and states are the same to the last bit.
+        """Return whether losses, norms, parameters, buffers and states have the same bits.
 
-        Norms are compared where both have them, and states where both runs keep them on this rank.
+        Norms are compared if both runs have them, and states if both runs keep them on this rank.
         """
         return (
             torch.equal(self.losses, other.losses)
@@ -104,7 +113,7 @@ class Run:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both hold the same names and, to the last bit, the same values."""
+    """Return whether both have the same names, and values with the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -114,13 +123,13 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole parameters by fqn. A collective where they are sharded."""
+    """Return copies of the whole parameters by fqn. If they are sharded, every rank must call it."""
     with unsharded(model):
         return {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
 
 
 def states_held(sharded: Sharded) -> dict[str, Tensor]:
-    """Return copies of this rank's parts of the master weights and of the optimizer's states."""
+    """Return copies of this rank's parts of master weights and optimizer states."""
     found = {}
     for held in sharded.states.held():
         if held.view is None:
@@ -147,10 +156,13 @@ def train(
     overlap: bool = True,
     inspect: Callable[[Sharded], None] | None = None,
 ) -> Run:
-    """Train the workload in a plain loop under one policy. Every rank calls it.
+    """Train a workload in a plain loop under one policy. Every rank must call it.
 
     Args:
-        inspect: called after each step with the result of `shard`.
+        rank: this rank, for `workload.make_batch`.
+        workload: the description of the run.
+        policy: as for `shard`, like `precision`, `bucket_numel` and `overlap`.
+        inspect: a function that is called after each step with the result of `shard`.
     """
     model, optimizer = workload.build()
     sharded = shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap)

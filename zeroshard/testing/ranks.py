@@ -1,7 +1,7 @@
-"""Owns `run_ranks`: a function run in several real processes joined by a gloo process group.
+"""Owns `run_ranks`, which runs a function in several processes of one gloo process group.
 
-Ranks are forked, so they start in a tenth of a second and take any closure. A rank that hangs fails the run with the stack
-of every rank; one that raises fails it with that rank's traceback.
+Ranks are forked, so they start in a tenth of a second, and can run any closure. If a rank hangs, the run fails with the
+stack of every rank. If a rank raises, the run fails with its traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GRACE_SECONDS = 10.0
 
 
 class RankError(ZeroshardError):
-    """A rank raised, died or hung. The message holds every rank's traceback or stack."""
+    """An error about ranks that raised, died or hung. The message has the traceback or stack of each."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Rank:
     status: int | None = None
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the rank has ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -64,18 +64,19 @@ def run_ranks(
     collective_timeout: float = 60.0,
     initialise: bool = True,
 ) -> list[Any]:
-    """Run `function(rank, *args)` in `world_size` forked processes and return what each returned, in rank order.
+    """Run `function(rank, *args)` in `world_size` forked processes, and return the results in rank order.
 
     Args:
-        function: any callable; its result is sent back with torch.save (weights_only: tensors and plain containers).
-        timeout: seconds after which ranks that still run are hung: every rank's stack is printed and the run fails.
+        function: a callable whose result consists of tensors and plain containers (torch.save, `weights_only`).
+        world_size: the number of ranks.
+        timeout: the number of seconds after which ranks that still run count as hung.
         collective_timeout: the process group's timeout in seconds.
-        initialise: join the ranks in a gloo process group on the loopback.
+        initialise: whether to join the ranks in a gloo process group on the loopback.
 
     Raises:
-        RankError: with every failed rank's traceback.
+        RankError: a rank failed. The message has the traceback or stack of each failed rank.
     """
-    # Rank 0 serves the store at a socket that is open already: a port that was found free may be taken meanwhile.
+    # Rank 0 serves the store at a socket that is already open: a free port might be taken in the meantime.
     with socket.create_server(("127.0.0.1", 0)) as door, tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -98,10 +99,10 @@ def _child(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, door: socket.socket | None, folder: Path,
     collective_timeout: float,
 ) -> None:  # fmt: skip
-    """Runs in the fork and never returns."""
+    """Run the function in the fork, and end the process."""
     code = 1
     try:
-        gc.freeze()  # what was imported before the fork is not looked through, nor copied, by this rank's collections
+        gc.freeze()  # this rank's garbage collections neither scan nor copy objects from before the fork
         torch.set_num_threads(1)
         with (folder / f"stack.{rank}").open("w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -115,7 +116,7 @@ def _child(
             torch.save(result, buffer)
             (folder / f"result.{rank}").write_bytes(buffer.getvalue())
             if door is not None and dist.is_initialized():
-                dist.barrier()  # nobody closes connections that others still use
+                dist.barrier()  # no rank closes connections that others still use
             code = 0
     except BaseException:
         (folder / f"error.{rank}").write_text(traceback.format_exc())
@@ -131,17 +132,17 @@ def join_store(door: socket.socket, rank: int, world_size: int, timeout: timedel
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     own = door.detach()
     if rank != 0:
-        os.close(own)  # an open copy lets ranks wait at the door of a store that died
+        os.close(own)  # with an open copy, ranks would wait for a store that died
     serving: dict[str, Any] = {"is_master": True, "master_listen_fd": own} if rank == 0 else {}
     store: Store = dist.TCPStore("127.0.0.1", port, world_size, timeout=timeout, **serving)  # type: ignore[attr-defined]
     return store
 
 
 def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
-    """Wait until all have ended; returns those that had to be killed, with their stacks on disk."""
+    """Wait until all ranks have ended. Kill hung ranks, after their stacks are on disk, and return these ranks."""
     deadline = time.monotonic() + timeout
     while [rank for rank in ranks if not rank.poll()]:
-        if any(rank.status for rank in ranks):  # one failed: the others detect it by their connections, or never
+        if any(rank.status for rank in ranks):  # one failed: the others notice it by their connections, or never
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if time.monotonic() > deadline:
             break

@@ -1,6 +1,7 @@
-"""zeroshard under the name `deepspeed`: on the path only when asked (`zeroshard run`, `import zeroshard.as_deepspeed`).
+"""zeroshard under the name `deepspeed`, for scripts and trainers that import DeepSpeed.
 
-Its names refer to functions and classes of zeroshard.
+Only `zeroshard run` and `import zeroshard.as_deepspeed` put it on the path. Its names refer to functions and classes of
+zeroshard.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None, config: str | Mapping[str, Any] | None = None, mesh_param: Any = None,
     config_params: str | Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Call `zeroshard.initialize` with DeepSpeed's arguments. Return (engine, optimizer, loader or None, scheduler or
-    None).
+    """Call `zeroshard.initialize` with DeepSpeed's arguments.
 
     A process without a launcher becomes a group of one rank, as trainers expect.
+
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None).
     """
     if mesh_param is not None:
         raise UsageError(
@@ -76,10 +79,10 @@ def initialize(
 
 
 def _samples_of_a_microbatch(config: Any) -> dict[str, int]:
-    """Return a config for trainers that name no batch size, since they count batches themselves: a microbatch is one sample."""
+    """Return a microbatch of one sample for trainers that count batches themselves, and set no batch size."""
     if config is None or {"train_batch_size", "train_micro_batch_size_per_gpu"} & read(config).keys():
         return {}
-    log_dist("the config names no batch size: a microbatch counts as one sample.", ranks=[0])
+    log_dist("the config sets no batch size: a microbatch counts as one sample.", ranks=[0])
     return {"train_micro_batch_size_per_gpu": 1}
 
 
@@ -88,13 +91,13 @@ def _one_config(args: Any, config: Any) -> Any:
         of_args = getattr(args, name, None)
         if of_args is not None:
             if config is not None:
-                raise UsageError(f"initialize was given two configs: args.{name} and config. Leave one of them out.")
+                raise UsageError(f"initialize got two configs, args.{name} and config. Leave one of them out.")
             config = of_args
     return config
 
 
 def _of_all_ranks(config: Any, mpu: Any) -> Any:
-    """Count `train_batch_size` over all ranks, as the engine does: accelerate counts the ranks of a sequence as one."""
+    """Multiply accelerate's `train_batch_size`, which counts the ranks of a sequence as one, to count all ranks."""
     size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     if size == 1 or config is None:
         return config
@@ -105,7 +108,7 @@ def _of_all_ranks(config: Any, mpu: Any) -> Any:
 
 
 def _of_data_parallel_ranks(config: Any) -> Any:
-    """Leave out accelerate's `train_batch_size`, which counts the samples of each rank even if some ranks have the same."""
+    """Remove accelerate's `train_batch_size`, which counts the same samples of several ranks more than once."""
     if config is None or tensor_parallel_ranks(config) == 1:
         return config
     found = dict(read(config))
@@ -124,14 +127,16 @@ def _data_parallel_group(mpu: Any) -> Any:
     size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
     if size > 1:
         raise UsageError(
-            f"initialize(mpu=...): {size} model-parallel ranks. zeroshard has data-parallel ranks only: leave mpu out."
+            f"initialize(mpu=...) has {size} model-parallel ranks, but zeroshard supports only data-parallel ranks: leave mpu out."
         )
     return mpu.get_data_parallel_group()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Read by scripts alone.")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="An option for scripts, without an effect here."
+    )
     group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON configuration file.")
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
@@ -140,26 +145,38 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "zeroshard has no deepspeed.init_inference. Serve the files of engine.export() with transformers, vLLM "
-        "or SGLang."
+        "zeroshard has no deepspeed.init_inference. Serve the files that engine.export() writes with transformers, "
+        "vLLM or SGLang."
     )
 
 
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """Divide a transformers model in place by its `tp_plan`, over `tp_size` neighbouring ranks. Every rank must call it.
+    """Divide a transformers model over `tp_size` neighbouring ranks, in place, by its `tp_plan`.
+
+    Every rank must call it.
 
     Args:
-        dtype: the dtype of the parameters; None keeps it.
-        config: has no meaning here; `initialize` reads it.
+        model: a model of transformers.
+        tp_size: the number of tensor-parallel ranks.
+        dtype: the dtype of the parameters; None keeps their dtype.
+        config: accepted without a meaning here. `initialize` reads the config.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: other arguments are given, or the model cannot be divided.
     """
     if any(value is not None for value in kwargs.values()):
-        raise UsageError(f"tp_model_init({', '.join(kwargs)}=...) is not offered: ranks are neighbours. Leave it out.")
+        raise UsageError(
+            f"tp_model_init({', '.join(kwargs)}=...) is not offered: neighbouring ranks divide a model. Leave it out."
+        )
     mesh = mesh_of(model)
     if mesh is not None and mesh.size() != tp_size:
         raise UsageError(
-            f"tp_model_init(tp_size={tp_size}): the model is divided over {mesh.size()} ranks already. Name that number, or "
+            f"tp_model_init(tp_size={tp_size}): the model is already divided over {mesh.size()} ranks. Pass that number, or "
             "load the model again."
         )
     if tp_size == 1 or mesh is not None:

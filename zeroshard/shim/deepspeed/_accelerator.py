@@ -1,4 +1,4 @@
-"""torch.accelerator under DeepSpeed's names, or the CPU if there is none; and DeepSpeed's tables of memory."""
+"""torch.accelerator (or the CPU) under DeepSpeed's names, and DeepSpeed's estimates of memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DeepSpeedAccelerator:
         return self._name if self._kind is None else self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """Return the number of devices; on a CPU this machine's ranks, as DeepSpeed does."""
+        """Return the number of devices, or the number of this machine's ranks on a CPU, as DeepSpeed does."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self._kind is None else torch.accelerator.device_count()
 
     def set_device(self, device_index: int) -> None:
@@ -67,7 +67,7 @@ class DeepSpeedAccelerator:
     def visible_devices_envs(self) -> list[str]:
         return ["CUDA_VISIBLE_DEVICES"]
 
-    # ---- what it can
+    # ---- features
 
     def is_available(self) -> bool:
         return True
@@ -97,7 +97,7 @@ class DeepSpeedAccelerator:
     def amp(self) -> Any:
         return torch.amp
 
-    # ---- memory, bytes; 0 on a CPU, whose memory is not torch's
+    # ---- memory in bytes; 0 on a CPU, whose memory torch does not count
 
     def empty_cache(self) -> None:
         self._call("empty_cache")
@@ -131,7 +131,7 @@ class DeepSpeedAccelerator:
         free, total = torch.get_device_module(self._name).mem_get_info(device_index)
         return free, total
 
-    # ---- marks for a profiler, where torch has them
+    # ---- ranges for a profiler
 
     def range_push(self, msg: str) -> Any:
         return torch.cuda.nvtx.range_push(msg) if self._name == "cuda" else None
@@ -190,7 +190,7 @@ _GB = 2**30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the use of the accelerator's memory, on rank 0; nothing without `force`."""
+    """Print the use of the accelerator's memory on rank 0, if `force` is set."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     accelerator = get_accelerator()
@@ -208,7 +208,7 @@ def empty_cache() -> None:
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """Return (the number of parameters, that of the largest layer)."""
+    """Return the numbers of elements of all parameters, and of those of the largest layer."""
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     return number_of_parameters(model), max(layers)
 
@@ -221,22 +221,25 @@ def _need(
     stage: int, total: float, largest: float, machine: tuple[int, int], optimizer: bool, parameters: bool = False,
     born: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the bytes needed in each machine's CPU memory, and on each rank's accelerator.
+    """Return the bytes that training in bf16 with Adam needs in each machine's CPU memory, and on each accelerator.
 
-    They are those of training in bf16 with Adam, without activations and communication buffers.
+    Activations and communication buffers are not included.
 
     Args:
-        largest: parameters of the largest layer: at stage 3 it is whole, with its gradient, while it runs.
-        machine: (ranks on each, machines).
-        optimizer, parameters: are on the CPU.
-        born: the model is born sharded; else every rank builds the whole in fp32, in CPU memory.
+        stage: the ZeRO stage.
+        total: the number of elements of all parameters.
+        largest: the number of elements of the largest layer, which is whole with its gradient at stage 3 while it runs.
+        machine: (ranks per machine, machines).
+        optimizer: whether optimizer states and sharded gradients are in CPU memory.
+        parameters: whether parameters are in CPU memory.
+        born: whether the model is born sharded. Otherwise every rank builds the whole model in fp32 in CPU memory.
     """
     per_machine, machines = machine
     dtypes = Precision(torch.bfloat16).resolve(torch.bfloat16)
     nbytes = formula(Policy.stage(stage), dtypes, total, per_machine * machines)
     on_host = {"parameters"} if parameters else set()
     if optimizer:
-        on_host |= {"optimizer", "gradients"}  # sharded ones go with the optimizer
+        on_host |= {"optimizer", "gradients"}  # sharded gradients are stored with the optimizer
     host = sum(nbytes[state] for state in on_host)
     accelerator = sum(nbytes.values()) - host
     if stage == 3:
@@ -262,14 +265,14 @@ def _print_line(need: tuple[float, float], factor: float, options: str) -> None:
 
 
 _PLACES = {True: "cpu ", False: "none"}
-"""By whether states are offloaded."""
+"""DeepSpeed's name of a place, by whether states are offloaded."""
 
 
 def estimate_zero2_model_states_mem_needs(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the bytes of (a machine's CPU memory, a rank's accelerator)."""
+    """Return the bytes in a machine's CPU memory, and on a rank's accelerator, at stage 2."""
     host, accelerator = _need(2, total_params, 0, (num_gpus_per_node, num_nodes), cpu_offload)
     return int(host * additional_buffer_factor), int(accelerator)
 
@@ -296,7 +299,7 @@ def estimate_zero3_model_states_mem_needs(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     cpu_offload_params: bool = True, zero_init: bool = True, additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return the bytes of (a machine's CPU memory, a rank's accelerator, the largest layer on it)."""
+    """Return the bytes in a machine's CPU memory, on a rank's accelerator, and of the largest layer, at stage 3."""
     machine = (num_gpus_per_node, num_nodes)
     offloads_parameters = cpu_offload and cpu_offload_params
     host, accelerator = _need(

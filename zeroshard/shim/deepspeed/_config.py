@@ -1,4 +1,4 @@
-"""DeepSpeed's Python classes of configs, the constants of their blocks, and the marks on modules that configs name."""
+"""DeepSpeed's config class and constants, and the marks of modules that are one unit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042 (of str also where Python has StrEnum)
-    """The places of model states."""
+    """The places of offloaded model states."""
 
     none = "none"
     cpu = "cpu"
@@ -40,7 +40,7 @@ class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042 (of str also where Pytho
 
 
 class OffloadStateTypeEnum(str, enum.Enum):  # noqa: UP042
-    """The states that `engine.offload_states(include=...)` takes."""
+    """The states that `engine.offload_states(include=...)` accepts."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -50,16 +50,18 @@ class OffloadStateTypeEnum(str, enum.Enum):  # noqa: UP042
 
 
 class DeepSpeedConfig:
-    """A config that was read and checked. Any other attribute is the config's key of that name.
+    """A config that was read and checked. Other attributes are the config's keys of the same name.
 
     Attributes:
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: resolved.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the resolved batch sizes.
         zero_config: the block `zero_optimization`.
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
         if mesh_device is not None:
-            raise ConfigError("mesh_device: zeroshard has no sequence parallelism. Leave it out.")
+            raise ConfigError(
+                "DeepSpeedConfig(mesh_device=...) is not offered. Leave it out, and use zeroshard.sequence for long sequences."
+            )
         group = None if mpu is None else mpu.get_data_parallel_group()
         joined = dist.is_initialized()
         self.world_size = dist.get_world_size(group) if joined else 1
@@ -85,7 +87,7 @@ class DeepSpeedConfig:
         raise AttributeError(f"the config has no key {name!r}")
 
 
-# ---------------------------------------------------------------------- modules that are one unit with all that they contain
+# ---------------------------------------------------------------------- modules that are one unit with their submodules
 
 _marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -133,7 +135,7 @@ def _mark_classes(
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, or of classes so named."""
+    """Mark the modules of these classes or class names, and return them."""
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
@@ -146,7 +148,7 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names. Return them, and the names without a module."""
+    """Mark modules by their full names. Return the modules, and the names without a module."""
     known = dict(model.named_modules())
     return _mark(
         model, [[name] if name in known else [] for name in module_names], module_names, flag, raise_if_not_found
@@ -156,7 +158,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the ends of their full names. Returns them, and the ends that fit none."""
+    """Mark modules by the endings of their full names. Return the modules, and the endings without a module."""
     names = [name for name, _ in model.named_modules()]
     found = [[name for name in names if name.endswith(suffix)] for suffix in module_name_suffixes]
     return _mark(model, found, module_name_suffixes, flag, raise_if_not_found)
@@ -175,7 +177,7 @@ def _mark(
 
 
 def with_leaf_modules(model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
-    """The config with the model's marked modules in its `leaf_module.names`. What the config names itself is marked too."""
+    """Return the config with the model's marked modules in `leaf_module.names`, after marking those that it names."""
     raw = read(config)
     zero = raw.get("zero_optimization")
     block = dict((zero.get("leaf_module") if isinstance(zero, Mapping) else None) or {})
@@ -186,5 +188,5 @@ def with_leaf_modules(model: nn.Module, config: str | os.PathLike[str] | Mapping
     names = [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
     if not names or not isinstance(zero, Mapping):
         return config
-    # By name alone: what the config asks for and the model lacks is no error to DeepSpeed's users.
+    # Only the names of existing modules: a module that the model lacks is no error in DeepSpeed.
     return {**raw, "zero_optimization": {**zero, "leaf_module": {"names": names}}}

@@ -1,6 +1,7 @@
 """Owns the creation of this package's modules, from their files and from the table in `_names`.
 
-Importing it puts one hook on `sys.path_hooks`. It takes only this package's folders, so it finds nothing for others.
+Its import adds one hook to `sys.path_hooks`. The hook accepts only this package's folders, so it does not affect other
+packages.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any, NoReturn
 from deepspeed._names import TABLE, Row
 
 ROOT = Path(__file__).parent
-_ADVICE = "It has the names of DeepSpeed 0.19.8 that trainers use; `import zeroshard` has more under its own names."
+_ADVICE = "It has the names of DeepSpeed 0.19.8 that trainers use. `import zeroshard` has more, under its own names."
 
 
 def fill(module: ModuleType) -> None:
-    """Give a module the names of its row, `__all__`, and a `__getattr__` for the names that are not offered."""
+    """Add to a module the names of its row, `__all__`, and a `__getattr__` for names that are not offered."""
     row = TABLE.get(module.__name__, Row())
     own = vars(module)
     defined = [name for name, value in own.items() if not name.startswith("_") and _is_of(value, module.__name__)]
@@ -55,9 +56,9 @@ def _places(names: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _take(home: str, name: str, taker: str, own: str) -> Any:
-    value = getattr(__import__(home, fromlist=[name]), name)  # as `from home import name`, which also imports modules
+    value = getattr(__import__(home, fromlist=[name]), name)  # like `from home import name`, which also imports modules
     if home.startswith("deepspeed._") and _is_of(value, home):
-        # Pickles hold DeepSpeed's name of it.
+        # Pickles refer to it by DeepSpeed's name.
         value.__module__ = taker
         value.__qualname__ = own
     return value
@@ -68,7 +69,7 @@ def _each(sentences: Mapping[str, str]) -> dict[str, str]:
 
 
 def _missing(module: str, row: Row) -> Callable[[str], Any]:
-    """Make a module's `__getattr__` (PEP 562): `hasattr` is False, and the error names a replacement."""
+    """Return a module's `__getattr__` (PEP 562), whose error names a replacement."""
     instead = _each(row.instead)
 
     def getattr_(name: str) -> Any:
@@ -81,12 +82,12 @@ def _missing(module: str, row: Row) -> Callable[[str], Any]:
             raise ImportError(text, name=module)
         raise AttributeError(text, name=name)
 
-    getattr_.instead = instead  # type: ignore[attr-defined]  # for the test that looks through the trainers' sources
+    getattr_.instead = instead  # type: ignore[attr-defined]  # for the test that reads the trainers' sources
     return getattr_
 
 
 def _refused(name: str, instead: str) -> type[Any]:
-    """Make a class without instances: `isinstance` works, and making an instance raises an error that names a replacement."""
+    """Return a class for `isinstance`, whose instances cannot be created. The error names a replacement."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"zeroshard has no {name}. {instead}")
@@ -95,7 +96,7 @@ def _refused(name: str, instead: str) -> type[Any]:
 
 
 class FileLoader(SourceFileLoader):
-    """The loader of a module with a file, which also gets the names of its row."""
+    """A loader of a module with a file, which also gets the names of its row."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -103,7 +104,7 @@ class FileLoader(SourceFileLoader):
 
 
 class RowLoader(InspectLoader):
-    """The loader of a module that is only a row of the table."""
+    """A loader of a module that is only a row of the table."""
 
     def exec_module(self, module: ModuleType) -> None:
         fill(module)
@@ -113,10 +114,10 @@ class RowLoader(InspectLoader):
 
 
 class Folder(PathEntryFinder):
-    """The finder of a package's modules. The package may have no folder.
+    """A finder of a package's modules. The package need not have a folder.
 
     Raises:
-        ImportError: the path is no part of this package: another hook takes it.
+        ImportError: the path is not in this package, so that Python tries the next hook.
     """
 
     def __init__(self, path: str) -> None:
@@ -135,7 +136,7 @@ class Folder(PathEntryFinder):
             return spec
         if fullname not in TABLE:
             return None
-        # inspect.getsource reads a class in its module's file.
+        # inspect.getsource looks for a class in its module's file.
         code = next((word[1:-1] for word in TABLE[fullname].names.split() if word.startswith("._")), "_names")
         below = [str(self._path / name)] if self._is_package(name) else None
         return spec_from_file_location(
@@ -143,7 +144,7 @@ class Folder(PathEntryFinder):
         )
 
     def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """Yield (name, whether it is a package) of each module, for pkgutil."""
+        """Yield the name of each module, and whether it is a package, for pkgutil."""
         rows = {row.rpartition(".")[2] for row in TABLE if row.rpartition(".")[0] == self._package}
         files = {path.stem for path in self._path.glob("*.py")} - {"__init__"}
         for name in sorted(rows | files):
@@ -153,6 +154,6 @@ class Folder(PathEntryFinder):
         return (self._path / name).is_dir() or any(row.startswith(f"{self._package}.{name}.") for row in TABLE)
 
 
-# Once, also where the package is imported anew. Python keeps the finder with which it found this file, so it goes.
+# Add the hook only once, even if the package is imported again. Python caches the finder of this file: remove it.
 sys.path_hooks[:] = [Folder, *(hook for hook in sys.path_hooks if getattr(hook, "__module__", None) != __name__)]
 sys.path_importer_cache.pop(str(ROOT), None)

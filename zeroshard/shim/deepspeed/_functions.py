@@ -1,4 +1,4 @@
-"""Functions and classes that scripts call, and for which zeroshard has no name of its own."""
+"""Functions and classes of DeepSpeed that zeroshard offers only under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeroshard.integrations.accelerate import refuse_divided_by_transformers
 
 
 class RepeatingLoader:
-    """A loader that starts again where another ends."""
+    """A loader that repeats another loader without end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -40,10 +40,10 @@ class RepeatingLoader:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, and compute its activations again in the backward instead of keeping them."""
+    """Return `function(*args, **kwargs)`, and recompute its activations in the backward instead of keeping them."""
     if not kwargs:
         return checkpointing.checkpoint(function, *args)
-    # As arguments by position: tensors among them take part in the gradients.
+    # Pass them as positional arguments, so that tensors among them get gradients.
     return checkpointing.checkpoint(partial(_call, function, len(args), tuple(kwargs)), *args, *kwargs.values())
 
 
@@ -53,7 +53,7 @@ def _call(function: Callable[..., Any], count: int, names: tuple[str, ...], *val
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Unshard the engine's parameters inside, so that each rank may generate independently."""
+    """Unshard the engine's parameters in this context, in which each rank may generate independently."""
     with zeroshard.unsharded(model.parameters()):
         yield model
 
@@ -62,10 +62,9 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy tensors to `device`, each into its own storage, in lists, tuples and dicts of any depth; tied ones stay one
-    tensor.
+    """Copy tensors to `device`, each into its own storage, in lists, tuples and dicts of any depth.
 
-    A view of a flat buffer would be saved with the whole buffer.
+    Tied tensors stay tied. Without a copy, torch.save would save the whole flat buffer of a view.
     """
     return _clone(item, torch.device(device), {})
 
@@ -88,7 +87,7 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return tensors on `device`, in lists, tuples and dicts of any depth; change those that `criterion_func` accepts in place."""
+    """Move tensors to `device`, in lists, tuples and dicts of any depth; in place if `criterion_func` accepts them."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item
@@ -100,7 +99,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 
 
 class OnDevice:
-    """A block (`with OnDevice(dtype, device):`) with a default dtype and device for new tensors."""
+    """A context (`with OnDevice(dtype, device):`) with a default dtype and device for new tensors."""
 
     def __init__(
         self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
@@ -124,10 +123,10 @@ class OnDevice:
 
 
 class _OfTrainings(logging.Logger):
-    """A logger that refuses a training without an engine.
+    """A logger that refuses a training run without an engine.
 
-    transformers sets its level when a training begins (`deepspeed_init`). For a model that it divided itself, it calls
-    nothing else of this package.
+    transformers sets its level at the start of training (`deepspeed_init`). If transformers divided the model itself,
+    it calls nothing else in this package.
     """
 
     def setLevel(self, level: int | str) -> None:
@@ -151,14 +150,14 @@ logger = _create()
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the ranks that are named; [-1] is all of them."""
+    """Log on the given ranks. [-1] means all ranks."""
     line = _line(message, ranks)
     if line is not None:
         logger.log(level, line)
 
 
 def print_dist(message: str, ranks: list[int] | None = None) -> None:
-    """Print on the ranks that are named; [-1] is all of them."""
+    """Print on the given ranks. [-1] means all ranks."""
     line = _line(message, ranks)
     if line is not None:
         print(line)
@@ -181,18 +180,18 @@ def _line(message: str, ranks: list[int] | None) -> str | None:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level by its name: "debug", "info", "warning", "error", "critical"."""
+    """Set the level by its name: "debug", "info", "warning", "error" or "critical"."""
     (custom_logger or logger).setLevel(log_level_str.upper())
 
 
-# ---------------------------------------------------------------------- features that zeroshard lacks: experts, kernels, hooks
+# ---------------------------------------------------------------------- features that zeroshard lacks
 
 LossScalerBase = (DynamicLossScaler, StaticLossScaler)
-"""The loss scalers, for isinstance."""
+"""The classes of loss scalers, for isinstance."""
 
 
 class ZeRORuntimeException(Exception):
-    """An error that is never raised: zeroshard's errors are of `zeroshard.errors`."""
+    """An error that is never raised. zeroshard raises the errors of `zeroshard.errors`."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
@@ -208,11 +207,11 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     return max_version is None or own <= Version(str(max_version))
 
 
-# ---------------------------------------------------------------------- experts: no parameter is one rank's own
+# ---------------------------------------------------------------------- experts: no parameter belongs to one rank only
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """Return (False, 0): no module has layers of DeepSpeed's MoE, since none can be made."""
+    """Return (False, 0): no module can have layers of DeepSpeed's MoE."""
     return False, 0
 
 
@@ -224,7 +223,7 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
 
 
-# ---------------------------------------------------------------------- kernels: each is compatible, with nothing to load
+# ---------------------------------------------------------------------- kernels: compatible, with nothing to load
 
 
 class _Builder:
@@ -237,7 +236,7 @@ class _Builder:
     def load(self, verbose: bool = True) -> NoReturn:
         """Raise an error: there is no kernel."""
         raise NotImplementedError(
-            f"zeroshard has no compiled kernels to load: it replaces {type(self).__name__} by Python code on torch."
+            f"zeroshard has no compiled kernels to load: Python code on torch replaces {type(self).__name__}. Leave load() out."
         )
 
 
@@ -253,11 +252,11 @@ FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "FusedLion")
 AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "Files of offload")
 
 
-# ---------------------------------------------------------------------- hooks: trainers take them off before they generate
+# ---------------------------------------------------------------------- hooks that trainers remove before generation
 
 
 class _NoModule:
-    """A module without parameters: there is nothing to clear on them."""
+    """A module without parameters."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -266,7 +265,7 @@ class _NoModule:
 
 
 class _NoTrace:
-    """A trace of parameters that was never taken."""
+    """A trace of parameters that is never recorded."""
 
     def is_invalid_trace(self) -> bool:
         return True
@@ -276,7 +275,7 @@ class _NoTrace:
 
 
 class DeepSpeedZeRoOffload:
-    """An engine's `optimizer.parameter_offload`: hooks that are none, since `unsharded` lets the model run."""
+    """The `optimizer.parameter_offload` of an engine. It has no hooks, since models run inside `unsharded`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.module = _NoModule()

@@ -11,14 +11,16 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """The names of a module besides those in its own file, if it has one.
+    """The names of a module, in addition to those in its own file.
 
     Attributes:
-        names: modules with a colon, each before the names that come from it, `own=theirs` where they differ; `*` is its
-            `__all__`. A module of this package begins with a dot. Code in files that begin with `_` becomes this module's own.
-        instead: by name (or several, with spaces), the thing to use in its place, as a sentence. To look for the name is an error.
-        refused: the same for classes that isinstance may ask for. To make one is an error.
-        values: constants.
+        names: modules with a colon, each followed by the names from it. `own=theirs` renames one, and `*` stands for
+            `__all__`. Modules of this package begin with a dot. Code in files that begin with `_` becomes this module's
+            own.
+        instead: sentences that name a replacement, by name or by several names with spaces. Such a name raises an
+            error.
+        refused: the same for classes that isinstance may need. Creating an instance raises an error.
+        values: constants by name.
         otherwise: the module that has all other names.
     """
 
@@ -33,7 +35,7 @@ _SCHEDULES = {
     "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR", "WARMUP_DECAY_LR": "WarmupDecayLR",
     "WARMUP_COSINE_LR": "WarmupCosineLR",
 }  # fmt: skip
-# Each stands for itself in small letters.
+# The value of each constant is its name in lower case.
 _SCHEDULE_KEYS = """
     LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE
     EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT
@@ -64,16 +66,16 @@ _ROWS = {
         ".git_version_info: version __version__=version __git_hash__=git_hash __git_branch__=git_branch .pipe: PipelineModule "
         ".runtime.base_optimizer: DeepSpeedOptimizer .runtime.config: DeepSpeedConfig DeepSpeedConfigError "
         ".runtime.engine: DeepSpeedEngine .accelerator: get_accelerator .utils: OnDevice log_dist logger",
-        {"InferenceEngine": "It has no inference: serve the files of engine.export() with transformers, vLLM or SGLang.",
-         "DeepSpeedHybridEngine": "Train with initialize(); inside zeroshard.unsharded(model) each rank may generate.",
-         "PipelineEngine": "It shards over data-parallel ranks: stage 3 splits a model without pipeline stages."}),
+        {"InferenceEngine": "It has no inference: serve the files that engine.export() writes with transformers, vLLM or SGLang.",
+         "DeepSpeedHybridEngine": "Train with initialize(). Inside zeroshard.unsharded(model) each rank may generate.",
+         "PipelineEngine": "It has only data-parallel ranks. Stage 3 shards a model without pipeline stages."}),
     ".accelerator": Row(
         ".accelerator.real_accelerator: *",
-        {"set_accelerator": "torch finds the accelerator; CUDA_VISIBLE_DEVICES hides some."}),
+        {"set_accelerator": "torch finds the accelerator. CUDA_VISIBLE_DEVICES hides devices."}),
     ".accelerator.real_accelerator": Row(
         "._accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported"),
     ".checkpoint": Row(".checkpoint: utils", {
-        "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` reads DeepSpeed's."}),
+        "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` imports DeepSpeed's."}),
     ".checkpoint.utils": Row("._functions: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
     ".checkpointing": Row(".runtime.activation_checkpointing.checkpointing: * __getattr__"),
     ".comm": Row(".comm.comm: * __getattr__ .comm: comm"),
@@ -99,7 +101,7 @@ _ROWS = {
     ".monitor.config": Row(instead={"DeepSpeedMonitorConfig get_monitor_config": _MONITORS}),
     ".monitor.monitor": Row(refused={"Monitor MonitorMaster": _MONITORS}),
     ".moe.layer": Row(
-        refused={"MoE": "Experts of transformers' models (Mixtral and its kin) are sharded as all parameters are."}),
+        refused={"MoE": "The experts of transformers' models, such as Mixtral, are sharded like other parameters."}),
     ".moe.utils": Row("._functions: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"),
     ".ops": Row(
         ".ops: adagrad adam aio lamb lion op_builder", {"transformer": "zeroshard has no compiled kernels."},
@@ -110,7 +112,7 @@ _ROWS = {
     ".ops.adam.cpu_adam": Row("._optimizers: DeepSpeedCPUAdam"),
     ".ops.adam.fused_adam": Row("._optimizers: FusedAdam"),
     ".ops.aio": Row(".ops.op_builder: AsyncIOBuilder"),
-    ".ops.lamb": Row(refused={"FusedLamb": "Its trust ratio needs whole layers: use AdamW, Lion or Muon."}),
+    ".ops.lamb": Row(refused={"FusedLamb": "Its trust ratio needs whole layers. Use AdamW, Lion or Muon."}),
     ".ops.lion": Row(".ops.lion.cpu_lion: * .ops.lion.fused_lion: *"),
     ".ops.lion.cpu_lion": Row("._optimizers: DeepSpeedCPULion"),
     ".ops.lion.fused_lion": Row("._optimizers: FusedLion"),
@@ -144,7 +146,7 @@ _ROWS = {
     ".runtime.fp16.fused_optimizer": Row("zeroshard.engine.engine_optimizer: FP16_Optimizer=EngineOptimizer"),
     ".runtime.fp16.loss_scaler": Row(
         "zeroshard: DynamicLossScaler LossScaler=StaticLossScaler ._functions: LossScalerBase",
-        {"CreateLossScaler": "The config's fp16 block makes one; engine.loss_scaler is it."},
+        {"CreateLossScaler": "The config's fp16 block creates one, engine.loss_scaler."},
         values={"INITIAL_LOSS_SCALE": "init_scale", "MIN_LOSS_SCALE": "min_scale", "SCALE_WINDOW": "scale_window",
                 "DELAYED_SHIFT": "delayed_shift", "CONSECUTIVE_HYSTERESIS": "consecutive_hysteresis"}),
     ".runtime.lr_schedules": Row(
@@ -154,15 +156,15 @@ _ROWS = {
     ".runtime.pipe": Row(".runtime.pipe.module: * .runtime.pipe.topology: ProcessTopology"),
     ".runtime.pipe.module": Row(refused={
         "LayerSpec PipelineModule TiedLayerSpec":
-            "There is no pipeline parallelism: give initialize() the whole model, with stage 3 where it is large."}),
+            "There is no pipeline parallelism. Pass the whole model to initialize(), with stage 3 if it is large."}),
     ".runtime.pipe.topology": Row(refused={
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology":
-            "There is no pipeline parallelism: all ranks are data-parallel."}),
+            "There is no pipeline parallelism. All ranks are data-parallel."}),
     ".runtime.sequence_parallel": Row(".runtime.sequence_parallel: ulysses_sp"),
     ".runtime.sequence_parallel.ulysses_sp": Row(
         "._ranks: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
         {"SequenceTiledCompute TiledMLP": "zeroshard.sequence.tile(model, '*.mlp') runs modules in tiles.",
-         "TiledFusedLogitsLoss": "zeroshard.sequence.head_loss makes no whole logits."}),
+         "TiledFusedLogitsLoss": "zeroshard.sequence.head_loss computes a loss without whole logits."}),
     ".runtime.utils": Row(
         "torch.nn.utils: clip_grad_norm_ .accelerator: get_accelerator ._accelerator: empty_cache see_memory_usage "
         "._functions: move_to_device"),
@@ -171,7 +173,7 @@ _ROWS = {
         "ZeroParamStatus ZeroParamType register_external_parameter unregister_external_parameter .runtime.zero.stage3: "
         "unwrap_model_for_generation",
         {"MiCS_Init": _MICS},
-        {"TiledLinear TiledLinearReturnBias": "Cut a large Linear into several: each is a module of its own."}),
+        {"TiledLinear TiledLinearReturnBias": "Split a large Linear into several modules."}),
     ".runtime.zero.config": Row(
         "._config: ZeroStageEnum .runtime.zero.leaf_module_config: DeepSpeedZeroLeafModuleConfig "
         ".runtime.zero.offload_config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
@@ -190,7 +192,7 @@ _ROWS = {
         "torch: _orig_torch_arange=arange _orig_torch_empty=empty _orig_torch_zeros=zeros _orig_torch_ones=ones "
         "_orig_torch_full=full",
         {"shutdown_init_context restore_init_context":
-            "Leave the `with zero.Init()` block before you build what is not to be sharded."}),
+            "Build modules that must not be sharded outside the `with zero.Init()` block."}),
     ".runtime.zero.stage3": Row(
         "._functions: unwrap_model_for_generation ._accelerator: model_to_params estimate_zero3_model_states_mem_needs "
         "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
@@ -205,14 +207,14 @@ _ROWS = {
         "torch.distributed: is_initialized .runtime.dataloader: RepeatingLoader .utils: groups logging "
         ".utils.init_on_device: OnDevice .utils.logging: log_dist log_dist_once logger set_log_level_from_string "
         ".utils.tensor_fragment: * .utils.z3_leaf_module: *",
-        {"instrument_w_nvtx": "torch.profiler sees everything."}),
+        {"instrument_w_nvtx": "Use torch.profiler."}),
     ".utils.comms_logging": Row(instead={
         "CommsLogger calc_bw_log convert_size get_caller_func":
             'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'}),
     ".utils.groups": Row(
         f"._ranks: sequence_groups {_GROUPS}", {
         "_get_expert_parallel_group _get_expert_data_parallel_group get_tensor_model_parallel_group initialize":
-            "All ranks are data-parallel: there are no groups of experts, tensors or pipeline stages."}),
+            "All ranks are data-parallel. There are no groups of experts, tensors or pipeline stages."}),
     ".utils.init_on_device": Row("._functions: OnDevice"),
     ".utils.logging": Row("._functions: log_dist log_dist_once logger print_dist set_log_level_from_string"),
     ".utils.tensor_fragment": Row(
@@ -225,7 +227,7 @@ _ROWS = {
         "._config: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
         "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules with_leaf_modules z3_leaf_module z3_leaf_parameter"),
     ".utils.zero_to_fp32": Row(instead={
-        "get_model_state_file get_optim_files": "Checkpoints here have one format: get_fp32_state_dict_from_zero_checkpoint and "
+        "get_model_state_file get_optim_files": "zeroshard has one format. get_fp32_state_dict_from_zero_checkpoint and "
         "`zeroshard consolidate` read them."}),
     ".zero": Row(".runtime.zero: * __getattr__"),
 }

@@ -1,4 +1,4 @@
-"""torch's and zeroshard's optimizers with DeepSpeed's arguments, for states in any place."""
+"""Optimizers of torch and zeroshard with DeepSpeed's names and arguments, for states in any place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KERNELS = ("foreach", "fused", "decoupled_weight_decay")
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam whose weight decay is apart from the gradient (AdamW), unless `adam_w_mode` is false (L2); 0 by default."""
+    """AdamW, or Adam with L2 regularisation if `adam_w_mode` is false. The weight decay is 0 by default."""
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
@@ -24,7 +24,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """Adam whose weight decay is apart from the gradient (AdamW), unless `adamw_mode` is false (L2); 0 by default."""
+    """AdamW, or Adam with L2 regularisation if `adamw_mode` is false. The weight decay is 0 by default."""
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,
@@ -33,20 +33,20 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
     ) -> None:  # fmt: skip
         _check_adam(type(self).__name__, bias_correction, amsgrad)
         _check_states("DeepSpeedCPUAdam", fp32_optimizer_states)
-        # Groups of another Adam (accelerate hands them over) name their own kernel, and their own kind of decay.
+        # The groups of another Adam, which accelerate passes, have options for their kernel and kind of decay.
         groups = [_without_kernels(one) if isinstance(one, dict) else one for one in model_params]
         super().__init__(groups, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adamw_mode))
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad; weight decay is added to the gradient."""
+    """Adagrad, which adds the weight decay to the gradient."""
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         amsgrad: bool = False, fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
         if amsgrad or not fp32_optimizer_states:
-            raise UsageError("DeepSpeedCPUAdagrad has neither amsgrad nor states in 16 bits: leave both arguments out.")
+            raise UsageError("DeepSpeedCPUAdagrad has neither amsgrad nor 16-bit states: leave both arguments out.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -73,9 +73,11 @@ class DeepSpeedCPULion(Lion):
 
 def _check_adam(name: str, bias_correction: bool, amsgrad: bool) -> None:
     if amsgrad:
-        raise UsageError(f"{name} has no amsgrad, as DeepSpeed's: use torch.optim.AdamW(amsgrad=True).")
+        raise UsageError(f"{name} has no amsgrad, like DeepSpeed's class: use torch.optim.AdamW(amsgrad=True).")
     if not bias_correction:
-        raise UsageError(f"{name}(bias_correction=False) is not offered: torch's Adam always corrects. Leave it out.")
+        raise UsageError(
+            f"{name}(bias_correction=False) is not offered: torch's Adam always corrects the bias. Leave it out."
+        )
 
 
 def _check_states(name: str, fp32: bool) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of sharded models: `zero.Init`, `GatheredParameters`, their attributes, and their states by parameter."""
+"""Parameters of sharded models: `zero.Init`, `GatheredParameters`, and the attributes and states of parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class DeepSpeedParameter:
-    """The `ds_` attributes of parameters, for as long as their model is sharded at stage 3."""
+    """The `ds_` attributes of parameters while their model is sharded at stage 3."""
 
     @property
     def ds_id(self) -> int:
@@ -59,7 +59,7 @@ class DeepSpeedParameter:
 
     @property
     def ds_tensor(self) -> Tensor:
-        """A copy of this rank's part."""
+        """A copy of this rank's part of the parameter, 1-D."""
         part = _states(self).flat()
         return torch.empty(0) if part is None else part
 
@@ -88,7 +88,7 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any = None, target_device: Any = None) -> Any:
-    """Return the constructor itself: torch's functions are not wrapped."""
+    """Return `fn` itself, since zeroshard does not wrap torch's functions."""
     return fn
 
 
@@ -98,7 +98,7 @@ _BORN: Any = {"attributes": DeepSpeedParameter, "detached_stay_cut": True}
 
 
 class Init:
-    """The context `zeroshard.sharded_init` with rank 0's values; with `module`, a call of `zeroshard.cut`."""
+    """The context `zeroshard.sharded_init` with rank 0's values. With `module` it calls `zeroshard.cut` instead."""
 
     def __init__(
         self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
@@ -109,11 +109,10 @@ class Init:
     ) -> None:  # fmt: skip
         if zero_param_parallel_group is not None:
             raise UsageError(
-                "zero.Init(zero_param_parallel_group=...): zero_hpz_partition_size names the ranks of a host. Leave it out."
+                "zero.Init(zero_param_parallel_group=...) is not offered. Set zero_hpz_partition_size in the config instead."
             )
         said = config_dict_or_path if config_dict_or_path is not None else config
-        # Tensor parallelism divides whole parameters, so do not shard here: `tp_model_init` or `initialize` divides
-        # them later.
+        # Do not shard for tensor parallelism: `tp_model_init` or `initialize` later divides whole parameters.
         self.enabled = enabled and (said is None or tensor_parallel_ranks(said) == 1)
         birth = load_birth(said) if said is not None else Birth()
         self.dtype = dtype if dtype is not None else birth.dtype
@@ -149,7 +148,7 @@ class Init:
 
 
 class GatheredParameters:
-    """The context `zeroshard.unsharded`. Without a modifier rank changes are undone; with one they count at every stage."""
+    """The context `zeroshard.unsharded`, which keeps changes only if there is a modifier rank."""
 
     def __init__(
         self, params: Tensor | Iterable[Any], modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
@@ -179,11 +178,15 @@ _external: WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = WeakKeyDictionary
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Unshard the parameter, from now on, while the module's forward runs, and its backward if that needs it."""
+    """Unshard a parameter during each forward of a module, and in its backward if that needs the parameter."""
     if not isinstance(module, nn.Module):
-        raise RuntimeError(f"register_external_parameter takes a module first, not {type(module).__name__}.")
+        raise RuntimeError(
+            f"register_external_parameter needs a module as its first argument, not {type(module).__name__}. Pass one."
+        )
     if not isinstance(parameter, nn.Parameter):
-        raise RuntimeError(f"register_external_parameter takes a parameter second, not {type(parameter).__name__}.")
+        raise RuntimeError(
+            f"register_external_parameter needs a parameter as its second argument, not {type(parameter).__name__}. Pass one."
+        )
     known = _external.setdefault(module, WeakIdKeyDictionary())
     if parameter not in known:
         known[parameter] = zeroshard.borrow(module, parameter)
@@ -192,20 +195,20 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     borrowed = _external.get(module, WeakIdKeyDictionary()).pop(parameter, None)
     if borrowed is None:
-        raise RuntimeError(f"this parameter was not registered with {type(module).__name__}.")
+        raise RuntimeError(f"this parameter is not registered with {type(module).__name__}. Register it first.")
     borrowed.remove()
 
 
-# ---------------------------------------------------------------------- model states by parameter, under every stage
+# ---------------------------------------------------------------------- model states by parameter, at every stage
 
-# `full` is the whole of a state, on every rank; `local` this rank's elements, 1-D. Both are copies.
+# `full` means a whole state, on every rank, and `local` this rank's elements, 1-D. Both are copies.
 
 _PARAMETERS = "parameters"
 _GRADIENTS = "gradients"
 
 
 def _trained(param: Tensor) -> zeroshard.ParameterStates | None:
-    """Return the parameter's states; None if no engine trains it."""
+    """Return the states of a parameter, or None if no engine trains it."""
     try:
         states = zeroshard.parameter_states(param)
     except UsageError:
@@ -228,9 +231,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole mean gradient, on every rank; outside of an engine, its `grad`.
+    """Return a parameter's whole mean gradient on every rank, or its `grad` outside an engine.
 
-    If a step's microbatches are not reduced yet, as inside `no_sync`, it is this rank's sum.
+    Before the gradients are reduced, as inside `no_sync`, it is this rank's sum over microbatches.
     """
     states = _trained(param)
     if states is None:
@@ -264,12 +267,12 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return a copy of this rank's elements of a parameter's gradient, 1-D. Every rank must call it."""
-    zeroshard.parameter_states(param).get(_GRADIENTS)  # what is on its way arrives
+    zeroshard.parameter_states(param).get(_GRADIENTS)  # wait for gradients in flight
     return _local(param, _GRADIENTS)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a copy of this rank's elements of a state of the optimizer, 1-D."""
+    """Return a copy of this rank's elements of an optimizer state, 1-D."""
     return _local(param, optim_state_key)
 
 

@@ -1,6 +1,6 @@
-"""The groups of ranks: torch.distributed under DeepSpeed's names, and neighbours that hold sequences together.
+"""Groups of ranks: torch.distributed under DeepSpeed's names, and groups of neighbours that share sequences.
 
-accelerate uses the latter for `ParallelismConfig(sp_backend="deepspeed")`.
+accelerate uses such groups for `ParallelismConfig(sp_backend="deepspeed")`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def init_distributed(
     timeout: timedelta | None = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
     rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Join the ranks of a launcher, unless they are joined already. A process without a launcher becomes a group of one."""
+    """Join the ranks of a launcher, unless they are already joined. Without a launcher, the group has one rank."""
     _init_distributed(
         dist_backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size, required=dist_init_required
     )  # fmt: skip
@@ -39,7 +39,7 @@ def init_distributed(
 
 
 def configure(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: the config's `comms_logger` decides what is logged."""
+    """Do nothing, since the config's `comms_logger` configures logs."""
 
 
 def get_world_group() -> Any:
@@ -65,13 +65,13 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 sequence_groups: list[Any] = []
-"""The groups that `UlyssesSPAttentionHF.register_with_transformers` made, if any: accelerate reads them here."""
+"""The groups of `UlyssesSPAttentionHF.register_with_transformers`, if any. accelerate reads them here."""
 
 
 def _get_sequence_parallel_group() -> Any:
     if not sequence_groups:
         raise UsageError(
-            'no rank holds a part of a sequence: set ParallelismConfig(sp_size=...), sp_backend="deepspeed".'
+            'there are no groups of sequence-parallel ranks: set ParallelismConfig(sp_size=..., sp_backend="deepspeed").'
         )
     return sequence_groups[0].get_sequence_parallel_group()
 
@@ -96,7 +96,7 @@ def _get_model_parallel_rank() -> int:
 
 
 class SequenceGroups:
-    """The groups of neighbouring ranks that each hold sequences together. accelerate uses it as an `mpu`."""
+    """Groups of neighbouring ranks, each of which shares sequences. accelerate uses this object as an `mpu`."""
 
     def __init__(self, size: int) -> None:
         world = dist.get_world_size()
@@ -119,28 +119,28 @@ class SequenceGroups:
         return self.sequences.rank
 
     def get_data_parallel_group(self) -> Any:
-        """Return all ranks: gradients are averaged over those of a sequence too."""
+        """Return all ranks, since gradients are averaged over the ranks of a sequence too."""
         return dist.group.WORLD
 
     def get_model_parallel_world_size(self) -> int:
-        """Return 1: each rank has the whole model."""
+        """Return 1, since each rank has the whole model."""
         return 1
 
 
 class UlyssesSPAttentionHF:
-    """The attention whose heads are exchanged for positions. It has no instances; see `register_with_transformers`."""
+    """The attention that exchanges heads for positions. Use `register_with_transformers`: it has no instances."""
 
     @classmethod
     def register_with_transformers(
         cls, model_name_or_path: Any, core_attn_implementation: str | None = None, sequence_parallel_size: int = 1,
         *_: Any, **__: Any,
     ) -> SequenceGroups | None:  # fmt: skip
-        """Attach a model. A forward recognises a cut batch by its shapes, so the arguments after the third have no effect."""
+        """Attach a model to `Sequences`, and return its groups. Arguments after the third have no effect."""
         if sequence_parallel_size == 1:
             return None
         if not isinstance(model_name_or_path, nn.Module):
             raise UsageError(
-                "register_with_transformers(model_name_or_path=...): give the model itself, and not its name."
+                "register_with_transformers(model_name_or_path=...) needs the model itself, not its name. Pass the model."
             )
         model: Any = model_name_or_path
         if core_attn_implementation not in (None, model.config._attn_implementation):
@@ -152,7 +152,7 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader that cuts each rank's batch, in turn, over all ranks of a sequence: one step for each rank's batch."""
+    """A loader that cuts each rank's batch, in turn, over all ranks of a sequence."""
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         self.dl = dl
@@ -166,9 +166,9 @@ class UlyssesSPDataLoaderAdapter:
         for batch in self._sequences.cut(self.dl, in_turn=True):
             if "shift_labels" not in batch:
                 raise UsageError(
-                    f"a batch without labels ({', '.join(sorted(batch))}) cannot be cut over ranks here: the loss that its "
-                    "trainer computes (DPO, KTO) needs whole sequences. Train without sp_size; or in a loop of "
-                    "your own, with Sequences.log_probabilities and Sequences.sum."
+                    f"a batch without labels ({', '.join(sorted(batch))}) cannot be cut over ranks here, since its trainer's "
+                    "loss (DPO, KTO) needs whole sequences. Train without sp_size, or use Sequences.log_probabilities "
+                    "and Sequences.sum in your own loop."
                 )
             yield {name: value.to(self._device) if torch.is_tensor(value) else value for name, value in batch.items()}
 

@@ -1,4 +1,4 @@
-"""Whole models out of checkpoints, zeroshard's or DeepSpeed's. Also a script, with DeepSpeed's arguments."""
+"""Read whole models from checkpoints of zeroshard or DeepSpeed. It is also a script, with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Folder = str | os.PathLike[str]
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The whole model, for `model.load_state_dict`, in fp32 on the CPU (also with `lazy_mode`)."""
+    """Return the whole model for `model.load_state_dict`, in fp32 on the CPU, even with `lazy_mode`."""
     return consolidated.state_dict_of(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
 
 
@@ -32,7 +32,7 @@ def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: Folder, output_dir: Folder, dtype: torch.dtype | str = torch.float32, max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write it to a folder: with torch.save, or as safetensors."""
+    """Write the whole model of a checkpoint to a folder, with torch.save or as safetensors."""
     wanted: Any = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     limit = float("inf") if max_shard_size is None else nbytes_of(str(max_shard_size))
     with consolidated.open_any(checkpoint_dir, tag) as reader:
@@ -59,11 +59,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint_dir", help="the folder of checkpoints")
     parser.add_argument("output_dir", help="the folder to write to")
-    parser.add_argument("--max_shard_size", default="5GB", help="a larger model is spread over files of this size")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="the maximum size of a file; a larger model has several"
+    )
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: what `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
-    parser.add_argument("-d", "--debug", action="store_true", help="(says nothing more)")
+    parser.add_argument("-t", "--tag", default=None, help="the checkpoint's tag; default: the tag in `latest`")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="(has no effect)")
     arguments = vars(parser.parse_args())
     del arguments["debug"]
     convert_zero_checkpoint_to_fp32_state_dict(**arguments)

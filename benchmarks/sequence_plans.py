@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,9 @@ def planned(size: str, tokens: int, devices: int) -> zeroshard.Plan:
 
 def row(size: str, length: str, devices: int) -> str:
     """Plan one training run, and return its row."""
-    began = time.process_time()
     made = planned(size, LENGTHS[length], devices)
-    took = time.process_time() - began
     host = made.figures.host_peak.nbytes / 1e9
-    return f"| {size} | {length} | {devices} | {made.peak_nbytes / 1e9:.1f} | {host:.1f} | {took:.0f} |"
+    return f"| {size} | {length} | {devices} | {made.peak_nbytes / 1e9:.1f} | {host:.1f} |"
 
 
 def reach(size: str, devices: int) -> str:

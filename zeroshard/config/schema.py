@@ -164,7 +164,7 @@ class CommsLoggerBlock(Block):
 
 
 class ActivationCheckpointingBlock(Block):
-    """`activation_checkpointing`: options of checkpoints, whose activations the backward recomputes.
+    """`activation_checkpointing`: recomputation of activations in the backward, and storage of its inputs.
 
     The options apply to the modules that `checkpoint_units` names. They also apply to
     `zeroshard.checkpointing.checkpoint` after `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own

@@ -12,7 +12,10 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 # A table: one row for each key.
 # fmt: off
 class OffloadParamBlock(Block):
-    """`offload_param`: where parameters are stored between uses: shards at stage 3, whole parameters below."""
+    """`offload_param`: where parameters are stored while they are not in use.
+
+    At stage 3, their shards are stored there. At lower stages, whole parameters are stored there between steps.
+    """
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
         "`cpu` stores parameters in CPU memory, and `nvme` (stage 3 only) on disk. If the model computes on the CPU, `cpu` "

@@ -52,7 +52,7 @@ class LossScaler(ABC):
 @final
 @dataclass
 class StaticLossScaler(LossScaler):
-    """A loss scaler with a constant scale. 1.0 does not scale."""
+    """A loss scaler with a constant scale. 1.0 means no scaling."""
 
     scale: float = 1.0
 

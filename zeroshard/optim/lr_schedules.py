@@ -1,7 +1,7 @@
 """Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's schedules.
 
-A schedule counts optimizer steps from i = -1. Its constructor sets the rate for i = -1, and call n of `step()` sets the
-rate for i = n - 1. The formulas are those of DeepSpeed 0.19.
+A schedule counts optimizer steps from i = -1. Its constructor sets the rate for i = -1, and the n-th call of `step()` sets
+the rate for i = n - 1. The formulas are those of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class OneCycle(LRSchedule):
     """A cycle from `cycle_min_lr` to `cycle_max_lr` and back, followed by a decay (Smith, arXiv:1803.09820).
 
     The cycle has `cycle_first_step_size + cycle_second_step_size` steps. Afterwards the lr is the minimum, divided by
-    1 + decay_lr_rate * n / decay_step_size in step n.
+    1 + decay_lr_rate * n / decay_step_size in step n after the cycle.
 
     Args:
         cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 is a ramp.

@@ -59,7 +59,7 @@ class Partition:
 
 
 KEPT_COUNT = 2
-"""The number of inputs that stay on the device while they are copied. Before more, the computation waits."""
+"""The number of inputs that stay on the device during their copies. Further inputs wait for the oldest copy."""
 
 
 class HostCopies:

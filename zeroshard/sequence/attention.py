@@ -216,7 +216,7 @@ class CutAttention:
 
 
 def _cannot(module: nn.Module, why: str) -> UsageError:
-    """Make the error about a module that would give wrong results on slices of sequences."""
+    """Return the error about a module that would give wrong results on slices of sequences."""
     return UsageError(
         f"{type(module).__name__} {why}: its sequences cannot be cut over ranks. Train it without Sequences."
     )
@@ -250,8 +250,8 @@ def _within_documents(mask_function: Callable[..., Any], positions: Tensor, docu
     """Return a mask function over positions within a document, which masks all other documents.
 
     Args:
-        mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query sees
-            the key.
+        mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query
+            attends to the key.
         positions: [rows, positions], counted within each document, so that windows and chunks restart with it.
         documents: [rows, positions], the number of each position's document.
     """

@@ -74,14 +74,15 @@ def head_loss(
     group: dist.ProcessGroup | DeviceMesh | None = None, tokens: Tensor | int | None = None, ignore_index: int = IGNORED,
     transform: Transform = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the mean cross-entropy over the tokens of all ranks, without whole logits. Every rank of the group must
-    call it.
+    """Compute the mean cross-entropy over the tokens of all ranks, without whole logits.
+
+    Every rank of the group must call it.
 
     Args:
         hidden, weight, labels, bias, tiles, ignore_index, transform: as for `head_log_probabilities`.
         group: the ranks over which gradients are averaged, as passed to `shard`; default: all ranks.
-        tokens: the number of labels that count, over all ranks and microbatches of the step; default: those of this
-            call.
+        tokens: the number of labels that count, over all ranks and microbatches of the step; default: the labels
+            of this call.
 
     Returns:
         The mean in nats, [], fp32, the same on every rank. `token_mean` describes its gradient.

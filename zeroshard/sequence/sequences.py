@@ -29,7 +29,7 @@ from zeroshard.sequence.loss import Sum, Transform, head_log_probabilities, toke
 
 
 class Sequences:
-    """Sequences of which each rank of a group holds a slice (Ulysses sequence parallelism, arXiv:2309.14509).
+    """The sequences of which each rank of a group holds a slice (Ulysses sequence parallelism, arXiv:2309.14509).
 
     Of P ranks, rank r holds positions r S/P to (r+1) S/P of each sequence of S positions. All layers except attention
     work on this slice. For attention, the ranks exchange positions for heads. `shard` still shards model states over

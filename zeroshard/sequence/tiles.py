@@ -34,10 +34,11 @@ _CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 
 
 def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) -> Tiles:
-    """Run modules of a model on at most `tokens` positions at a time, until the returned object's `remove`.
+    """Run modules of a model on at most `tokens` positions at a time.
 
-    Each parameter gets its gradient once, summed over tiles (16-bit gradients in fp32). A sharded unit is gathered
-    once. Inputs of at most `tokens` positions run as before. Call it before or after `shard`.
+    `remove` of the returned object ends the tiling. Each parameter gets its gradient once, summed over tiles (16-bit
+    gradients in fp32). A sharded unit is gathered once. Inputs of at most `tokens` positions run as before. Call it
+    before or after `shard`.
 
     Args:
         model: the model. The `forward` of its modules is wrapped, on the modules themselves.
@@ -45,7 +46,7 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
         tokens: the maximum number of positions in a tile. Positions are the second dimension of a module's argument.
 
     Raises:
-        UsageError: no module has such a name, or a module combines positions. The latter may be raised by a forward.
+        UsageError: no module has such a name, or a module combines positions, which its first forward may detect.
     """
     if tokens < 1:
         raise UsageError(

@@ -260,9 +260,10 @@ def checkpoints(rank: int, asynchronous: bool = False) -> None:
             one.step(2)
             saved = torch.zeros(0) if stage == 3 else _values(one)
             one.sharded.save(folder, "x", asynchronous=asynchronous)
+            if stage == 3:
+                one.sharded.checkpoints.wait()  # no later step makes the copies arrive
             one.step(2)
-            if asynchronous:
-                one.sharded.checkpoints.wait()
+            one.sharded.checkpoints.wait()
             other.sharded.load(folder, "x")
             assert stage == 3 or torch.equal(_values(other), saved), "the parameters are not those that were loaded"
         other.step_number, other.losses = 2, one.losses[:4]

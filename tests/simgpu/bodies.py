@@ -163,7 +163,7 @@ def cpu_memory(rank: int) -> None:
 
 def cpu_memory_in_16_bits(rank: int) -> None:
     """Uploads are cast; the bits are those of the disk."""
-    for stage, parameters in ((2, None), (3, None), (3, Place.CPU)):
+    for stage, parameters in ((1, None), (2, None), (3, None), (3, Place.CPU)):
         results = []
         for place in (Place.CPU, Place.DISK):
             with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,9 @@ def cpu_memory_in_16_bits(rank: int) -> None:
 
 def disk(rank: int) -> None:
     """States rest on disk."""
-    for stage, optimizer, parameters in ((2, Place.DISK, None), (3, Place.DISK, Place.DISK), (3, None, Place.DISK)):
+    for stage, optimizer, parameters in (
+        (1, Place.DISK, None), (2, Place.DISK, None), (3, Place.DISK, Place.DISK), (3, None, Place.DISK),
+    ):  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             on_both(offloaded(stage, folder, optimizer, parameters, buffer_numel=40_000))
 

@@ -20,7 +20,7 @@ from zeroshard.checkpoint import manifest
 from zeroshard.cli import checkpoints, doctor, plan, run
 from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives
-from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch

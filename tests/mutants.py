@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("schedule", "gradients", "parameters", "step", "collectives", "storage", "layout")
 SETUP_ROOMS = ("layout",)
 """Rooms that work before the first step, and never in one."""
-LEFT_OUT = ("collectives/report.py", "collectives/watch.py")
+LEFT_OUT = ("collectives/watch.py",)
 """Files that tell people what goes on: a mutated sentence is no fault of the core."""
 FIRST = (
     "tests/test_equality.py", "tests/test_unusual_models.py", "tests/test_offload.py",
@@ -56,7 +56,7 @@ EQUIVALENT = {
     "collectives/base.py off by one in range, out.numel(): range(0, out.numel(), step)": "one more turn, over no element",
     "storage/disk.py flip += to -=: self.version += 1": "versions are compared for equality, and nothing else counts a disk's",
     "gradients/gradient_bucket.py skip assignment: self._lent = None": "a second wait for the same release ends at once",
-    "collectives/over_hosts.py drop wait: self._far.wait_released(memory)":
+    "collectives/composed.py drop wait: self._far.wait_released(memory)":
         "across hosts nothing is lent after its gather was waited for, and blocks are settled before they are written",
 }  # fmt: skip
 """By a site's name without its line, the reason why nobody can observe its mutant. The script never picks these."""

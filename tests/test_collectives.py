@@ -28,8 +28,7 @@ from zeroshard.collectives.base import CHUNK_NUMEL, Alone, Collectives, sum_into
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Neighbours
-from zeroshard.collectives.report import Told, describe_failure, spell
-from zeroshard.collectives.watch import NOTICE_VARIABLE
+from zeroshard.collectives.watch import NOTICE_VARIABLE, Told, describe_failure, spell
 from zeroshard.testing import train
 
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ from unusual import UNUSUAL, unusual
 
 from zeroshard import Place, Policy, Sharded, Wire
 from zeroshard.collectives import meeting
-from zeroshard.collectives.over_hosts import OverHosts
+from zeroshard.collectives.composed import OverHosts
 from zeroshard.testing import Workload, train
 
 PRECISION = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

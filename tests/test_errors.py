@@ -28,9 +28,8 @@ import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
-from zeroshard.collectives.report import Told
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing
-from zeroshard.collectives.watch import Watch
+from zeroshard.collectives.watch import Told, Watch
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 

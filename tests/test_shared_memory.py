@@ -35,9 +35,9 @@ from zeroshard import CollectiveError, Policy, UsageError
 from zeroshard.collectives import meeting, watch
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.testing import RankError, run_ranks, train, whole_parameters
 

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from zeroshard import Place, Policy
 from zeroshard.collectives.base import Collectives, sum_into
-from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.composed import OverHosts, TwoLevel
+from zeroshard.collectives.grouped import Grouped, PointToPoint
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
-from zeroshard.collectives.over_hosts import OverHosts
-from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.two_level import TwoLevel
 from zeroshard.collectives.watch import Watch
 from zeroshard.testing import train
 

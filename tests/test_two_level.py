@@ -19,11 +19,10 @@ import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
 from zeroshard.collectives.base import Alone, Done, Work, sum_into
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.composed import ComposedGather, OverHosts, TwoLevel, cut
+from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.over_hosts import ComposedGather, OverHosts
-from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.two_level import TwoLevel, cut
 from zeroshard.collectives.watch import Watch
 from zeroshard.config.load import load_config
 from zeroshard.testing import run_ranks, train

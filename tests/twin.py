@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire
 from zeroshard.collectives.base import Alone, Collectives
-from zeroshard.collectives.point_to_point import PointToPoint
+from zeroshard.collectives.composed import TwoLevel
+from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.two_level import TwoLevel
 from zeroshard.storage import storages
 from zeroshard.testing import Run, Workload, train, whole_parameters
 from zeroshard.testing.parity import buffers_of, same

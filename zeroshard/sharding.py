@@ -39,9 +39,8 @@ from zeroshard.construction.meshes import (
 from zeroshard.emulation import warn_if_emulated
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks
-from zeroshard.layout.bucketing import Group, group_parameters
+from zeroshard.layout.bucketing import Group, group_parameters, refuse_shared_memory
 from zeroshard.layout.model_tree import ModelTree
-from zeroshard.layout.shared_memory import refuse_shared_memory
 from zeroshard.observe.display import Display
 from zeroshard.optim.several import Several
 from zeroshard.optim.states import needs_whole_parameters

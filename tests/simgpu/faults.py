@@ -23,7 +23,7 @@ import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
-    "collectives.native", "collectives.grouped", "collectives.over_hosts", "collectives.two_level", "collectives.quantized",
+    "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
     "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket", "gradients.reductions",
     "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.sub_groups", "step.frames",
@@ -42,7 +42,6 @@ ELSEWHERE = {
     "testing": "no part of a training",
     "planning": "nothing is computed: waits count time",
     "collectives.meeting": "CPU ranks",
-    "collectives.point_to_point": "the host waits for gloo, whose memory is the CPU's",
     "collectives.shared_memory": "CPU ranks",
     "collectives.watch": "a thread that reports",
     "collectives.base": "an error is under way: nothing is computed with what arrives",

@@ -1,10 +1,10 @@
 """The messages between ranks: the only user of torch.distributed at run time.
 
 `PointToPoint` is for gloo: each pair of ranks exchanges exactly the rows that the other one owns, straight from and into the
-bucket's storage, under a tag of its own, so two ranks that diverge never mistake one transfer for another. `Native` is for
-backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank. `TwoLevel` composes two of them, inside
-hosts and across.
+bucket's storage. Each transfer has its own tag, so two ranks that diverge never mistake one for another. `SharedMemory` is for
+CPU ranks of one host. `Native` is for backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank.
+`composed` makes transports of two others, inside hosts and across.
 
-On CPUs all of them sum over ranks in rank order (with hosts: inside each, then over hosts) and divide by the world size after, so
-a result does not depend on the policy. `Native` leaves the order of a sum to its backend.
+On CPUs all of them sum over ranks in rank order (with `within`: inside each host, then over hosts) and divide by the world size
+after, so a result does not depend on the policy. `Native` leaves the order of a sum to its backend.
 """

@@ -291,13 +291,14 @@ CHUNK_NUMEL = 1 << 16
 
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
     """Compute out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
+    first = contributions[0]
     if len(contributions) == 1 and divisor == 1.0:
         if accumulate:
-            out.add_(contributions[0])
-        elif not _is_same(out, contributions[0]):
-            out.copy_(contributions[0])
+            out.add_(first)
+        elif out.data_ptr() != first.data_ptr() or out.dtype != first.dtype or out.stride() != first.stride():
+            out.copy_(first)  # otherwise it is `out` itself
         return
-    dtype = torch.promote_types(contributions[0].dtype, torch.float32)
+    dtype = torch.promote_types(first.dtype, torch.float32)
     step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
     for low in range(0, out.numel(), step):
         high = min(low + step, out.numel())
@@ -335,10 +336,6 @@ class SummedRows(Reduction):
     def wait_released(self) -> None:
         for work in self._works:
             work.wait_released()
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.stride() == other.stride()
 
 
 class Alone(Collectives):

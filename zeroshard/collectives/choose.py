@@ -1,23 +1,22 @@
-"""Owns the choice of the class for a process group and a device."""
+"""Owns the choice of the transport for a process group and a device."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from contextlib import nullcontext, suppress
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.collectives.base import Alone, Collectives
-from zeroshard.collectives.grouped import Grouped
+from zeroshard.collectives.composed import OneHost, OverHosts, TwoLevel, Within, cut
+from zeroshard.collectives.grouped import Grouped, PointToPoint
 from zeroshard.collectives.meeting import TURNED_OFF, NotShared
 from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
-from zeroshard.collectives.over_hosts import OverHosts
-from zeroshard.collectives.point_to_point import PointToPoint
 from zeroshard.collectives.quantized import BITS
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.two_level import OneHost, TwoLevel, Within, cut
 from zeroshard.collectives.watch import Watch, notice_seconds
 from zeroshard.launch import mark_use
 from zeroshard.policy import EXACT, Wire
@@ -69,7 +68,7 @@ def create_collectives(
     except BaseException:
         watch.close()
         raise
-    collectives.owns_watch()
+    collectives.end_watch = weakref.finalize(collectives, watch.close)
     return collectives
 
 
@@ -86,12 +85,9 @@ def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool
                     "the ranks of this host do not share memory, and communicate over gloo, which is slower: %s",
                     why_not,
                 )
-        if _are_alike(hosts, len(members.ranks)):
+        size = len(hosts[0]) if hosts else 1
+        ranks = range(len(members.ranks))
+        # Hosts of one size, whose ranks follow one another.
+        if size > 1 and hosts == [list(ranks[start : start + size]) for start in ranks[::size]]:
             return OverHosts(members, device, watch, hosts, _best)
     return PointToPoint(members, device, watch)
-
-
-def _are_alike(hosts: list[list[int]], ranks: int) -> bool:
-    """Return whether hosts have the same number of ranks, more than one, with consecutive members."""
-    size = len(hosts[0]) if hosts else 1
-    return size > 1 and hosts == [list(range(start, start + size)) for start in range(0, ranks, size)]

@@ -1,34 +1,36 @@
-"""Owns the parts that multi-rank classes share: an engine (a process group of our own), works in flight, and guarded waits."""
+"""The parts that transports of several ranks share (guarded waits, works in flight), and the plainest of them, over gloo."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
-from zeroshard.collectives.base import Collectives, Work, nothing
+from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.report import describe_failure
-from zeroshard.collectives.waits import Pairing
-from zeroshard.collectives.watch import Watch
+from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing, code_of
+from zeroshard.collectives.watch import Watch, describe_failure
 from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
 
 T = TypeVar("T")
 
 TRANSFER_TAG = (1 << 30) + 1
 """Transfers from one rank to another keep their order, so one tag does for all; no bucket has this number."""
+CLOSED = "these collectives were closed by remove(), so nothing can be sent. Shard the model again."
 _PROBE = timedelta(milliseconds=1)
-_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
+_CLOSED_CONNECTION = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 Posted = tuple[dist.Work, int | None]
-"""One work of the engine's, and the member at its other end where there is one."""
+"""One work of the backend's, and the member at its other end where there is one."""
 
 
 class Grouped(Collectives):
@@ -44,22 +46,24 @@ class Grouped(Collectives):
         super().__init__()
         self.members = members
         self.watch = watch
-        self._device = device
+        self.device = device
         self.rank = members.rank
         self.world_size = len(members.ranks)
-        self._end_watch: Callable[[], object] = lambda: None
-        self.warn_others: Callable[[], None] = lambda: None
+        self.end_watch: Callable[[], object] = nothing
+        """Ends the watch, for the transport that owns it."""
+        self.warn_others: Callable[[], None] = nothing
         """Warns the ranks that wait for this one over other connections that a wait failed."""
 
-    def owns_watch(self) -> None:
-        """End the watch when this object ends."""
-        self._end_watch = weakref.finalize(self, self.watch.close)
-
     def close(self) -> None:
-        self._end_watch()
+        self.end_watch()
 
     def operation(self, name: str) -> AbstractContextManager[None]:
         return self.watch.operation(name)
+
+    def control(self) -> Collectives:
+        # Existing connections report a dead rank at once; for new ones there is only the timeout.
+        self.exchange(b"\0", "connections for small messages")
+        return PointToPoint(self.members, torch.device("cpu"), self.watch)
 
     @contextmanager
     def guarded(self, label: str, peer: int | None = None) -> Iterator[None]:
@@ -74,14 +78,8 @@ class Grouped(Collectives):
         finally:
             self.watch.leave()
 
-    def follow(self, label: str) -> None:
-        """Let the watch observe that the device's current stream waits for `label`. A CPU has none."""
-        if self._device.type != "cpu":
-            event = torch.accelerator.current_stream(self._device).record_event()
-            self.watch.follow(label, event.query)
-
     def _made(self, make: Callable[[], T]) -> T:
-        """Make an engine. Every member must call it."""
+        """Make connections. Every member must call it."""
         with self.guarded("the others, to make connections"):
             Watch.forget(self.members.root, self.members.own)
             return make()
@@ -99,8 +97,15 @@ class Grouped(Collectives):
         """
         self.warn_others()
         ranks = self.members.ranks
-        closed = _closed_peers(works) | set(gone)
-        if peer is not None and _says_closed(error) and not gone:
+        closed = set(gone)
+        # A wait that times out closes all connections of gloo's, so the other parts of the operation end at once.
+        for work, other in works:
+            try:
+                work.wait(_PROBE)
+            except RuntimeError as end:
+                if other is not None and _is_closed(end):
+                    closed.add(other)
+        if peer is not None and not gone and _is_closed(error):
             closed.add(peer)
         mine = self.watch.told_of(label)
         others = self.watch.ask(mine, [ranks[one] for one in gone])
@@ -119,57 +124,34 @@ class Grouped(Collectives):
         )
 
 
-def closed() -> UsageError:
-    """Return the error of an operation after `close`."""
-    return UsageError("these collectives were closed by remove(), so nothing can be sent. Shard the model again.")
-
-
-def _says_closed(error: BaseException) -> bool:
-    return any(words in str(error) for words in _CLOSED)
-
-
-def _closed_peers(works: Sequence[Posted]) -> set[int]:
-    """Return the members whose connections are closed.
-
-    A wait that times out closes all connections of gloo's, so the others detect the failure at once.
-    """
-    closed = set()
-    for work, peer in works:
-        try:
-            work.wait(_PROBE)
-        except RuntimeError as error:
-            if peer is not None and _says_closed(error):
-                closed.add(peer)
-    return closed
+def _is_closed(error: BaseException) -> bool:
+    return any(words in str(error) for words in _CLOSED_CONNECTION)
 
 
 @dataclass(eq=False)
 class Transfer(Work):
-    """The works of one operation, None until `begin`. `_land` is called when they are done.
+    """The works of one operation. `_land` is called when they are done.
 
     Attributes:
-        _pairing: where waits can be in vain without a notice.
+        works: None until the operation is launched.
+        _pairing: for connections that do not notice that ranks wait in vain.
     """
 
     _collectives: Grouped
-    _works: Sequence[Posted] | None
+    works: Sequence[Posted] | None
     _kind: str
     _label: str
     _land: Callable[[], None] = nothing
     _pairing: Pairing | None = None
     _failed: CollectiveError | None = None
 
-    def begin(self, works: Sequence[Posted]) -> None:
-        """Record the works of the launched operations."""
-        self._works = works
-
     def wait(self) -> None:
         if self._failed is not None:  # missing data has not arrived since
             raise self._failed
         collectives = self._collectives
-        assert self._works is not None, f"{self._label} was waited for before it was launched"
-        works = self._works
-        self._works = ()
+        assert self.works is not None, f"{self._label} was waited for before it was launched"
+        works = self.works
+        self.works = ()
         pairing = self._pairing
         with collectives.measure(self._kind):
             collectives.watch.enter(self._label, pairing)
@@ -192,3 +174,169 @@ class Transfer(Work):
         land = self._land
         self._land = nothing
         land()
+
+
+class PointToPoint(Grouped):
+    """Pairwise transfers over gloo: each pair of ranks exchanges exactly the rows that the other owns.
+
+    gloo's own reduce-scatter moves twice these bytes. It reads and writes plain memory, so tensors of other devices pass through
+    CPU memory.
+
+    Args:
+        peers: the members to connect with; another object serves the others. Default: all members.
+    """
+
+    def __init__(
+        self, members: Members, device: torch.device, watch: Watch, peers: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(members, device, watch)
+        others = range(self.world_size) if peers is None else peers
+        # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
+        turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self.peers = [peer for peer in turned if peer in others]
+        self._begun: dict[int, int] = {}
+        """By channel, the last tag."""
+        # torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
+        # number would wait for each other under different names, and a subgroup's resources are never freed. The store
+        # counts instead, for these members only, so any ranks may make groups in any order.
+        self._name = members.counted_name("gloo")
+        store = PrefixStore(self._name, members.store)
+        # torch's stubs lack its send, recv and broadcast.
+        self._made_engine: Any = self._made(
+            lambda: dist.ProcessGroupGloo(store, members.rank, len(members.ranks), members.timeout)
+        )
+
+    @property
+    def _engine(self) -> Any:
+        if self._made_engine is None:
+            raise UsageError(CLOSED)
+        return self._made_engine
+
+    def close(self) -> None:
+        self._made_engine = None
+        super().close()
+
+    def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
+        """Return the next tag of an operation on a bucket, which is the same on every rank. `name` is that of a message."""
+        channel = bucket * 3 + kind
+        number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
+        code = self.watch.operation_code
+        if name is not None and not code:  # gloo ends the process where two messages of unequal lengths meet
+            code = code_of(name)
+        self._begun[channel] = code << OPERATION_SHIFT | channel << SEQUENCE_BITS | number
+        return self._begun[channel]
+
+    def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
+        # The engine's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
+        land = nothing
+        if self._is_staged:
+            # A tensor for several members is copied once.
+            copies = {id(tensor): _host_memory(tensor).copy_(tensor) for tensor in send.values()}
+            send = {peer: copies[id(tensor)] for peer, tensor in send.items()}
+            landing = {peer: _host_memory(tensor) for peer, tensor in receive.items()}
+            land = partial(_land, landing, receive)
+            receive = landing
+        engine = self._engine
+        peer = None
+        works: list[Posted] = []
+        try:
+            for peer, tensor in receive.items():
+                works.append((engine.recv([tensor], peer, tag), peer))
+            for peer, tensor in send.items():
+                works.append((engine.send([tensor], peer, tag), peer))
+        except RuntimeError as error:
+            raise self.failure(label, error, peer, works) from error
+        pairing = None
+        if tag != TRANSFER_TAG:
+            ranks = [self.members.ranks[peer] for peer in receive]
+            pairing = Pairing(self._name, tag, ranks, self._begun, self._interrupt)
+        return Transfer(self, works, kind, label, land, pairing)
+
+    def _interrupt(self) -> None:
+        """Close all connections of gloo's, as a wait that times out does."""
+        nothing_comes = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            # no test can miss this wait: it is for the timeout.
+            self._engine.recv([nothing_comes], self.peers[0], TRANSFER_TAG + 1).wait(_PROBE)
+
+    @property
+    def _is_staged(self) -> bool:
+        """Whether tensors pass through CPU memory."""
+        return self.device.type != "cpu"
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        if tensor.numel() == 0:
+            return
+        self.sent["broadcast"] += tensor.nbytes if self.rank == source else 0
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.rootTensor = 0
+        plain = tensor.detach().to("cpu").contiguous()
+        with self.guarded(f"a broadcast of rank {self.members.ranks[source]}"):
+            # no test can miss this wait: the host waits for gloo, whose memory is the CPU's.
+            self._engine.broadcast([plain.view(-1).view(torch.uint8)], options).wait()
+        if self.rank != source and plain.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(plain)
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        send = dict[int, Tensor]()
+        receive = dict[int, Tensor]()
+        if self.rank == source != target:
+            self.sent["transfer"] += tensor.nbytes
+            send = {target: tensor}
+        elif self.rank == target != source:
+            receive = {source: tensor}
+        return self._start(send, receive, TRANSFER_TAG, "transfer", label)
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        return self.gather_from(self.peers, rows, bucket, label)
+
+    def gather_from(self, peers: Sequence[int], rows: Tensor, bucket: int, label: str) -> Work:
+        """Receive the rows of some peers, which receive this rank's."""
+        own = rows[self.rank]
+        self.sent["all_gather"] += own.nbytes * len(peers)
+        receive = {peer: rows[peer] for peer in peers}
+        return self._start(dict.fromkeys(peers, own), receive, self._tag(bucket, 0), "gather", label)
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return len(self.peers) * rows.shape[1]
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
+        transfer = self._scatter(rows, received, bucket, label)
+        contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
+        return SummedRows([transfer], contributions, divisor)
+
+    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
+        return self._scatter(rows, {peer: received[peer] for peer in self.peers}, bucket, label)
+
+    def _scatter(self, rows: Tensor, received: dict[int, Tensor], bucket: int, label: str) -> Transfer:
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        send = {peer: rows[peer] for peer in self.peers}
+        return self._start(send, received, self._tag(bucket, 1), "reduce", label)
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        found = {self.rank: data, **self.exchange_with_peers(data, label)}
+        return [found[rank] for rank in range(self.world_size)]
+
+    def exchange_with_peers(self, data: bytes, label: str) -> dict[int, bytes]:
+        """Return every peer's `data`, which has the same length."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = {peer: torch.empty_like(own) for peer in self.peers}
+        self.sent["exchange"] += own.nbytes * len(self.peers)
+        # no test can miss this wait: the host waits for gloo, whose memory is the CPU's.
+        self._start(dict.fromkeys(self.peers, own), received, self._tag(0, 2, label), "exchange", label).wait()
+        return {peer: one.numpy().tobytes() for peer, one in received.items()}
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.accelerator.is_available())
+
+
+def _land(landing: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
+    """Copy what arrived in CPU memory to its place."""
+    for peer, tensor in receive.items():
+        tensor.copy_(landing[peer])

@@ -47,7 +47,7 @@ class Members:
         ranks: the members' global ranks, in the group's order.
         rank: this process's place among them.
         world: how many ranks there are in all.
-        timeout: the user's word on how long to wait.
+        timeout: how long the user lets a rank wait.
         backend: the group's backend, for one type of device.
         own_group: the user's own group, if it still exists: a reference to it would keep torch from destroying it.
         store: the group's store.
@@ -91,7 +91,7 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The user's own.
+        """The user's own group.
 
         Raises:
             UsageError: it was destroyed.
@@ -111,24 +111,12 @@ class Members:
 
     @property
     def own(self) -> int:
-        """Return this process's rank among all."""
+        """This process's global rank."""
         return self.ranks[self.rank]
 
     def only(self, places: Sequence[int]) -> Members:
         """Choose some of the members by their places here, in this order; this process is one of them."""
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
-
-    def gloo(self, name: str) -> dist.ProcessGroupGloo:
-        """Make gloo connections, which end with the object. Every member must call it; it waits for them.
-
-        Args:
-            name: of `counted_name`.
-
-        torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
-        number would wait for each other under different names, and a subgroup's resources are never freed. The store
-        counts instead, for these members and each of them, so any ranks may make groups in any order.
-        """
-        return dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, len(self.ranks), self.timeout)
 
     def counted_store(self, purpose: str) -> PrefixStore:
         """Return a part of the store only for these members, this purpose and this time."""
@@ -170,9 +158,8 @@ def refuse_split(members: Members) -> None:
     world = dist.group.WORLD
     if not members.is_subgroup or members.backend == "gloo" or world is None or world.bound_device_id is None:
         return
-    if getattr(
-        world._get_backend(world.bound_device_id), "supports_splitting", False
-    ):  # as torch asks before it splits
+    backend = world._get_backend(world.bound_device_id)
+    if getattr(backend, "supports_splitting", False):  # as torch asks before it splits
         raise UsageError(
             f"group= has {len(members.ranks)} of {members.world} ranks, and init_process_group was given device_id: "
             "torch would split the communicator of all ranks, and wait for those that are not in the group. Leave "

@@ -16,17 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import Collectives, Reduction, Work, nothing
-from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, Transfer
+from zeroshard.collectives.base import Reduction, Work, nothing
+from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, PointToPoint, Transfer
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.point_to_point import PointToPoint, control_of
 from zeroshard.collectives.watch import Watch
 
 T = TypeVar("T")
 
 _GATHER = "gather"
 _REDUCE = "reduce"
-_SUMS_ALONE = ("gloo", "mpi")
+_METHODS = {
+    (_GATHER, False): ("all_gather_single", "_allgather_base"),
+    (_GATHER, True): ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    (_REDUCE, False): ("reduce_scatter_single", "_reduce_scatter_base"),
+    (_REDUCE, True): ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+}
+"""The names of a group's method for one tensor, or several (True): torch 2.13's, and the one before."""
+_WITHOUT_AVG = ("gloo", "mpi")
 """Backends without ReduceOp.AVG."""
 
 
@@ -53,7 +59,10 @@ class _OnDevice(Transfer):
 
     def wait(self) -> None:
         super().wait()
-        self._collectives.follow(self._label)
+        collectives = self._collectives
+        if collectives.device.type != "cpu":  # a CPU has no streams
+            event = torch.accelerator.current_stream(collectives.device).record_event()
+            collectives.watch.follow(self._label, event.query)
 
 
 class Native(Grouped):
@@ -73,7 +82,9 @@ class Native(Grouped):
         self._messages: PointToPoint | None = None
         backend = self._group._get_backend(device)  # torch has no public way to ask a group for it
         self._launches_together = bool(getattr(backend, "supports_coalescing", False))
-        self._open: dict[str, list[_Launch]] | None = None
+        self._is_open = False
+        """Whether what begins now starts later, together."""
+        self._begun: dict[str, list[_Launch]] = {_GATHER: [], _REDUCE: []}
         self._moves: list[_Move] = []
         if lasting:  # the first of a group's collectives is one of all ranks, which a transfer is not
             self.broadcast(torch.zeros(1, device=device))
@@ -89,45 +100,51 @@ class Native(Grouped):
             dist.destroy_process_group(self._gather_group)
             dist.destroy_process_group(self._group)
 
-    # ------------------------------------------------------------------ launches
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        if self._open is not None or not self._launches_together:
-            yield
-            return
-        self._open = {_GATHER: [], _REDUCE: []}
-        try:
-            yield
-        finally:  # also after an error: this rank and others wait for operations that have begun
-            begun = self._open
-            self._open = None
-            for kind, launches in begun.items():
-                if launches:
-                    self._launch(kind, launches)
-            moves = self._moves
-            self._moves = []
-            if moves:
-                self._move(moves, "transfers between ranks")
-
-    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
-        return [tuple(operations)] if self._launches_together else super().launches(operations)
-
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # The backend rounds after each addition, to the dtype that is sent.
         return torch.promote_types(dtype, torch.float32)
 
-    def control(self) -> Collectives:
-        return control_of(self)
+    # ------------------------------------------------------------------ launches
+
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        return [tuple(operations)] if self._launches_together else super().launches(operations)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if self._is_open or not self._launches_together:
+            yield
+            return
+        self._is_open = True
+        try:
+            yield
+        finally:  # also after an error: this rank and others wait for operations that have begun
+            self._is_open = False
+            self._start("transfers between ranks")
 
     def _begin(self, kind: str, output: Tensor, source: Tensor, label: str, *, averages: bool = False) -> Transfer:
         transfer = _OnDevice(self, None, kind, label)
-        launch = _Launch(output, source, transfer, averages)
-        if self._open is not None:
-            self._open[kind].append(launch)
-        else:
-            self._launch(kind, [launch])
+        self._begun[kind].append(_Launch(output, source, transfer, averages))
+        if not self._is_open:
+            self._start(label)
         return transfer
+
+    def _start(self, label: str) -> None:
+        """Start what has begun: gathers, then reductions, then transfers, each kind in one launch."""
+        begun = self._begun
+        moves = self._moves
+        self._begun = {_GATHER: [], _REDUCE: []}
+        self._moves = []
+        for kind, launches in begun.items():
+            if launches:
+                self._launch(kind, launches)
+        if moves:
+            # Together: one by one, each pair of ranks would need a communicator of its own.
+            with self.guarded(label):
+                works = dist.batch_isend_irecv([move.operation for move in moves])
+            one_each = len(works) == len(moves)  # or one for all
+            for number, move in enumerate(moves):
+                own = works[number : number + 1] if one_each else works
+                move.transfer.works = [(work, move.peer) for work in own]
 
     def _launch(self, kind: str, launches: list[_Launch]) -> None:
         group: dist.ProcessGroup = self._gather_group
@@ -145,7 +162,7 @@ class Native(Grouped):
         else:
             work = method([one.output for one in launches], [one.input for one in launches], options)
         for launch in launches:
-            launch.transfer.begin([(work, None)])
+            launch.transfer.works = [(work, None)]
 
     # ------------------------------------------------------------------ operations
 
@@ -162,13 +179,12 @@ class Native(Grouped):
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
         # The mean comes from the backend where it can divide as it adds: nothing grows by the number of ranks on its way.
-        averages = divisor == self.world_size and self.members.backend not in _SUMS_ALONE
+        averages = divisor == self.world_size and self.members.backend not in _WITHOUT_AVG
         arriving = self._begin(_REDUCE, workspace, rows.view(-1), label, averages=averages)
         return _NativeMean(arriving, workspace, 1.0 if averages else divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        transfer = _OnDevice(self, None, _REDUCE, label)
         operations = list[dist.P2POp]()
         for peer in range(self.world_size):
             if peer != self.rank:
@@ -178,8 +194,7 @@ class Native(Grouped):
                 operations += both
         with self.guarded(label):
             works = dist.batch_isend_irecv(operations)
-        transfer.begin([(work, None) for work in works])
-        return transfer
+        return _OnDevice(self, [(work, None) for work in works], _REDUCE, label)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if tensor.numel() == 0:
@@ -194,24 +209,15 @@ class Native(Grouped):
             return transfer
         self.sent["transfer"] += tensor.nbytes if self.rank == source else 0
         operation, peer = (dist.isend, target) if self.rank == source else (dist.irecv, source)
-        move = _Move(self._end(operation, tensor, peer), peer, transfer)
-        if self._open is not None:
-            self._moves.append(move)
-        else:
-            self._move([move], label)
+        self._moves.append(_Move(self._end(operation, tensor, peer), peer, transfer))
+        if not self._is_open:
+            self._start(label)
         return transfer
 
     def _end(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, self.members.ranks[peer], self._group, TRANSFER_TAG)
 
-    def _move(self, moves: list[_Move], label: str) -> None:
-        """Send and receive all at once. One by one, each pair of ranks would need a communicator of its own."""
-        with self.guarded(label):
-            works = dist.batch_isend_irecv([move.operation for move in moves])
-        one_each = len(works) == len(moves)  # or one for all
-        for number, move in enumerate(moves):
-            own = works[number : number + 1] if one_each else works
-            move.transfer.begin([(work, move.peer) for work in own])
+    # ------------------------------------------------------------------ messages
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         if self._messages is None:
@@ -223,20 +229,11 @@ class Native(Grouped):
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
         # First the messages: a rank that gives no value would leave the others' gather to meet another of its own.
         messages = self.agreed(value is not None, data, label)
-        values = torch.zeros(self.world_size, 1, dtype=torch.float64, device=self._device)
+        values = torch.zeros(self.world_size, 1, dtype=torch.float64, device=self.device)
         if value is not None:
             values[self.rank].copy_(value)
             self.all_gather(values, 0, label).wait()
         return values.view(-1), messages
-
-
-_METHODS = {
-    (_GATHER, False): ("all_gather_single", "_allgather_base"),
-    (_GATHER, True): ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-    (_REDUCE, False): ("reduce_scatter_single", "_reduce_scatter_base"),
-    (_REDUCE, True): ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-}
-"""The names of a group's method for one tensor, or several (True): torch 2.13's, and the one before."""
 
 
 @dataclass(eq=False)

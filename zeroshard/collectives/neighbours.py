@@ -118,11 +118,6 @@ class Neighbours:
                 self._drain(peer)
                 raise self._lost(peer, error.strerror or str(error)) from error
 
-    def tell_read(self, peer: int, tag: int) -> None:
-        """Notify a peer, which may have ended, that its offer was read."""
-        with suppress(Lost):
-            self.send(peer, tag | READ)
-
     def receive(self, peer: int, tag: int, label: str) -> bytes:
         """Block until bytes under this tag have arrived, and return them.
 
@@ -203,23 +198,21 @@ class Neighbours:
                 del self._peer_of[one.fileno()]
                 self._ended(peer)
                 return
-            self._take(peer, *_split(message))
-
-    def _take(self, peer: int, tag: int, data: bytes) -> None:
-        if tag == _GOODBYE:
-            self._finished.add(peer)
-        elif tag == _FAILED:
-            self._failed.add(peer)
-        elif tag == _STUCK:
-            heard, label = _split(data)
-            self._stuck[peer] = heard, label.decode(errors="replace")
-        else:
-            self._heard[peer] += 1
-            if tag & READ:
-                assert self.was_read is not None
-                self.was_read(tag & ~READ, peer)
+            tag, data = _split(message)
+            if tag == _GOODBYE:
+                self._finished.add(peer)
+            elif tag == _FAILED:
+                self._failed.add(peer)
+            elif tag == _STUCK:
+                heard, label = _split(data)
+                self._stuck[peer] = heard, label.decode(errors="replace")
             else:
-                self._inbox[peer][tag].append(data)
+                self._heard[peer] += 1
+                if tag & READ:
+                    assert self.was_read is not None
+                    self.was_read(tag & ~READ, peer)
+                else:
+                    self._inbox[peer][tag].append(data)
 
     def tell_failure(self) -> None:
         """Notify peers that a wait of this rank failed, so that they need not wait for it until the timeout."""

@@ -67,19 +67,15 @@ class _RoundedMean(Reduction):
         self._work.wait()
         row = self._own_row
         for low, high in _chunks(row):
-            parts = self._decoded(low, high)
-            parts[self._own] = row[low:high].to(self._codes.wide)
+            own = row[low:high].to(self._codes.wide)
+            if row.device.type == "cpu":  # which works in its caches, row by row
+                parts = []
+                for place, coded in enumerate(self._incoming):
+                    parts.append(own if place == self._own else self._codes.decode(coded, row.numel(), low, high))
+            else:  # few launches, however many ranks there are; nothing has arrived in this rank's own row
+                parts = list(self._codes.decode(self._incoming, row.numel(), low, high).unbind())
+                parts[self._own] = own
             sum_into(parts, self._divisor, out[low:high], accumulate)
-
-    def _decoded(self, low: int, high: int) -> list[Tensor]:
-        """Return elements [low, high) of each rank's row. This rank's own is undefined."""
-        numel = self._own_row.numel()
-        if self._incoming.device.type != "cpu":
-            return list(self._codes.decode(self._incoming, numel, low, high).unbind())
-        rows = []
-        for place, coded in enumerate(self._incoming):
-            rows.append(self._own_row if place == self._own else self._codes.decode(coded, numel, low, high))
-        return rows
 
     @property
     def is_released(self) -> bool:
@@ -106,11 +102,6 @@ class Codes:
         """The dtype of scales and of the arithmetic."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    @property
-    def top(self) -> int:
-        """The largest code; the smallest is its negative."""
-        return (1 << (self.bits - 1)) - 1
-
     def nbytes(self, numel: int) -> int:
         """The bytes of a row. Whole scales, so that rows can lie one after another."""
         unit = self.wide.itemsize
@@ -119,39 +110,35 @@ class Codes:
 
     def encode(self, row: Tensor, out: Tensor) -> None:
         """Write a row [n] to `out`, uint8 [nbytes(n)]; or several [..., n] to [..., nbytes(n)], in as many launches."""
-        numel = row.shape[-1]
-        scales, codes = self._parts(out, numel)
-        out[..., self._used(numel) :].zero_()
-        for low, high in _chunks(row):
-            part = row[..., low:high].to(self.wide)
-            first = low // BLOCK_NUMEL
-            for start, blocks in _cut(part):
-                at = first + start // BLOCK_NUMEL
-                self._write(blocks, scales[..., at : at + blocks.shape[-2]], codes, low + start)
-
-    def _write(self, blocks: Tensor, scales: Tensor, codes: Tensor, start: int) -> None:
+        scales, codes, padding = self._parts(out, row.shape[-1])
+        padding.zero_()
+        top = (1 << (self.bits - 1)) - 1  # the largest code; the smallest is its negative
         limits = torch.finfo(self.wide)
-        largest = blocks.abs().amax(-1)
-        # Neither end may fall off: a scale of zero has no quotients, and the top code times the scale is no inf.
-        scale = (largest / self.top).clamp_(limits.tiny, limits.max / self.top * (1 - 2 * limits.eps))
-        scales.copy_(torch.where(largest.isfinite(), scale, float("nan")))
-        quotients = (blocks / scales[..., None]).round_().nan_to_num_(0.0).clamp_(-self.top, self.top)
-        small = quotients.to(torch.int8).flatten(-2)
-        if self.bits == 8:
-            codes[..., start : start + small.shape[-1]].copy_(small.view(torch.uint8))
-            return
-        nibbles = small.view(torch.uint8) & 15
-        if nibbles.shape[-1] % 2:
-            nibbles = torch.cat((nibbles, nibbles.new_zeros(*nibbles.shape[:-1], 1)), -1)
-        pairs = nibbles.unflatten(-1, (-1, 2))
-        codes[..., start // 2 : start // 2 + pairs.shape[-2]].copy_(pairs[..., 0] | pairs[..., 1] << 4)
+        for low, high in _chunks(row):
+            for start, blocks in _cut(row[..., low:high].to(self.wide)):
+                largest = blocks.abs().amax(-1)
+                # Neither end may fall off: a scale of zero has no quotients, and the top code times the scale is no inf.
+                scale = (largest / top).clamp_(limits.tiny, limits.max / top * (1 - 2 * limits.eps))
+                first = (low + start) // BLOCK_NUMEL
+                here = scales[..., first : first + blocks.shape[-2]]
+                here.copy_(torch.where(largest.isfinite(), scale, float("nan")))
+                quotients = (blocks / here[..., None]).round_().nan_to_num_(0.0).clamp_(-top, top)
+                coded = quotients.to(torch.int8).flatten(-2).view(torch.uint8)
+                if self.bits == 4:
+                    nibbles = coded & 15
+                    if nibbles.shape[-1] % 2:
+                        nibbles = torch.cat((nibbles, nibbles.new_zeros(*nibbles.shape[:-1], 1)), -1)
+                    pairs = nibbles.unflatten(-1, (-1, 2))
+                    coded = pairs[..., 0] | pairs[..., 1] << 4
+                at = (low + start) * self.bits // 8
+                codes[..., at : at + coded.shape[-1]].copy_(coded)
 
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
         """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
 
         Of several rows [..., nbytes(numel)] alike, in as many launches.
         """
-        scales, codes = self._parts(coded, numel)
+        scales, codes, _ = self._parts(coded, numel)
         high = numel if high is None else high
         if self.bits == 8:
             values = codes[..., low:high].view(torch.int8).to(self.wide)
@@ -166,12 +153,11 @@ class Codes:
             blocks.mul_(scales[..., at : at + blocks.shape[-2], None])
         return values
 
-    def _used(self, numel: int) -> int:
-        return _blocks(numel) * self.wide.itemsize + -(-numel * self.bits // 8)
-
-    def _parts(self, coded: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    def _parts(self, coded: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scales of a row, its codes, and the padding after them."""
         cut_at = _blocks(numel) * self.wide.itemsize
-        return coded[..., :cut_at].view(self.wide), coded[..., cut_at : self._used(numel)]
+        used = cut_at - (-numel * self.bits // 8)
+        return coded[..., :cut_at].view(self.wide), coded[..., cut_at:used], coded[..., used:]
 
 
 def _chunks(row: Tensor) -> Iterator[tuple[int, int]]:

@@ -46,7 +46,9 @@ class SharedFile:
             os.close(self.descriptor)
             raise
         _unmap_with(self, self._base, self._size)
-        self._end, self._process, self._is_closed = 0, os.getpid(), False
+        self._end = 0
+        self._process = os.getpid()
+        self._is_closed = False
         self._free: list[tuple[int, int]] = []
         """The freed ranges as (start, bytes), by start; adjacent ones are merged."""
         self._returned = deque[tuple[int, int]]()
@@ -63,7 +65,7 @@ class SharedFile:
         nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         start = self._take(nbytes)
         memory = (ctypes.c_char * nbytes).from_address(self._base + start)
-        # Which keeps this object, and so the map, as long as the memory is in use.
+        # This keeps the object, and so the map, as long as the memory is in use.
         weakref.finalize(memory, self._give_back, start, nbytes).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype)
 
@@ -81,9 +83,16 @@ class SharedFile:
         return offset if 0 <= offset < self._end else None
 
     def _take(self, nbytes: int) -> int:
-        while self._returned:
-            insort(self._free, self._returned.popleft())
-            self._free = _merged(self._free)
+        if self._returned:
+            while self._returned:
+                insort(self._free, self._returned.popleft())
+            merged: list[tuple[int, int]] = []
+            for start, size in self._free:
+                if merged and sum(merged[-1]) == start:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((start, size))
+            self._free = merged
         for number, (start, size) in enumerate(self._free):
             if size >= nbytes:
                 self._free[number : number + 1] = [(start + nbytes, size - nbytes)] if size > nbytes else []
@@ -95,7 +104,7 @@ class SharedFile:
         return start
 
     def _give_back(self, start: int, nbytes: int) -> None:
-        if self._is_closed or os.getpid() != self._process:  # somebody may read it still; it goes with the last map
+        if self._is_closed or os.getpid() != self._process:  # a rank may still read it; it is freed with the last map
             return
         self._discard(start, nbytes)
         self._returned.append((start, nbytes))
@@ -112,21 +121,11 @@ class SharedFile:
         self._is_closed = True
 
 
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, size in ranges:
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((start, size))
-    return merged
-
-
 class Window:
     """Another rank's file, as this process reads it.
 
     Args:
-        descriptor: the file's; the window closes it.
+        descriptor: that of the file; the window closes it.
 
     Raises:
         OSError: the system does not allow it.
@@ -150,8 +149,10 @@ class Window:
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> int:
-    """The address of the whole file. Children that are forked do not have it: their writes would be ours, and a worker that
-    lives on would keep the memory."""
+    """Map the whole file, and return its address. Forked children do not have it.
+
+    Their writes would be ours, and a worker that lives on would keep the memory.
+    """
     map_file = _LIBC.mmap
     map_file.restype = ctypes.c_void_p
     map_file.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives, Done, Reduction, Sent, Work, nothing, sum_into
-from zeroshard.collectives.grouped import Grouped, Posted, closed
+from zeroshard.collectives.grouped import CLOSED, Grouped, Posted
 from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.neighbours import Lost
+from zeroshard.collectives.neighbours import READ, Lost
 from zeroshard.collectives.shared_file import SharedFile
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import CollectiveError, UsageError
@@ -46,9 +46,9 @@ class Lent(NamedTuple):
 
     Attributes:
         readers: the ranks that have not read it.
-        tensor: stays until then.
+        tensor: the memory, which stays until all have read it.
         offset: the place of its first element in this rank's file.
-        room: in which the tensor is a copy, to be used again.
+        room: the buffer of this rank's that the tensor is a copy in, to be used again; None: there is no copy.
     """
 
     tag: int
@@ -146,14 +146,15 @@ class SharedMemory(Grouped):
         self._lending = Lending(met.file)
         met.neighbours.was_read = self._lending.was_read
         self._sequence: Counter[int] = Counter()
-        self._unread: weakref.WeakSet[SharedGather] = weakref.WeakSet()
+        self._unread: weakref.WeakKeyDictionary[SharedGather, Tensor] = weakref.WeakKeyDictionary()
+        """Gathers from memory at rest, and this memory."""
         self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         """The other ranks, from this one's neighbour on."""
 
     @property
     def _here(self) -> Met:
         if self._met is None:
-            raise closed()
+            raise UsageError(CLOSED)
         if os.getpid() != self._process:  # it would take the messages that are for its parent
             raise UsageError(
                 "a forked process used a model that its parent trains, which only the ranks can. Give it a copy of "
@@ -164,14 +165,12 @@ class SharedMemory(Grouped):
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._here.file.empty(numel, dtype)
 
-    def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.buffer(numel, dtype)
+    resting_memory = buffer
 
     def is_lent_by_system(self, tensor: Tensor) -> bool:
         return self._met is not None and self._met.file.offset_of(tensor) is not None
 
-    def sends_in_place(self, tensor: Tensor) -> bool:
-        return self.is_lent_by_system(tensor)
+    sends_in_place = is_lent_by_system
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
         return super().numel_in_flight(units) // 2  # nothing goes on behind the computation
@@ -234,8 +233,9 @@ class SharedMemory(Grouped):
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         # Others may wait in the same way for this rank to read their data.
-        for gather in [one for one in self._unread if memory is None or one.rests_in(memory)]:
-            gather.read_early()
+        for gather, own in [*self._unread.items()]:
+            if memory is None or _overlap(own, memory):
+                gather.read_early()
         for lent in self._lending.in_place():
             # This excludes rows: a peer may read those only after this rank's next operation.
             is_gather = lent.tag >> _SEQUENCE_BITS & 3 == _GATHER
@@ -252,9 +252,9 @@ class SharedMemory(Grouped):
         return self._here.windows[peer].view(offset, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
-        """Report to a rank that the memory it lent was read."""
-        with self.guarded(label, peer):
-            self._here.neighbours.tell_read(peer, tag)
+        """Report to a rank, which may have ended, that the memory it lent was read."""
+        with self.guarded(label, peer), suppress(Lost):
+            self._here.neighbours.send(peer, tag | READ)
 
     def failure(
         self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = (),
@@ -264,7 +264,6 @@ class SharedMemory(Grouped):
         return super().failure(label, error, peer, works, gone or (error.peers if isinstance(error, Lost) else ()))
 
     def tell_failure(self) -> None:
-        """Notify peers that a wait of this rank failed, so that they need not wait for it until the timeout."""
         if self._met is not None:
             self._met.neighbours.tell_failure()
 
@@ -282,7 +281,7 @@ class SharedMemory(Grouped):
         lent = self.lend(offered, self.tag(bucket, _GATHER), self.near, label)
         gather = SharedGather(self, lent, rows, own, prepare)
         if own is not None:
-            self._unread.add(gather)
+            self._unread[gather] = own
         return gather
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
@@ -381,31 +380,23 @@ class SharedGather(Work):
             self._failed = error
             raise
 
-    def push(self) -> None:
-        self.wait()
+    push = wait
 
     def abandon(self) -> None:
         with suppress(CollectiveError):
             self._read(wanted=False)
-
-    def rests_in(self, memory: Tensor) -> bool:
-        """Return whether this rank's own row is in this memory."""
-        return self._own is not None and _overlap(self._own, memory)
 
     def read_early(self) -> None:
         """Copy the others' rows now. `wait` puts them into the rows, which may have no memory yet."""
         for peer in self._left:
             if peer not in self._early:
                 self._early[peer] = self._row(peer).clone()
-                self._release(peer)
+                self._collectives.release(peer, self._lent.tag, self._lent.label)
 
     def _row(self, peer: int) -> Tensor:
         """Wait for a rank's row, in that rank's memory. Our rows need only a shape, no memory."""
         rows = self._rows
         return self._collectives.lent_by(peer, self._lent.tag, rows.shape[1], rows.dtype, self._lent.label)
-
-    def _release(self, peer: int) -> None:
-        self._collectives.release(peer, self._lent.tag, self._lent.label)
 
     def _read(self, *, wanted: bool) -> None:
         while self._left:
@@ -415,7 +406,7 @@ class SharedGather(Work):
             if wanted:
                 self._rows[peer].copy_(found)
             if early is None:
-                self._release(peer)
+                self._collectives.release(peer, self._lent.tag, self._lent.label)
             del self._left[0]
 
 

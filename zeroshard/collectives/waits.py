@@ -89,42 +89,45 @@ def code_of(name: str) -> int:
     return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
 
 
+class _OfThread(threading.local):
+    """The values of each thread."""
+
+    operation: str | None = None
+    """The outermost operation, by name."""
+
+
 class Waits:
     """The waits in progress: of this process's threads, and of its device."""
 
     def __init__(self) -> None:
+        self._of_thread = _OfThread()
         self._waits: dict[int, Wait] = {}
+        """By the thread's identifier."""
         self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
         """The waits of the device, in its order."""
         self._behind_lock = threading.Lock()
-        self._operations = threading.local()
-
-    @property
-    def operation_name(self) -> str | None:
-        """The outermost operation of this thread."""
-        name: str | None = getattr(self._operations, "name", None)
-        return name
 
     @property
     def operation_code(self) -> int:
         """A number from 0 to 15 for the kind of this thread's operation, 0 for none: messages of two kinds never pair."""
-        return 0 if self.operation_name is None else code_of(self.operation_name)
+        name = self._of_thread.operation
+        return 0 if name is None else code_of(name)
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
         """Attribute this thread's waits inside the block to `name`. The outermost name counts."""
-        if self.operation_name is not None:
+        if self._of_thread.operation is not None:
             yield
             return
-        self._operations.name = name
+        self._of_thread.operation = name
         try:
             yield
         finally:
-            self._operations.name = None
+            self._of_thread.operation = None
 
     def enter(self, label: str, pairing: Pairing | None = None) -> None:
         """Record that this thread begins to wait."""
-        self._waits[threading.get_ident()] = Wait(self.operation_name, label, time.monotonic(), pairing)
+        self._waits[threading.get_ident()] = Wait(self._of_thread.operation, label, time.monotonic(), pairing)
 
     def leave(self) -> None:
         """Record that this thread no longer waits."""
@@ -135,7 +138,7 @@ class Waits:
 
         A backend that gives up may end the process, so the wait is reported before.
         """
-        wait = Wait(self.operation_name, label, time.monotonic())
+        wait = Wait(self._of_thread.operation, label, time.monotonic())
         with self._behind_lock:
             self._drop_what_is_over()
             self._behind.append((wait, is_over))
@@ -150,7 +153,3 @@ class Waits:
             self._drop_what_is_over()
             behind = [self._behind[0][0]] if self._behind else []
         return [*self._waits.values(), *behind]
-
-    def threads(self) -> list[int]:
-        """Return the identifiers of the threads that wait."""
-        return [*self._waits]

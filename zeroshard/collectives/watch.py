@@ -1,4 +1,4 @@
-"""Owns the watch over waits: it logs long ones, and shares through the store what each rank waits for.
+"""Owns the watch over waits: it logs long ones, reports failed ones, and shares through the store what each rank waits for.
 
 Each watch has one thread beside the training. Only this thread uses the store, over a connection of its own, so that a store that
 does not answer never blocks a rank.
@@ -12,16 +12,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from zeroshard.collectives.report import Told, sentence
 from zeroshard.collectives.waits import Pairing, Wait, Waits
 from zeroshard.errors import UsageError
 from zeroshard.uncaught import is_users
@@ -31,7 +34,7 @@ NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
 REPEAT_SECONDS = 300.0
 """The seconds until a continuing wait is logged again."""
 REPORT_SECONDS = 5.0
-"""How long a rank whose wait failed waits for the others' word."""
+"""The seconds that a rank whose wait failed waits for the others' messages."""
 
 GONE_SECONDS = 0.4
 """The same if the dead rank is known."""
@@ -74,8 +77,106 @@ def make_current(device: torch.device | None) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+# ---------------------------------------------------------------------- the messages of ranks about themselves
+
+
+class Told(NamedTuple):
+    """A rank's message about itself: the operation that it waits for, or whose wait failed.
+
+    Attributes:
+        operation: the whole operation that this belongs to, such as `save "step_10"`, or None: a forward, a backward, a step.
+        place: the line of the user's program, as `train.py:12`, or "".
+        pairing: the report of the wait's `Pairing`, or ().
+    """
+
+    text: str
+    has_failed: bool
+    operation: str | None = None
+    place: str = ""
+    pairing: Sequence[Any] = ()
+
+
+def spell(ranks: Iterable[int]) -> str:
+    """Return text such as `rank 3` or `ranks 0, 2-5`."""
+    ordered = sorted(ranks)
+    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
+    runs = [ordered[low:high] for low, high in pairwise(cuts)]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' if len(ordered) > 1 else ''} {text}"
+
+
+def _subject(ranks: Sequence[int], one: str, several: str) -> str:
+    """Return the words for ranks, and the verb in the form for one rank or for several."""
+    return f"{spell(ranks)} {several if len(ranks) > 1 else one}"
+
+
+def describe_failure(
+    own: int, ranks: Sequence[int], mine: Told, others: Mapping[int, Told], gone: Iterable[int],
+    timeout: timedelta, error: BaseException, *, awaited: int | None = None, reaches_store: bool = True,
+) -> str:  # fmt: skip
+    """Return the message of a wait that failed: the operation that each rank waited for, if it is known. Ranks are global.
+
+    Args:
+        mine: the operation that this rank waited for.
+        others: the reports of other ranks about their waits.
+        gone: ranks whose connections are closed.
+        awaited: the rank whose message did not come.
+        reaches_store: whether this rank reaches the store, with the reports of others.
+    """
+    closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
+    waiting = {own: mine} | {rank: told for rank, told in others.items() if rank not in closed}
+    lines = []
+    for rank, told in sorted(waiting.items()):
+        place = f", at {told.place}" if told.place else ""
+        lines.append(f"rank {rank} waited for {told.text}{place}")
+    remedy = ""
+    if closed:
+        lines.append(f"{spell(closed)} closed the connection without a message: it died, or finished")
+        remedy = f"Read the output of {spell(closed)} first: an error or a signal may have ended it. "
+    silent = [rank for rank in ranks if rank not in waiting and rank not in closed]
+    if silent and not reaches_store:
+        if awaited in silent:
+            lines.append(f"rank {awaited} did not answer")
+        lines.append(
+            f"no answer from {spell(silent)} or from the store: that host, or this one, may have lost its network"
+        )
+        remedy = f"Check that the host of {spell(silent)} runs, and that this one reaches it. {remedy}"
+    elif silent:
+        subject = _subject(silent, "was", "were")
+        lines.append(f"{subject} not waiting for any rank (dead, finished, cut off, or still in other code)")
+    return (
+        f"the ranks no longer do the same thing, or one of them is gone (timeout {timeout}):\n  "
+        + "\n  ".join(lines)
+        + f"\n{remedy}{_advice(waiting)} The backend reported: {(str(error) or repr(error)).splitlines()[0]}"
+    )
+
+
+def _advice(waiting: Mapping[int, Told]) -> str:
+    """Return the likely remedy, by the operations that the ranks waited for."""
+    named = {told.operation for told in waiting.values()} - {None}
+    if named:
+        return (
+            f"Every rank must call {' and '.join(sorted(filter(None, named)))} at the same point of the program: "
+            "take it out of `if rank == 0:`, or leave it out on every rank."
+        )
+    advice = (
+        "Every rank must make the same calls: move the code that runs the model out of `if rank == 0:`, and give every rank the "
+        "same number of batches."
+    )
+    texts = {told.text for told in waiting.values()}
+    # Forwards that wait for different units.
+    if len(texts) > 1 and all(text.startswith("all-gather") for text in texts):
+        advice += (
+            " A module that runs a part of itself, by its input, is declared a leaf: Units(leaf_classes=...), or "
+            "zero_optimization.leaf_module."
+        )
+    return advice
+
+
 @dataclass
 class _Question:
+    """The message of a failed wait, and the others' answers to it."""
+
     told: Told
     gone: Sequence[int] = ()
     found: dict[int, Told] = field(default_factory=dict)
@@ -101,10 +202,15 @@ class Watch(Waits):
         self.ranks = tuple(ranks)
         self._own = own
         self._notice_seconds = notice_seconds
+        self._tick = min(notice_seconds, NOTICE_SECONDS) / _LOOKS
+        # Of ranks that began to wait together, only the first logs: each has a delay of its own.
+        self._due_seconds = notice_seconds + self._tick * self.ranks.index(own) / len(self.ranks)
         self._question: _Question | None = None
         self.reaches_store = True
         """Whether it did at the last check."""
-        self._is_posted = self._has_failed = self._is_closed = False
+        self._is_posted = False
+        self._has_failed = False
+        self._is_closed = False
         self._posts = 0
         """The number of messages about waits that have a pairing."""
         self._seen: tuple[Pairing, int, int] | None = None
@@ -125,7 +231,7 @@ class Watch(Waits):
 
     def told_of(self, label: str) -> Told:
         """Return this thread's message about a wait that failed."""
-        wait = Wait(self.operation_name, label, time.monotonic())
+        wait = Wait(self._of_thread.operation, label, time.monotonic())
         return Told(wait.text, True, wait.operation, place_of(threading.get_ident()))
 
     def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
@@ -140,7 +246,7 @@ class Watch(Waits):
         if self._thread.is_alive():
             self._question = question
             self._wake.set()
-            # The store may be gone with a rank: the thread then waits for it in vain, and nobody for the thread.
+            # The store may be gone with a rank: then the thread waits in vain, and this one does not wait for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
         self.reaches_store = question.is_heard
         return dict(question.found)
@@ -156,16 +262,23 @@ class Watch(Waits):
 
     def _run(self, store: Store, device: torch.device | None) -> None:
         make_current(device)
+        is_connected = False
         while not self._is_closed:
-            self._wake.wait(self._nap())
+            now = time.monotonic()
+            soon = [wait.since + self._due_seconds - now for wait in self.present()]
+            self._wake.wait(min([self._tick, *(one for one in soon if one > 0)]))
             self._wake.clear()
             question = self._question
             self._question = None
             try:
                 if question is None and not self.present() and not self._is_posted:
                     continue
-                if not self._is_connected:
-                    self._connect(store)
+                if not is_connected:
+                    # A connection of its own: a client that waits for a key blocks all others on its connection.
+                    with suppress(AttributeError, NotImplementedError, RuntimeError):
+                        store = store.clone()  # type: ignore[attr-defined]
+                    self._store = store
+                    is_connected = True
                 if question is not None:
                     self._answer(question)
                 elif not self._has_failed:
@@ -175,31 +288,6 @@ class Watch(Waits):
             finally:
                 if question is not None:
                     question.answered.set()
-
-    _store: Store
-    _is_connected = False
-
-    def _connect(self, store: Store) -> None:
-        """Make a connection of its own: a client that waits for a key blocks all others on its connection."""
-        try:
-            self._store = store.clone()  # type: ignore[attr-defined]
-        except (AttributeError, NotImplementedError, RuntimeError):
-            self._store = store
-        self._is_connected = True
-
-    @property
-    def _tick(self) -> float:
-        return min(self._notice_seconds, NOTICE_SECONDS) / _LOOKS
-
-    def _stagger(self) -> float:
-        """Return this rank's delay. Of ranks that began to wait together, only the first then logs."""
-        return self._tick * self.ranks.index(self._own) / len(self.ranks)
-
-    def _nap(self) -> float:
-        now = time.monotonic()
-        due = self._notice_seconds + self._stagger()
-        soon = [wait.since + due - now for wait in self.present()]
-        return min([self._tick, *(one for one in soon if one > 0)])
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -212,7 +300,7 @@ class Watch(Waits):
                 self._is_posted = False
                 self._quiet_until = 0.0
             return
-        places = [place for place in map(place_of, self.threads()) if place]
+        places = [place for place in map(place_of, [*self._waits]) if place]
         told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
         pairing = next((wait.pairing for wait in long if wait.pairing is not None), None)
         if pairing is None:
@@ -222,12 +310,10 @@ class Watch(Waits):
             self._post(told._replace(pairing=[self._posts, *pairing.report()]))
             self._interrupt_in_vain(pairing)
         self._is_posted = True
-        overdue = [wait for wait in long if now - wait.since >= self._notice_seconds + self._stagger()]
-        if overdue and now >= self._quiet_until and self._may_speak():
+        overdue = [wait for wait in long if now - wait.since >= self._due_seconds]
+        if overdue and now >= self._quiet_until and self._may_log():
             self._quiet_until = now + REPEAT_SECONDS
-            logging.getLogger("zeroshard").warning(
-                sentence(self._own, now - overdue[0].since, overdue[0].text, self.ranks, self._read_others())
-            )
+            self._log(overdue[0], now - overdue[0].since)
 
     def _interrupt_in_vain(self, pairing: Pairing) -> None:
         """End a wait for a rank that waits for this one meanwhile."""
@@ -244,7 +330,7 @@ class Watch(Waits):
         if is_present and pairing.is_in_vain(self._own, reported):
             pairing.interrupt(f"rank {rank} waits for this one meanwhile, for {other.text}")
 
-    def _may_speak(self) -> bool:
+    def _may_log(self) -> bool:
         """Return whether this rank may log: no other rank of the group has just done so."""
         before = self._read(self._notice_key)
         if before and time.time() - json.loads(before)["time"] < REPEAT_SECONDS:
@@ -252,8 +338,23 @@ class Watch(Waits):
         mine = json.dumps({"rank": self._own, "time": time.time()})
         return bool(self._store.compare_set(self._notice_key, before, mine).decode() == mine)
 
+    def _log(self, wait: Wait, seconds: float) -> None:
+        """Log a long wait in one line, with the waits of the other ranks."""
+        others = self._read_others()
+        waiting = defaultdict[str, list[int]](list)
+        for rank, told in others.items():
+            waiting[told.text].append(rank)
+        with_us = sorted([self._own, *waiting.pop(wait.text, [])])
+        parts = [f"{_subject(with_us, 'has', 'have')} waited {seconds:.0f} s for {wait.text}"]
+        parts += [f"{_subject(them, 'has', 'have')} waited for {what}" for what, them in waiting.items()]
+        silent = [rank for rank in self.ranks if rank != self._own and rank not in others]
+        if silent:
+            parts.append(f"{_subject(silent, 'is', 'are')} not waiting for any rank (still in other code?)")
+        logging.getLogger("zeroshard").warning("; ".join(parts))
+
     def _answer(self, question: _Question) -> None:
-        self._has_failed = True  # the word stays: others read it as long as this group is of use to anyone
+        # The message stays: others read it as long as this group is in use.
+        self._has_failed = True
         self._post(question.told)
         deadline = time.monotonic() + (GONE_SECONDS if question.gone else REPORT_SECONDS)
         while time.monotonic() < deadline and not self._is_closed:

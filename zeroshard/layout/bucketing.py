@@ -1,7 +1,7 @@
-"""Owns the grouping of parameters into buckets: finds the units of any model.
+"""Owns the grouping of a model's parameters into units, and refuses parameters that no flat buffer can hold.
 
 Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks). The model needs no
-preparation. All other parameters, and those that several units share (tied weights), belong to the root. `Units` overrides it.
+preparation. All other parameters, and those that several units share (tied weights), belong to the root. `Units` overrides this.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import NamedParameter, name_of, placement_of
 from zeroshard.policy import Units
+from zeroshard.torch_private import is_distributed, local_of, past_torch_function, storage_id
 
 MIXTURES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -138,7 +140,10 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         fqns = tuple(names[id(parameter)])
         placement = placement_of(fqns[0], parameter)
         entry = NamedParameter(fqns, parameter, torch.Size(placement.local_shape), placement)
-        key = (home, is_persistent, parameter.dtype, parameter.device, trainable, _kind_of(entry))
+        kind = ""
+        if entry.is_distributed:  # divided ones are counted on each rank of a mesh, others once
+            kind = " (whole DTensors)" if placement.is_whole else " (tensor-parallel)"
+        key = (home, is_persistent, parameter.dtype, parameter.device, trainable, kind)
         members[key].append(entry)
 
     groups = []
@@ -151,13 +156,6 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
             label += " (frozen)"
         groups.append(Group(label, module, tuple(named), trainable, dtype, is_persistent, kind))
     return groups
-
-
-def _kind_of(entry: NamedParameter) -> str:
-    """Name the kind of a parameter: cut ones are counted on each of a mesh's ranks, others once."""
-    if not entry.is_distributed:
-        return ""
-    return " (whole DTensors)" if entry.placement.is_whole else " (tensor-parallel)"
 
 
 def _persistent(model: nn.Module, rule: Units) -> set[int]:
@@ -186,3 +184,71 @@ def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
                          "in 16 or 32 bits.")  # fmt: skip
     if parameter.grad is not None:
         raise UsageError(f"parameter {fqn} already has a gradient: call zero_grad() before zeroshard takes the model.")
+
+
+# ---------------------------------------------------------------------- memory that several parameters share
+
+
+class _Extent(NamedTuple):
+    """A tensor with the bytes of its storage between its first element and its last."""
+
+    start: int
+    stop: int
+    name: str
+    tensor: Tensor
+    is_parameter: bool
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise where a parameter and another parameter, or a buffer, have elements in the same memory.
+
+    In plain PyTorch a write to one shows in the other. After parameters were copied into flat buffers, it would not.
+
+    Raises:
+        UsageError: names both and the remedy.
+    """
+    by_storage: dict[int, list[_Extent]] = defaultdict(list)
+    with past_torch_function():  # of a parameter that was born sharded, this looks at the placeholder
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+                here = local_of(tensor) if is_distributed(tensor) else tensor
+                start = int(here.storage_offset()) * here.itemsize
+                last = sum((size - 1) * stride for size, stride in zip(here.shape, here.stride(), strict=True))
+                stop = start + (last + 1) * here.itemsize
+                extent = _Extent(start, stop, name, here, isinstance(tensor, nn.Parameter))
+                by_storage[storage_id(here)].append(extent)
+        for extents in by_storage.values():
+            extents.sort(key=lambda extent: extent.start)
+            for number, one in enumerate(extents):
+                for other in extents[number + 1 :]:
+                    if other.start >= one.stop:
+                        break
+                    if (one.is_parameter or other.is_parameter) and _overlap(one, other):
+                        _refuse_overlap(one, other)
+
+
+def _overlap(one: _Extent, other: _Extent) -> bool:
+    """Return whether two tensors whose extents meet have an element in common: columns of one matrix have none."""
+    if one.tensor.is_contiguous() and other.tensor.is_contiguous():
+        return True
+    if one.tensor.itemsize != other.tensor.itemsize:
+        return True
+    taken = torch.zeros((max(one.stop, other.stop) - one.start) // one.tensor.itemsize, dtype=torch.bool, device="cpu")
+    offset = (other.start - one.start) // one.tensor.itemsize
+    taken.as_strided(one.tensor.shape, one.tensor.stride()).fill_(True)
+    return bool(taken.as_strided(other.tensor.shape, other.tensor.stride(), offset).any())
+
+
+def _refuse_overlap(one: _Extent, other: _Extent) -> None:
+    buffers = [extent.name for extent in (one, other) if not extent.is_parameter]
+    if not buffers:
+        raise UsageError(
+            f"parameters {one.name} and {other.name} lie over the same memory and are two Parameters (tied through `.data`?): they "
+            "would part. Assign one Parameter to both modules (`b.weight = a.weight`), or give one a copy: `.data.clone()`."
+        )
+    names = [one.name, other.name]
+    names.remove(buffers[0])
+    raise UsageError(
+        f"buffer {buffers[0]} lies over the memory of parameter {names[0]}: they would part. Read the parameter "
+        "instead, or give the buffer a copy: `.clone()`."
+    )

@@ -23,8 +23,6 @@ class ModelTree:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._places = _places(model)
-        self._taken = {id(parameter) for _, _, parameter in self._places.values()}
-        self._by_name = {fqn: parameter for fqn, _, parameter in self._places.values()}
         self._record()
 
     def _record(self) -> None:
@@ -35,7 +33,7 @@ class ModelTree:
 
     @property
     def _is_unchanged(self) -> bool:
-        """Return whether nothing changed. It runs in every step: it compares identities, without Python calls per parameter."""
+        """Whether nothing changed. It runs in every step: it compares identities, without Python calls per parameter."""
         content = chain.from_iterable(map(dict.values, self._filled))
         return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
 
@@ -51,6 +49,8 @@ class ModelTree:
             return
         self.refuse_replaced_modules()
         now = _places(self._model)
+        taken = {id(parameter) for _, _, parameter in self._places.values()}
+        by_name = {fqn: parameter for fqn, _, parameter in self._places.values()}
         for place, (fqn, _, parameter) in self._places.items():
             if place not in now or now[place][2] is not parameter:
                 raise UsageError(
@@ -58,12 +58,12 @@ class ModelTree:
                     "weight_norm, prune?), and would not train. Write into it in place, or call remove() and shard again."
                 )
         for fqn, _, parameter in now.values():
-            if id(parameter) not in self._taken:
+            if id(parameter) not in taken:
                 raise UsageError(
                     f"{fqn} was put into the model after zeroshard took it: it would not train, and files would lack "
                     "it. Change the model before shard(), or call remove() and shard again, with a new optimizer."
                 )
-            if self._by_name.get(fqn, parameter) is not parameter:
+            if by_name.get(fqn, parameter) is not parameter:
                 raise UsageError(
                     f"{fqn} is another parameter than when zeroshard took the model: modules changed places, and files "
                     "would mix them up. Change the model before shard(), or call remove() and shard again."

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.collectives.base import Alone, Collectives
-from zeroshard.collectives.everyone import Everyone
+from zeroshard.collectives.composed import Everyone
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.policy import DTypes, Policy, Precision

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.collectives.two_level import Within
+from zeroshard.collectives.composed import Within
 from zeroshard.config.load import Config, load_config, read
 from zeroshard.engine import Engine
 from zeroshard.engine.initialize import make_engine

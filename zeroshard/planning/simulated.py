@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
+from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel, Within
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.two_level import CrossingCount, OneHost, TwoLevel, Within
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger

@@ -1,0 +1,457 @@
+"""Transports that are made of two others: inside hosts and across them, or over two dimensions of a mesh."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.collectives.base import Alone, Collectives, Done, Reduction, SummedRows, Work, nothing
+from zeroshard.collectives.grouped import Grouped, PointToPoint
+from zeroshard.collectives.meeting import hosts_of
+from zeroshard.collectives.members import Members
+from zeroshard.collectives.quantized import QuantizedGradients
+from zeroshard.collectives.watch import Watch
+from zeroshard.errors import UsageError
+
+Within = int | Literal["host"]
+Make = Callable[[Members, torch.device, Watch], Grouped]
+
+
+class OneHost(Exception):
+    """The error when there is only one host, so that nothing crosses."""
+
+
+class Composed(Grouped):
+    """A transport that is made of two: one inside hosts, whose memory it uses, and one between them."""
+
+    def compose(self, near: Collectives, far: Grouped) -> None:
+        """Send through `near` inside the host, and through `far` to other hosts."""
+        self._near = near
+        self._far = far
+        far.warn_others = near.tell_failure
+        self.count_in(self.sent, self.measure)
+
+    def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
+        super().count_in(sent, measure)
+        for one in (self._near, self._far):
+            one.count_in(sent, self._measure_of_both)
+
+    def _measure_of_both(self, kind: str) -> AbstractContextManager[None]:
+        return self.measure(kind)  # a user may set another clock later
+
+    def wait_released(self, memory: Tensor | None = None) -> None:
+        self._near.wait_released(memory)
+        self._far.wait_released(memory)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._near.buffer(numel, dtype)
+
+    def sends_in_place(self, tensor: Tensor) -> bool:
+        return self._near.sends_in_place(tensor)
+
+    def is_lent_by_system(self, tensor: Tensor) -> bool:
+        return self._near.is_lent_by_system(tensor)
+
+    def discard(self, memory: Tensor) -> None:
+        self._near.discard(memory)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        return self._near.buffers_nbytes + self._far.buffers_nbytes
+
+    def tell_failure(self) -> None:
+        self._near.tell_failure()
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+        super().close()
+
+
+class ComposedGather(Work):
+    """An all-gather whose rows cross hosts first, and are passed on inside the host when it is waited for.
+
+    Args:
+        pass_on: starts to pass on the rows that have crossed.
+        started: the works that pass on other rows already.
+    """
+
+    def __init__(self, crossing: Work, pass_on: Callable[[], Iterable[Work]], started: Iterable[Work] = ()) -> None:
+        self._crossing = crossing
+        self._pass_on: Callable[[], Iterable[Work]] | None = pass_on
+        """None when the rows have crossed and were passed on."""
+        self._started = [*started]
+
+    def wait(self) -> None:
+        if self._pass_on is not None:
+            self._crossing.wait()
+            self._started += [*self._pass_on()]  # if this raises, so does the next wait
+            self._pass_on = None
+        for work in self._started:
+            work.wait()
+
+    def push(self) -> None:
+        # no test can miss this wait: it starts early what readers wait for themselves.
+        self.wait()
+
+
+class OverHosts(Composed):
+    """A transport over several hosts: shared memory inside, gloo across. Each gathered row crosses once.
+
+    Of H hosts with S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
+    crosses to the rank at its owner's place on each other host, which shares it with its neighbours. The rows of a reduction go
+    to their owners directly: the sum has the order of all ranks, and so the bits that it has over gloo.
+
+    Args:
+        hosts: the members of each, of one size, in the order of ranks.
+        make: the collectives for the members of a host.
+    """
+
+    def __init__(
+        self, members: Members, device: torch.device, watch: Watch,
+        hosts: Sequence[Sequence[int]], make: Callable[[Members, torch.device, Watch], Collectives],
+    ) -> None:  # fmt: skip
+        super().__init__(members, device, watch)
+        self._size = len(hosts[0])
+        self._host, place = divmod(self.rank, self._size)
+        own = hosts[self._host]
+        near = make(members.only(own), device, watch)
+        self._gloo = PointToPoint(members, device, watch, [rank for rank in range(self.world_size) if rank not in own])
+        self.compose(near, self._gloo)
+        self._others = [number for number in range(len(hosts)) if number != self._host]
+        """The numbers of the other hosts."""
+        self._twins = [hosts[number][place] for number in self._others]
+        """The ranks at this rank's place on the other hosts."""
+
+    def _block(self, rows: Tensor, host: int) -> Tensor:
+        """Return the rows of a host's ranks."""
+        return rows[host * self._size : (host + 1) * self._size]
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        crossing = self._gloo.gather_from(self._twins, rows, bucket, label)
+
+        def gather_inside(host: int) -> Work:
+            number = bucket * (len(self._others) + 1) + host
+            return self._near.all_gather(self._block(rows, host), number, f"{label} inside the host")
+
+        return ComposedGather(crossing, lambda: map(gather_inside, self._others), [gather_inside(self._host)])
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        return rows.numel()
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        received = workspace.view(rows.shape)
+        here = self._block(rows, self._host).view(torch.uint8)
+        sharing = self._near.scatter_rows(here, self._block(received, self._host).view(torch.uint8), bucket, label)
+        crossing = self._gloo.scatter_rows(rows, received, bucket, label)
+        received[self.rank].copy_(rows[self.rank])
+        return SummedRows([sharing, crossing], list(received), divisor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._gloo.broadcast(tensor, source)
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        found = self._gloo.exchange_with_peers(data, label)
+        found.update(enumerate(self._near.exchange(data, label), self._host * self._size))
+        return [found[rank] for rank in range(self.world_size)]
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        source_host, source_place = divmod(source, self._size)
+        target_host, target_place = divmod(target, self._size)
+        if source_host == target_host == self._host:
+            return self._near.transfer(tensor, source_place, target_place, label)
+        if source_host == target_host:  # another host's business
+            return self._gloo.transfer(tensor, source, source, label)
+        return self._gloo.transfer(tensor, source, target, label)
+
+
+class TwoLevel(Composed):
+    """A transport on two levels: rows of the ranks of a host are gathered or summed before anything crosses.
+
+    Of H hosts with S ranks each, a rank is at place s of host h:
+
+        inside   over the S ranks of its host
+        across   over the H ranks at the same place s, one on each host
+
+    It owns row s * H + h, so that the rows of the H ranks at one place lie together: rows [W, n] are also blocks [S, H * n], and a
+    block is what `inside` reduces and gathers. A sum is that over hosts of the sums inside, which cross in fp32:
+    (g0 + g1) + (g2 + g3) for two hosts of two. It depends on the hosts, and is the same for every policy.
+
+    Args:
+        within: how many ranks are one host, in the group's order; or "host", for those that share a machine.
+        make: the collectives for some of the members. Each of those must call it.
+        bits: the number of bits of rounded gradients across hosts; None sends them as they are.
+
+    Raises:
+        OneHost: all of them are.
+        UsageError: the hosts are not of one size.
+    """
+
+    def __init__(
+        self, members: Members, device: torch.device, watch: Watch, within: Within, make: Make,
+        bits: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(members, device, watch)
+        self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
+        """The members of each host."""
+        if len({len(host) for host in self._hosts}) > 1:
+            uneven = ", ".join(str([members.ranks[place] for place in host]) for host in self._hosts)
+            raise UsageError(
+                f'within="host" needs the same number of ranks on each host, and they are {uneven}: start as many on '
+                "each, or leave it out."
+            )
+        if len(self._hosts) == 1:
+            raise OneHost
+        self._host, self._place = self._where(self.rank)
+        own = self._hosts[self._host]
+        near = make(members.only(own), device, watch) if len(own) > 1 else Alone()
+        far = make(members.only([host[self._place] for host in self._hosts]), device, watch)
+        self.compose(near, far)
+        far.count_in(CrossingCount(self.sent), self._measure_of_both)
+        self._reducer = far if bits is None else QuantizedGradients(far, bits)
+        self._latest: Callable[[], _Mean | None] = lambda: None
+        """The last reduction, as long as it is waited for."""
+
+    @property
+    def inside(self) -> Collectives:
+        return self._near
+
+    @property
+    def across(self) -> Collectives:
+        return self._far
+
+    @property
+    def shard(self) -> int:
+        return self._place * len(self._hosts) + self._host
+
+    def owner(self, shard: int) -> int:
+        place, host = divmod(shard, len(self._hosts))
+        return self._hosts[host][place]
+
+    def by_shard(self, by_rank: Tensor) -> Tensor:
+        return torch.stack([by_rank[self.owner(shard)] for shard in range(self.world_size)])
+
+    def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._near.resting_memory(numel, dtype)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._far.sum_dtype(self._near.sum_dtype(dtype))
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        return max(self._near.numel_in_flight(units), self._far.numel_in_flight(units))
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        prepare()
+        blocks = rows.view(self._near.world_size, -1)
+        block = blocks[self._place].view(len(self._hosts), -1)
+        crossing = self._far.all_gather(block, bucket, f"{label} across hosts")
+        return ComposedGather(crossing, lambda: [self._near.all_gather(blocks, bucket, f"{label} inside the host")])
+
+    def workspace_numel(self, rows: Tensor) -> int:
+        if self._near.world_size == 1:
+            return self._reducer.workspace_numel(rows)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        block = torch.empty(len(self._hosts), rows.shape[1], dtype=wide, device="meta")
+        crossing = (block.numel() + self._reducer.workspace_numel(block)) * wide.itemsize // rows.dtype.itemsize
+        return self._near.workspace_numel(rows.view(self._near.world_size, -1)) + crossing
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        if self._near.world_size == 1:  # there is no sum that would need more digits than the rows have
+            return self._reducer.reduce_scatter(rows, workspace, bucket, label, divisor)
+        blocks = rows.view(self._near.world_size, -1)
+        cut_at = self._near.workspace_numel(blocks)
+        # The division comes last: the sum inside is not divided.
+        pending = self._near.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host", 1.0)
+        wide = workspace[cut_at:].view(torch.promote_types(rows.dtype, torch.float32))
+        block = wide[: blocks.shape[1]].view(len(self._hosts), -1)
+        mean = _Mean(self._reducer, pending, block, wide[blocks.shape[1] :], bucket, label, divisor)
+        before = self._latest()
+        self._latest = weakref.ref(mean)
+        if before is not None:
+            before.cross()
+        return mean
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        found = [b""] * self.world_size
+        of_places = self._near.exchange(b"".join(self._far.exchange(data, label)), label)
+        for place, joined in enumerate(of_places):
+            for host, members in enumerate(self._hosts):
+                found[members[place]] = joined[host * len(data) : (host + 1) * len(data)]
+        return found
+
+    def _where(self, rank: int) -> tuple[int, int]:
+        """Return a rank's (host, place)."""
+        return next((number, host.index(rank)) for number, host in enumerate(self._hosts) if rank in host)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        host, place = self._where(source)
+        if self._place == place:
+            self._far.broadcast(tensor, host)
+        self._near.broadcast(tensor, place)
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        # Two hops: across at the source's place, then inside the target's host. A rank in between receives the size
+        # first.
+        lengths = self.exchange(tensor.nbytes.to_bytes(8, "little"), f"the length of {label}")
+        nbytes = int.from_bytes(lengths[source], "little")
+        host, place = self._where(source)
+        to_host, to_place = self._where(target)
+        is_end = self.rank in (source, target)
+        passing = tensor if is_end else tensor.new_empty(nbytes, dtype=torch.uint8)
+        if host != to_host and self._place == place:
+            # no test can miss this wait: no transfer between two levels is of an accelerator's memory.
+            self._far.transfer(passing, host, to_host, label).wait()
+        if place == to_place or self._host != to_host:
+            return Done()
+        return self._near.transfer(passing, place, to_place, label)
+
+
+class CrossingCount(Counter[str]):
+    """A counter of bytes between hosts, which it adds to another counter under names of its own."""
+
+    def __init__(self, whole: Counter[str]) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def __getitem__(self, kind: str) -> int:
+        return self._whole[f"{kind} across"]
+
+    def __setitem__(self, kind: str, nbytes: int) -> None:
+        self._whole[f"{kind} across"] = nbytes
+
+
+@dataclass(eq=False)
+class _Mean(Reduction):
+    """A reduction that crosses hosts when the next one has started, or when it is waited for."""
+
+    _across: Grouped | QuantizedGradients
+    _inside: Reduction
+    _block: Tensor
+    """The sum inside the host, [hosts, n]."""
+    _workspace: Tensor
+    _bucket: int
+    _label: str
+    _divisor: float
+    _crossing: Reduction | None = None
+
+    def cross(self) -> Reduction:
+        """Wait for the sum inside the host, and start to reduce it across hosts, once."""
+        if self._crossing is None:
+            self._inside.finish(self._block.view(-1), accumulate=False)
+            self._crossing = self._across.reduce_scatter(
+                self._block, self._workspace, self._bucket, f"{self._label} across hosts", self._divisor
+            )
+        return self._crossing
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        self.cross().finish(out, accumulate=accumulate)
+
+    @property
+    def is_released(self) -> bool:
+        return self._inside.is_released and (self._crossing is None or self._crossing.is_released)
+
+    def wait_released(self) -> None:
+        self._inside.wait_released()
+        if self._crossing is not None:
+            self._crossing.wait_released()
+
+
+def cut(world_size: int, within: Within) -> list[list[int]]:
+    """Return the members of each host, if `within` neighbours are one host.
+
+    Raises:
+        UsageError: `within` does not divide the number of ranks.
+    """
+    if within == "host":
+        return [list(range(world_size))]
+    if world_size % within:
+        raise UsageError(
+            f"within={within} (zero_hpz_partition_size, mics_shard_size in a config) does not divide the {world_size} "
+            "ranks of the group: give the number of ranks of a host, or a divisor of it."
+        )
+    return [list(range(start, start + within)) for start in range(0, world_size, within)]
+
+
+# ---------------------------------------------------------------------- two dimensions of a mesh
+
+_SMALL = "ranks of two dimensions exchange small messages only: send tensors over the data-parallel transport."
+
+
+class Everyone(Collectives):
+    """The ranks of `data` and of `others`, which have this rank in common, in the order of torch's ranks.
+
+    They exchange small messages only. A message goes over one of the two, and what all of that have goes over the other.
+
+    Args:
+        data: the collectives of the data-parallel ranks.
+        others: the collectives of the ranks of the mesh's other dimension, which divide tensors.
+    """
+
+    def __init__(self, data: Collectives, others: Collectives) -> None:
+        super().__init__()
+        self._data = data
+        self._others = others
+        self.world_size = data.world_size * others.world_size
+        numbers = self._by_place(dist.get_rank().to_bytes(8, "little"), "the ranks of a mesh")
+        ranks = [int.from_bytes(number, "little") for number in numbers]
+        self._places = sorted(range(self.world_size), key=ranks.__getitem__)
+        """By rank, its place: others.rank * data.world_size + data.rank."""
+        self.rank = self._places.index(others.rank * data.world_size + data.rank)
+
+    def _by_place(self, data: bytes, label: str) -> list[bytes]:
+        rows = self._others.exchange(b"".join(self._data.exchange(data, label)), label)
+        return [row[start : start + len(data)] for row in rows for start in range(0, len(row), max(len(data), 1))]
+
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        if not data:
+            return [data] * self.world_size
+        messages = self._by_place(data, label)
+        return [messages[place] for place in self._places]
+
+    def data_rank(self, rank: int) -> int:
+        return self._places[rank] % self._data.world_size
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        other, own = divmod(self._places[source], self._data.world_size)
+        if self._others.rank == other:
+            self._data.broadcast(tensor, own)
+        self._others.broadcast(tensor, other)
+
+    def by_shard(self, by_rank: Tensor) -> Tensor:
+        by_place = torch.empty_like(by_rank)
+        by_place[torch.tensor(self._places)] = by_rank
+        return torch.cat([self._data.by_shard(row) for row in by_place.view(self._others.world_size, -1)])
+
+    def operation(self, name: str) -> AbstractContextManager[None]:
+        return self._data.operation(name)
+
+    def control(self) -> Collectives:
+        return Everyone(self._data.control(), self._others.control())
+
+    def close(self) -> None:
+        self._data.close()
+        self._others.close()
+
+    def all_gather(
+        self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
+    ) -> Work:
+        raise NotImplementedError(_SMALL)
+
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+        raise NotImplementedError(_SMALL)
+
+    def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
+        raise NotImplementedError(_SMALL)

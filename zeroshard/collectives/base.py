@@ -1,8 +1,8 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
-A transport implements five: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. All others have a default that is
-right for every transport, and a transport overrides one of them where it can do better. No caller depends on the kind
-of transport.
+A transport implements five: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method has a default
+that is correct for all transports, and a transport overrides those that it can do better. No caller depends on the kind of
+transport.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Work(Sent, ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the data may be used on this stream. Raises `CollectiveError` when it cannot arrive."""
+        """Block until the data may be used on this stream. Raises `CollectiveError` if it cannot arrive."""
 
     def push(self) -> None:
-        """End the operation now if it needs a further call of this rank, since no wait may follow soon."""
+        """Finish the operation now if it needs another call on this rank: no wait may follow soon."""
 
     def abandon(self) -> None:
-        """Block until nothing is written any more, since the data is no longer needed."""
+        """Block until the operation writes nothing more. Its data is no longer needed."""
         with suppress(CollectiveError):
             self.wait()
 
@@ -68,7 +68,7 @@ class Reduction(Sent, ABC):
 
     @abstractmethod
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        """Wait, then set `out` (shape [shard_numel]) to the divided sum over ranks of this rank's row, or add it."""
+        """Wait, then set `out` [shard_numel] to the sum over ranks of this rank's row, divided; or add this to `out`."""
 
 
 class Collectives(ABC):
@@ -79,9 +79,9 @@ class Collectives(ABC):
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
-        """Bytes that this rank handed to others, by operation."""
+        """Bytes that this rank sent to others, by operation."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Wraps each wait for other ranks: "reduce", "gather" or "exchange". For clocks."""
+        """Returns a context for each wait for other ranks, by its kind: "reduce", "gather" or "exchange". A clock sets it."""
 
     # ------------------------------------------------------------------ the five operations
 
@@ -121,7 +121,7 @@ class Collectives(ABC):
     def together(self) -> AbstractContextManager[None]:
         """Launch operations that start inside, mostly of one kind, together at the end. None may be waited for inside.
 
-        Every rank must enter it, also one that only sits out transfers.
+        Every rank must enter it, including ranks that take part in no transfer.
         """
         return nullcontext()
 
@@ -133,7 +133,7 @@ class Collectives(ABC):
         """Return how many elements of reductions may be under way while the next gradients are made.
 
         Args:
-            units: elements of each unit, the largest first. The largest is mostly a root with its embeddings, and like no other.
+            units: elements of each unit, the largest first. The largest is usually the root with its embeddings, and an exception.
         """
         if not units:
             return 0
@@ -148,11 +148,11 @@ class Collectives(ABC):
     # ------------------------------------------------------------------ memory
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return CPU memory [numel] of zeros to send from, from which other ranks may be able to read."""
+        """Return zeroed CPU memory [numel] to send from. Other ranks may be able to read it in place."""
         return torch.zeros(numel, dtype=dtype)
 
     def resting_memory(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return memory for parameters at rest, if other ranks read them best in memory of this transport."""
+        """Return memory for parameters at rest, or None if other ranks read them equally well in any memory."""
         return None
 
     def sends_in_place(self, tensor: Tensor) -> bool:
@@ -160,11 +160,11 @@ class Collectives(ABC):
         return True
 
     def is_lent_by_system(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is in memory that `buffer` took from the operating system and torch cannot free."""
+        """Return whether `buffer` took the tensor's memory from the operating system, so that torch cannot free it."""
         return False
 
     def discard(self, memory: Tensor) -> None:
-        """Free the pages of a whole such tensor. Its content is undefined until it is written."""
+        """Free the pages of a whole tensor from `buffer` that `is_lent_by_system`. Its content is undefined until it is written."""
         raise NotImplementedError
 
     def workspace_numel(self, rows: Tensor) -> int:
@@ -194,11 +194,11 @@ class Collectives(ABC):
         return shard
 
     def by_shard(self, by_rank: Tensor) -> Tensor:
-        """Return values [world_size] of ranks, in the order of the rows that these own."""
+        """Reorder values [world_size], one for each rank, by the rows that the ranks own."""
         return by_rank
 
     def data_rank(self, rank: int) -> int:
-        """Return the number of a rank among those that shard one model: its own, if all do."""
+        """Return the number of a rank among the ranks that shard one model; by default all ranks do."""
         return rank
 
     @property
@@ -221,10 +221,10 @@ class Collectives(ABC):
         return [json.loads(message) for message in self.exchange(data.ljust(longest), label)]
 
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
-        """Return every rank's `value` (fp64, shape []), as [world_size], and its `data`, as `exchange`; in rank order.
+        """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
-        Where messages do not pass through the device, the host does not wait for it either: the values are there when the device
-        comes so far. With no `value`, on any rank, they are zeros.
+        If messages do not pass through the device, the host does not wait for the device: the values arrive in its order.
+        Without a `value`, on any rank, they are zeros.
 
         Raises:
             CollectiveError: some ranks gave a value, and some did not.
@@ -239,7 +239,7 @@ class Collectives(ABC):
         """Exchange `data` between ranks that must all give the same `answer`.
 
         Raises:
-            CollectiveError: they do not.
+            CollectiveError: their answers differ.
         """
         messages = self.exchange(bytes([answer]) + data, label)
         others = [rank for rank, message in enumerate(messages) if message[0] != answer]
@@ -252,7 +252,7 @@ class Collectives(ABC):
         return [message[1:] for message in messages]
 
     def operation(self, name: str) -> AbstractContextManager[None]:
-        """Name the waits of this thread inside, such as `save "step_10"`, in the report of a long or failed one.
+        """Give the waits of this thread inside a name for reports of long or failed waits, such as `save "step_10"`.
 
         The outermost name counts.
         """
@@ -263,13 +263,13 @@ class Collectives(ABC):
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         """Send each row of `rows`, uint8 [world_size, n], to its rank. `received` gets each rank's row for this one.
 
-        Part of a reduction, and counted as one. Each rank's own row stays where it is, and `received` has nothing for it. Both are
-        busy until the work was waited for.
+        This is a part of a reduction, and its bytes count as such. A rank's own row is not copied to `received`. Both tensors are
+        busy until the work has been waited for.
         """
         raise NotImplementedError
 
     def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Use the counter and the clock of another transport that is made of this one."""
+        """Use the counter and the clock of a transport that is composed of this one."""
         self.sent = sent
         self.measure = measure
 
@@ -277,10 +277,10 @@ class Collectives(ABC):
         """Notify ranks that wait for this one that a wait of it failed."""
 
     def control(self) -> Collectives:
-        """Return connections of their own for small messages of CPU memory, beside these. Every rank must call it.
+        """Return separate connections for small messages in CPU memory. Every rank must call it.
 
         Raises:
-            CollectiveError: not every rank made the call; the message names those that are missing.
+            CollectiveError: some ranks did not make the call; the message names them.
         """
         return self
 
@@ -304,7 +304,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
         high = min(low + step, out.numel())
         parts = [contribution[low:high].to(dtype) for contribution in contributions]
         target = out[low:high]
-        # A row that is summed in place must not be needed later, as a third contribution.
+        # A sum in place would overwrite a row that may be needed later, as a third contribution.
         room = target if not accumulate and target.dtype == dtype and len(parts) == 2 else None
         total = torch.add(parts[0], parts[1], out=room) if len(parts) > 1 else parts[0]
         for part in parts[2:]:
@@ -317,11 +317,11 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
 
 @dataclass(eq=False)
 class SummedRows(Reduction):
-    """A reduction whose rows arrive as they are: they are summed here, in the order of ranks, and divided."""
+    """A reduction that receives every rank's row, sums the rows in the order of ranks, and divides the sum."""
 
     _works: Sequence[Work]
     _rows: Sequence[Tensor]
-    """Every rank's row for this one, each [shard_numel], by rank; `_works` bring them."""
+    """Every rank's row for this one, each [shard_numel], by rank. They have arrived when `_works` are done."""
     _divisor: float
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:

@@ -26,7 +26,7 @@ Make = Callable[[Members, torch.device, Watch], Grouped]
 
 
 class OneHost(Exception):
-    """The error when there is only one host, so that nothing crosses."""
+    """The error when there is only one host, so that nothing has to cross."""
 
 
 class Composed(Grouped):
@@ -45,7 +45,7 @@ class Composed(Grouped):
             one.count_in(sent, self._measure_of_both)
 
     def _measure_of_both(self, kind: str) -> AbstractContextManager[None]:
-        return self.measure(kind)  # a user may set another clock later
+        return self.measure(kind)  # another clock may be set later
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         self._near.wait_released(memory)
@@ -104,15 +104,15 @@ class ComposedGather(Work):
 
 
 class OverHosts(Composed):
-    """A transport over several hosts: shared memory inside, gloo across. Each gathered row crosses once.
+    """A transport over several hosts: shared memory inside, gloo across.
 
     Of H hosts with S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
     crosses to the rank at its owner's place on each other host, which shares it with its neighbours. The rows of a reduction go
     to their owners directly: the sum has the order of all ranks, and so the bits that it has over gloo.
 
     Args:
-        hosts: the members of each, of one size, in the order of ranks.
-        make: the collectives for the members of a host.
+        hosts: the members of each host, in the order of ranks. All hosts have the same number.
+        make: makes the collectives for the members of a host.
     """
 
     def __init__(
@@ -177,25 +177,25 @@ class OverHosts(Composed):
 
 
 class TwoLevel(Composed):
-    """A transport on two levels: rows of the ranks of a host are gathered or summed before anything crosses.
+    """A transport with two levels: a reduction sums inside each host before it crosses, and a gather crosses first.
 
     Of H hosts with S ranks each, a rank is at place s of host h:
 
         inside   over the S ranks of its host
         across   over the H ranks at the same place s, one on each host
 
-    It owns row s * H + h, so that the rows of the H ranks at one place lie together: rows [W, n] are also blocks [S, H * n], and a
-    block is what `inside` reduces and gathers. A sum is that over hosts of the sums inside, which cross in fp32:
-    (g0 + g1) + (g2 + g3) for two hosts of two. It depends on the hosts, and is the same for every policy.
+    The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [W, n] are also blocks [S, H * n], and
+    `inside` reduces and gathers blocks. Hosts sum first, and their sums cross in fp32: (g0 + g1) + (g2 + g3) for two hosts of two
+    ranks. The order of a sum depends on the hosts, and is the same for every policy.
 
     Args:
-        within: how many ranks are one host, in the group's order; or "host", for those that share a machine.
-        make: the collectives for some of the members. Each of those must call it.
-        bits: the number of bits of rounded gradients across hosts; None sends them as they are.
+        within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
+        make: makes the collectives for some of the members. Each of these must call it.
+        bits: the number of bits of rounded gradients across hosts; None sends exact gradients.
 
     Raises:
-        OneHost: all of them are.
-        UsageError: the hosts are not of one size.
+        OneHost: all members are on one host.
+        UsageError: the hosts have different numbers of ranks.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class TwoLevel(Composed):
         return self._near.workspace_numel(rows.view(self._near.world_size, -1)) + crossing
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        if self._near.world_size == 1:  # there is no sum that would need more digits than the rows have
+        if self._near.world_size == 1:  # there is no sum inside, so the rows cross in their own dtype
             return self._reducer.reduce_scatter(rows, workspace, bucket, label, divisor)
         blocks = rows.view(self._near.world_size, -1)
         cut_at = self._near.workspace_numel(blocks)
@@ -303,8 +303,7 @@ class TwoLevel(Composed):
         self._near.broadcast(tensor, place)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        # Two hops: across at the source's place, then inside the target's host. A rank in between receives the size
-        # first.
+        # Two hops: across at the source's place, then inside the target's host. A rank in between learns the size first.
         lengths = self.exchange(tensor.nbytes.to_bytes(8, "little"), f"the length of {label}")
         nbytes = int.from_bytes(lengths[source], "little")
         host, place = self._where(source)
@@ -320,7 +319,7 @@ class TwoLevel(Composed):
 
 
 class CrossingCount(Counter[str]):
-    """A counter of bytes between hosts, which it adds to another counter under names of its own."""
+    """A counter of bytes between hosts, which adds them to another counter under separate names."""
 
     def __init__(self, whole: Counter[str]) -> None:
         super().__init__()
@@ -370,7 +369,7 @@ class _Mean(Reduction):
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:
-    """Return the members of each host, if `within` neighbours are one host.
+    """Return the members of each host, if `within` neighbours count as one host.
 
     Raises:
         UsageError: `within` does not divide the number of ranks.

@@ -39,7 +39,7 @@ class Grouped(Collectives):
     Args:
         members: the group's ranks.
         device: the device that holds the tensors.
-        watch: over the waits; may be shared.
+        watch: observes the waits; several transports may share it.
     """
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
@@ -50,7 +50,7 @@ class Grouped(Collectives):
         self.rank = members.rank
         self.world_size = len(members.ranks)
         self.end_watch: Callable[[], object] = nothing
-        """Ends the watch, for the transport that owns it."""
+        """Ends the watch, if this transport owns it."""
         self.warn_others: Callable[[], None] = nothing
         """Warns the ranks that wait for this one over other connections that a wait failed."""
 
@@ -79,7 +79,7 @@ class Grouped(Collectives):
             self.watch.leave()
 
     def _made(self, make: Callable[[], T]) -> T:
-        """Make connections. Every member must call it."""
+        """Make connections, under the watch. Every member must call it."""
         with self.guarded("the others, to make connections"):
             Watch.forget(self.members.root, self.members.own)
             return make()
@@ -107,8 +107,7 @@ class Grouped(Collectives):
                     closed.add(other)
         if peer is not None and not gone and _is_closed(error):
             closed.add(peer)
-        mine = self.watch.told_of(label)
-        others = self.watch.ask(mine, [ranks[one] for one in gone])
+        mine, others = self.watch.ask(label, [ranks[one] for one in gone])
         return CollectiveError(
             describe_failure(
                 self.members.own,
@@ -183,7 +182,7 @@ class PointToPoint(Grouped):
     CPU memory.
 
     Args:
-        peers: the members to connect with; another object serves the others. Default: all members.
+        peers: the members to connect with, by default all; another object serves the others.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class PointToPoint(Grouped):
         turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.peers = [peer for peer in turned if peer in others]
         self._begun: dict[int, int] = {}
-        """By channel, the last tag."""
+        """The last tag, by channel."""
         # torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
         # number would wait for each other under different names, and a subgroup's resources are never freed. The store
         # counts instead, for these members only, so any ranks may make groups in any order.
@@ -217,7 +216,7 @@ class PointToPoint(Grouped):
         super().close()
 
     def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
-        """Return the next tag of an operation on a bucket, which is the same on every rank. `name` is that of a message."""
+        """Return the next tag of an operation on a bucket, the same on every rank. Messages also have a `name`."""
         channel = bucket * 3 + kind
         number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
         code = self.watch.operation_code
@@ -253,10 +252,10 @@ class PointToPoint(Grouped):
         return Transfer(self, works, kind, label, land, pairing)
 
     def _interrupt(self) -> None:
-        """Close all connections of gloo's, as a wait that times out does."""
+        """Close all of gloo's connections, as a wait that times out does."""
         nothing_comes = torch.empty(1, dtype=torch.uint8)
         with suppress(RuntimeError):
-            # no test can miss this wait: it is for the timeout.
+            # no test can miss this wait: it is there to time out.
             self._engine.recv([nothing_comes], self.peers[0], TRANSFER_TAG + 1).wait(_PROBE)
 
     @property

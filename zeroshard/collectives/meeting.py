@@ -1,4 +1,4 @@
-"""Owns the connection between ranks of one host: they connect, or agree on the reason that they cannot.
+"""Owns the meeting of the ranks of one host: they connect, or agree on the reason why they cannot.
 
 They find each other by addresses in the store, and a secret in the store keeps other programs out. If one rank may not share
 memory, none does, and every rank gets the same reason.
@@ -29,13 +29,13 @@ _NETWORK = Path("/proc/self/ns/net")
 SEVERAL_HOSTS = "the ranks are on several hosts"
 TURNED_OFF = f"{VARIABLE} turns it off"
 _HELLO_NBYTES = 256
-"""The most bytes that are read of a caller: more than a rank sends, and no more of any other program."""
+"""The most bytes that are read from a caller: more than a rank sends, and a limit for any other program."""
 _LOOK_SECONDS = 0.2
-"""The seconds between two looks into the store: the rank that is waited for may have given up."""
+"""The seconds between two looks into the store, since the awaited rank may have given up."""
 
 
 class _Forsaken(OSError):
-    """The error when another rank gave up. That rank has the reason."""
+    """The error when another rank gave up. That rank reports the reason."""
 
 
 class Met(NamedTuple):
@@ -56,7 +56,7 @@ class NotShared(Exception):
     """The error when ranks cannot share memory. Its reason is the same sentence on every rank.
 
     Attributes:
-        hosts: the members of each host, where nothing but their number is in the way.
+        hosts: the members of each host, if the number of hosts is the only reason; otherwise empty.
     """
 
     def __init__(self, why: str, hosts: list[list[int]]) -> None:
@@ -112,7 +112,7 @@ def meet(members: Members) -> Met:
 
 
 def hosts_of(members: Members) -> list[list[int]]:
-    """Return the members that share a host, in their order. Every member must call it."""
+    """Return the members of each host, in their order. Every member must call it."""
     return _grouped(_agree(members.counted_store("hosts"), members, "host", host_id()))
 
 
@@ -155,7 +155,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
 
 
 def host_id() -> str:
-    """Identify this boot of this kernel, and its network namespace, in which such addresses exist."""
+    """Identify this boot of this kernel, and its network namespace, in which the addresses of sockets exist."""
     with suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
     return socket.gethostname()
@@ -171,7 +171,7 @@ def _agree(store: PrefixStore, members: Members, what: str, value: Any) -> list[
 def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")  # in no folder
-    listener.listen(socket.SOMAXCONN)  # strangers that call must not keep ranks out
+    listener.listen(socket.SOMAXCONN)  # calls of other programs must not keep ranks out
     listener.settimeout(_LOOK_SECONDS)
     return listener
 
@@ -190,21 +190,21 @@ def _connect(
     silent: set[socket.socket] = set()
     looked = time.monotonic()
     with selectors.DefaultSelector() as callers, ExitStack() as undo:
-        undo.callback(_close_all, silent)  # strangers
+        undo.callback(_close_all, silent)  # other programs
         callers.register(listener, selectors.EVENT_READ)
         while len(sockets) < len(near):
             ready = [key.fileobj for key, _ in callers.select(_LOOK_SECONDS)]
             missing = set(near) - set(sockets)
             now = time.monotonic()
             given_up = False
-            if now > looked + _LOOK_SECONDS:  # strangers that call on and on do not keep it from that
+            if now > looked + _LOOK_SECONDS:  # also if another program calls again and again
                 looked = now
                 given_up = any(store.check([f"met/{peer}"]) for peer in missing)
             if given_up or now > deadline:
                 raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come")
             for one in cast(list[socket.socket], ready):
                 if one is listener:
-                    with suppress(TimeoutError):  # it is gone again
+                    with suppress(TimeoutError):  # the caller is gone again
                         silent.add(caller := listener.accept()[0])
                         callers.register(caller, selectors.EVENT_READ)
                 else:
@@ -228,7 +228,7 @@ def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[i
 def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:
     """Send every rank's descriptor to every other. Fill `windows`, by rank."""
     for one in sockets.values():
-        with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, as will be found below
+        with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, which the loop below finds
             socket.send_fds(one, [b"zeroshard"], [descriptor])
     for peer, one in sockets.items():
         try:

@@ -1,4 +1,4 @@
-"""Owns the membership of a group, and the making of engines (process groups of our own) for its members."""
+"""Owns the membership of a group, and makes process groups and names in the store for its members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroshard.errors import UsageError
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the process group of a mesh of one dimension; a group is returned as it is.
+    """Return the process group of a mesh with one dimension; a group is returned unchanged.
 
     Raises:
         UsageError: the mesh has several dimensions.
@@ -47,9 +47,9 @@ class Members:
         ranks: the members' global ranks, in the group's order.
         rank: this process's place among them.
         world: how many ranks there are in all.
-        timeout: how long the user lets a rank wait.
-        backend: the group's backend, for one type of device.
-        own_group: the user's own group, if it still exists: a reference to it would keep torch from destroying it.
+        timeout: how long a rank waits, as the user chose it.
+        backend: the group's backend for one type of device.
+        own_group: the user's own group, if it still exists. A strong reference would keep torch from destroying it.
         store: the group's store.
         root: the store of all ranks.
     """
@@ -115,21 +115,21 @@ class Members:
         return self.ranks[self.rank]
 
     def only(self, places: Sequence[int]) -> Members:
-        """Choose some of the members by their places here, in this order; this process is one of them."""
+        """Choose members by their places in this group, in this order. This process must be one of them."""
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
 
     def counted_store(self, purpose: str) -> PrefixStore:
-        """Return a part of the store only for these members, this purpose and this time."""
+        """Return a part of the store for these members and this purpose. Each call returns another part."""
         return PrefixStore(self.counted_name(purpose), self.store)
 
     def counted_name(self, purpose: str) -> str:
-        """Return a name, the same on each of these members, only for this purpose and this time."""
+        """Return a name for these members and this purpose, the same on each of them. Each call returns another name."""
         family = f"zeroshard/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{purpose}"
         number = self.store.add(f"{family}/count/{self.rank}", 1)
         return f"{family}/{number}"
 
     def registered(self) -> dist.ProcessGroup:
-        """Make a group of the members' own backend, registered with torch. Every member must call it."""
+        """Make a group with the members' own backend, registered with torch. Every member must call it."""
         options: dict[str, Any] = {}
         if list(self.ranks) != sorted(self.ranks):
             if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -150,10 +150,10 @@ class Members:
 
 
 def refuse_split(members: Members) -> None:
-    """Raise if torch would make communicators for some ranks by splitting that of all, which waits for all.
+    """Raise if torch would make communicators for these ranks by splitting the communicator of all ranks, which waits for all.
 
     Raises:
-        UsageError: they are some ranks of a world whose backend is bound to a device and splits.
+        UsageError: the group is a part of a world whose backend is bound to a device and splits communicators.
     """
     world = dist.group.WORLD
     if not members.is_subgroup or members.backend == "gloo" or world is None or world.bound_device_id is None:

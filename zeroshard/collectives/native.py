@@ -1,7 +1,7 @@
-"""Owns the collectives of backends that are right as they are: NCCL and its kin.
+"""Owns the collectives of backends that are right as they are: NCCL and similar ones.
 
-Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts, over gloo, so
-that a step does not wait for the device to get them.
+Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts over gloo, so a step does
+not wait for the device to receive them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METHODS = {
     (_REDUCE, False): ("reduce_scatter_single", "_reduce_scatter_base"),
     (_REDUCE, True): ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 }
-"""The names of a group's method for one tensor, or several (True): torch 2.13's, and the one before."""
+"""The names of a group's method for one tensor, or for several (True): in torch 2.13, and in earlier releases."""
 _WITHOUT_AVG = ("gloo", "mpi")
 """Backends without ReduceOp.AVG."""
 
@@ -55,7 +55,7 @@ class _Move(NamedTuple):
 
 
 class _OnDevice(Transfer):
-    """A transfer for which only the device waits, observed by the watch, while the host continues."""
+    """A transfer for which only the device waits, under the watch, while the host continues."""
 
     def wait(self) -> None:
         super().wait()
@@ -66,12 +66,12 @@ class _OnDevice(Transfer):
 
 
 class Native(Grouped):
-    """The backend's own collectives, reduce and gather on groups of their own so that neither waits for the other.
+    """The backend's own collectives. Reductions and gathers have separate groups, so that neither waits for the other.
 
-    The two are two communicators, and a device may run one operation at a time: so all start in one order on every rank.
+    A device may run only one operation of the two communicators at a time, so all ranks start operations in one order.
 
     Args:
-        lasting: False: all on the user's own group.
+        lasting: if False, all operations use the user's own group.
     """
 
     def __init__(self, members: Members, device: torch.device, watch: Watch, *, lasting: bool = True) -> None:
@@ -80,13 +80,13 @@ class Native(Grouped):
         self._gather_group = self._made(members.registered) if lasting else members.group
         self._is_lasting = lasting
         self._messages: PointToPoint | None = None
-        backend = self._group._get_backend(device)  # torch has no public way to ask a group for it
+        backend = self._group._get_backend(device)  # torch has no public reader
         self._launches_together = bool(getattr(backend, "supports_coalescing", False))
         self._is_open = False
-        """Whether what begins now starts later, together."""
+        """Whether operations that begin now are launched later, together."""
         self._begun: dict[str, list[_Launch]] = {_GATHER: [], _REDUCE: []}
         self._moves: list[_Move] = []
-        if lasting:  # the first of a group's collectives is one of all ranks, which a transfer is not
+        if lasting:  # a group's first operation must be one of all its ranks, which a transfer is not
             self.broadcast(torch.zeros(1, device=device))
             self.sent.clear()
 
@@ -94,8 +94,8 @@ class Native(Grouped):
         super().close()
         if self._messages is not None:
             self._messages.close()
-        # torch names a subgroup by how many groups there are: one that is gone gives its name, and its stale addresses in
-        # the store, to the next. So subgroups stay until the process ends.
+        # torch names a subgroup by the number of groups. A destroyed one would pass its name, and its stale addresses in the
+        # store, on to the next. So subgroups stay until the process ends.
         if self._is_lasting and dist.is_initialized() and not self.members.is_subgroup:
             dist.destroy_process_group(self._gather_group)
             dist.destroy_process_group(self._group)
@@ -117,7 +117,7 @@ class Native(Grouped):
         self._is_open = True
         try:
             yield
-        finally:  # also after an error: this rank and others wait for operations that have begun
+        finally:  # also after an error, since this rank and others wait for operations that have begun
             self._is_open = False
             self._start("transfers between ranks")
 
@@ -129,7 +129,7 @@ class Native(Grouped):
         return transfer
 
     def _start(self, label: str) -> None:
-        """Start what has begun: gathers, then reductions, then transfers, each kind in one launch."""
+        """Launch the operations that have begun: gathers, then reductions, then transfers, each kind at once."""
         begun = self._begun
         moves = self._moves
         self._begun = {_GATHER: [], _REDUCE: []}
@@ -138,7 +138,7 @@ class Native(Grouped):
             if launches:
                 self._launch(kind, launches)
         if moves:
-            # Together: one by one, each pair of ranks would need a communicator of its own.
+            # All at once: for single transfers, each pair of ranks would need its own communicator.
             with self.guarded(label):
                 works = dist.batch_isend_irecv([move.operation for move in moves])
             one_each = len(works) == len(moves)  # or one for all
@@ -154,7 +154,7 @@ class Native(Grouped):
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp.AVG if launches[0].averages else dist.ReduceOp.SUM
         options.asyncOp = True
-        # As in `PointToPoint`, the group's own method: torch has no public function for several tensors.
+        # The group's own method, as in `PointToPoint`: torch has no public function for several tensors.
         newer, older = _METHODS[kind, len(launches) > 1]
         method = getattr(group, newer, None) or getattr(group, older)
         if len(launches) == 1:
@@ -178,7 +178,7 @@ class Native(Grouped):
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        # The mean comes from the backend where it can divide as it adds: nothing grows by the number of ranks on its way.
+        # If possible the backend divides while it adds, so that no sum grows with the number of ranks.
         averages = divisor == self.world_size and self.members.backend not in _WITHOUT_AVG
         arriving = self._begin(_REDUCE, workspace, rows.view(-1), label, averages=averages)
         return _NativeMean(arriving, workspace, 1.0 if averages else divisor)
@@ -189,7 +189,7 @@ class Native(Grouped):
         for peer in range(self.world_size):
             if peer != self.rank:
                 both = [self._end(dist.isend, rows[peer], peer), self._end(dist.irecv, received[peer], peer)]
-                if self.rank > peer:  # where they run one after the other, the lower rank of a pair sends first
+                if self.rank > peer:  # if they run one after the other, the lower rank of a pair sends first
                     both.reverse()
                 operations += both
         with self.guarded(label):
@@ -227,7 +227,7 @@ class Native(Grouped):
             return self._messages.exchange(data, label)
 
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
-        # First the messages: a rank that gives no value would leave the others' gather to meet another of its own.
+        # Messages come first: if a rank had no value, the others' gather would meet a different one of that rank.
         messages = self.agreed(value is not None, data, label)
         values = torch.zeros(self.world_size, 1, dtype=torch.float64, device=self.device)
         if value is not None:
@@ -238,6 +238,8 @@ class Native(Grouped):
 
 @dataclass(eq=False)
 class _NativeMean(Reduction):
+    """A reduce-scatter of the backend's, whose result is divided here if the backend did not divide it."""
+
     _transfer: Transfer
     _total: Tensor
     _divisor: float

@@ -1,7 +1,7 @@
-"""Owns the connections between the ranks of one host: messages under tags, and news of ended processes.
+"""Owns the connections between the ranks of one host: messages under tags, and reports of ended processes.
 
-A connection is a pair of unix sockets. The kernel orders writes to memory before a message is sent, and reads after it
-arrived, on every processor. It also reports an ended process at once.
+A connection is a pair of unix sockets. On every processor the kernel orders writes to memory before a message is sent, and reads
+after it has arrived. It also reports an ended process at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _NUMBER = struct.Struct("<Q")
-"""A message begins with its tag; that of a rank that waits goes on with a count."""
+"""The format of tags and counts. A message begins with its tag."""
 LIMIT = 1 << 16
-"""Bytes of one message at most."""
+"""The most bytes of one message."""
 READ = 1 << 63
-"""The bit of a tag for a report that the offer with this tag was read."""
+"""The bit that turns the tag of an offer into the tag of the report that it was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
-"""Messages of a rank about itself: it has finished; a wait failed; or it waits for this rank, with the number of
-messages received.
+"""The tags of messages of a rank about itself: it has finished; a wait failed; it waits for the receiver.
+
+The last one has the number of messages that it has received from there.
 """
 _STUCK_SECONDS = 1.0
 
@@ -33,7 +34,7 @@ class Lost(RuntimeError):
     """The error when ranks of this host no longer send messages.
 
     Attributes:
-        peers: those whose process is gone.
+        peers: the ranks whose processes have ended.
     """
 
     def __init__(self, text: str, peers: frozenset[int] = frozenset()) -> None:
@@ -49,7 +50,7 @@ class Neighbours:
         timeout: seconds.
 
     Attributes:
-        was_read: called with the tag and the peer when it has read an offer.
+        was_read: is called with the tag of an offer and the peer that has read it.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
@@ -60,7 +61,7 @@ class Neighbours:
         self._sent = dict.fromkeys(sockets, 0)
         self._heard = dict.fromkeys(sockets, 0)
         self._stuck: dict[int, tuple[int, str]] = {}
-        """By peers that wait for this rank, the number of our messages that they had received by then, and the operation."""
+        """By peer that waits for this rank: the number of our messages that it had received by then, and its operation."""
         self._finished: set[int] = set()
         self._dead: set[int] = set()
         self._failed: set[int] = set()
@@ -82,17 +83,17 @@ class Neighbours:
         self._peer_of[descriptor] = peer
 
     def send(self, peer: int, tag: int, data: bytes = b"") -> None:
-        """Send bytes under a tag, at most LIMIT less the tag.
+        """Send bytes under a tag: with the tag, LIMIT at most.
 
         Raises:
-            Lost: nobody is there to take it.
+            Lost: the peer no longer takes part, or a process of this host has ended.
             RuntimeError: the timeout is over.
         """
         self._put(peer, tag, data)
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send, and return False if the peer has finished. It needs nothing more, and its earlier messages can be read."""
+        """Send, and return False if the peer has finished: it needs nothing more, and its earlier messages can be read."""
         try:
             self.send(peer, tag, data)
         except Lost:
@@ -110,7 +111,7 @@ class Neighbours:
                 return
             except BlockingIOError:
                 deadline = deadline or time.monotonic() + self._timeout
-                self._take_in(0.001)  # it may wait for room here, too
+                self._take_in(0.001)  # the peer may wait for room here, too
                 self._refuse_absent(peer)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out: rank {peer} takes no messages") from None
@@ -122,11 +123,11 @@ class Neighbours:
         """Block until bytes under this tag have arrived, and return them.
 
         Args:
-            label: the operation that this rank waits for, for the other side.
+            label: the operation that this rank waits for, for the error on the peer.
 
         Raises:
-            Lost: the other process is gone, or any of this host; or waits in vain for this one, too.
-            RuntimeError: the timeout is over.
+            Lost: the peer no longer takes part, or a process of this host has ended.
+            RuntimeError: the timeout is over, or the two ranks wait for each other.
         """
         self.block(peer, lambda: bool(self._inbox[peer].get(tag)), label)
         waiting = self._inbox[peer][tag]
@@ -156,7 +157,7 @@ class Neighbours:
             self._take_in(min(self._timeout - waited, self._timeout if told else _STUCK_SECONDS) + 0.001)
 
     def _refuse_absent(self, peer: int) -> None:
-        """Raise if a process ended, or this peer no longer takes part."""
+        """Raise if a process has ended, or if this peer no longer takes part."""
         if self._dead:
             raise self._lost(min(self._dead), "its process is gone")
         if peer in self._finished | self._failed:
@@ -190,7 +191,7 @@ class Neighbours:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # raised once, before earlier messages are read: the other side closed with messages of ours unread
+                continue  # raised once, before earlier messages are read: the peer closed and left messages of ours unread
             except OSError:
                 message = b""
             if not message:

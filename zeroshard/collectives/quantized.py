@@ -1,12 +1,12 @@
-"""Lossy reductions: the contributions of other ranks arrive as codes, in blocks of small integers with a scale each.
+"""Lossy reductions: the contributions of other ranks arrive as blocks of small integers, each block with a scale.
 
 The sum over ranks is made in fp32 at least, in rank order. This rank's own contribution is exact.
 
-A block is 256 elements; the last of a row may be shorter. Its scale is the largest magnitude over the largest code, in fp32 (fp64
-for fp64), and an element is its code times the scale: off by half a scale at most. A block with an infinite or NaN
-element arrives as all NaN, so checks for such values find them.
+A block has 256 elements; the last block of a row may be shorter. The scale is the largest magnitude over the largest code, in fp32
+(fp64 for fp64). An element arrives as its code times the scale, which is off by half a scale at most. A block with an infinite or
+NaN element arrives as NaN only, so checks for such values find it.
 
-A row travels as its scales, then its codes: int8, or two int4 in a byte.
+A row is sent as its scales, followed by its codes: int8, or two int4 in a byte.
 """
 
 from __future__ import annotations
@@ -26,29 +26,27 @@ BLOCK_NUMEL = 256
 
 @dataclass(eq=False)
 class QuantizedGradients:
-    """The reductions of a transport, which sends codes of so many bits."""
+    """The reductions of a transport that sends codes of so many bits."""
 
     _inner: Collectives
     _bits: int
 
     def workspace_numel(self, rows: Tensor) -> int:
-        """See `Collectives`."""
         # The codes to send, and those received.
         nbytes = 2 * len(rows) * Codes(self._bits, rows.dtype).nbytes(rows.shape[1])
         return -(-nbytes // rows.dtype.itemsize)
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        """See `Collectives`."""
         codes = Codes(self._bits, rows.dtype)
         own = self._inner.shard
         nbytes = codes.nbytes(rows.shape[1])
         room = workspace.view(torch.uint8)[: 2 * len(rows) * nbytes].view(2, len(rows), nbytes)
         outgoing, incoming = room.unbind()
-        if rows.device.type == "cpu":  # which works in its caches, row by row
+        if rows.device.type == "cpu":  # row by row, in its caches
             for place, row in enumerate(rows):
                 if place != own:
                     codes.encode(row, outgoing[place])
-        else:  # few launches, however many ranks there are; nobody sends this rank's own row
+        else:  # few launches, however many ranks there are; this rank's own row is not sent
             codes.encode(rows, outgoing)
         work = self._inner.scatter_rows(outgoing, incoming, bucket, f"rounded {label}")
         return _RoundedMean(work, codes, rows[own], incoming, own, divisor)
@@ -68,7 +66,7 @@ class _RoundedMean(Reduction):
         row = self._own_row
         for low, high in _chunks(row):
             own = row[low:high].to(self._codes.wide)
-            if row.device.type == "cpu":  # which works in its caches, row by row
+            if row.device.type == "cpu":  # row by row, in its caches
                 parts = []
                 for place, coded in enumerate(self._incoming):
                     parts.append(own if place == self._own else self._codes.decode(coded, row.numel(), low, high))
@@ -103,13 +101,13 @@ class Codes:
         return torch.promote_types(self.dtype, torch.float32)
 
     def nbytes(self, numel: int) -> int:
-        """The bytes of a row. Whole scales, so that rows can lie one after another."""
+        """Return the bytes of a row, padded to whole scales so that rows can follow one another."""
         unit = self.wide.itemsize
         codes = -(-numel * self.bits // 8)
         return _blocks(numel) * unit + -(-codes // unit) * unit
 
     def encode(self, row: Tensor, out: Tensor) -> None:
-        """Write a row [n] to `out`, uint8 [nbytes(n)]; or several [..., n] to [..., nbytes(n)], in as many launches."""
+        """Write a row [n] to `out`, uint8 [nbytes(n)]; or several rows [..., n] to [..., nbytes(n)], in the same launches."""
         scales, codes, padding = self._parts(out, row.shape[-1])
         padding.zero_()
         top = (1 << (self.bits - 1)) - 1  # the largest code; the smallest is its negative
@@ -117,7 +115,7 @@ class Codes:
         for low, high in _chunks(row):
             for start, blocks in _cut(row[..., low:high].to(self.wide)):
                 largest = blocks.abs().amax(-1)
-                # Neither end may fall off: a scale of zero has no quotients, and the top code times the scale is no inf.
+                # A scale of zero would have no quotients, and the top code times too large a scale would be infinite.
                 scale = (largest / top).clamp_(limits.tiny, limits.max / top * (1 - 2 * limits.eps))
                 first = (low + start) // BLOCK_NUMEL
                 here = scales[..., first : first + blocks.shape[-2]]
@@ -136,7 +134,7 @@ class Codes:
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
         """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
 
-        Of several rows [..., nbytes(numel)] alike, in as many launches.
+        Several rows [..., nbytes(numel)] take the same launches.
         """
         scales, codes, _ = self._parts(coded, numel)
         high = numel if high is None else high
@@ -161,7 +159,7 @@ class Codes:
 
 
 def _chunks(row: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges of elements of a row that are worked on at once: whole blocks."""
+    """Yield the ranges of a row, in whole blocks, that are processed at once."""
     step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
     return ((low, min(low + step, row.shape[-1])) for low in range(0, row.shape[-1], step))
 
@@ -171,7 +169,7 @@ def _blocks(numel: int) -> int:
 
 
 def _cut(part: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield starts, and views [..., blocks, block numel]: of the whole blocks, and of the rest as one."""
+    """Yield (start, view [..., blocks, elements]): once for all whole blocks, and once for a shorter last one."""
     whole = part.shape[-1] // BLOCK_NUMEL * BLOCK_NUMEL
     if whole:
         yield 0, part[..., :whole].unflatten(-1, (-1, BLOCK_NUMEL))

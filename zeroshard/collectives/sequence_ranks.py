@@ -1,6 +1,6 @@
-"""Owns the messages that a computation itself sends over a process group of the user's: parts of activations, sums, small objects.
+"""Owns the messages that a computation itself sends: parts of activations, sums, small objects.
 
-They belong to no step and to no bucket, so they go over the user's own group, each when the model comes to it, on every rank.
+They belong to no step and to no bucket. So they go over the user's own process group, when the model reaches them on every rank.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SequenceRanks:
             )
         self.members = dist.get_process_group_ranks(self.group) if joined else [0]
         self.messages = 0
-        """How many all-to-alls this rank has taken part in."""
+        """The number of all-to-alls in which this rank has taken part."""
         self.sent_nbytes = 0
-        """Bytes that it sent to others in them."""
+        """The bytes that it sent to others in all-to-alls."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceRanks:
         return self
@@ -49,24 +49,24 @@ class SequenceRanks:
         """Return [size, n], in which row r came from rank r, for `parts` [size, n], of which row r goes to rank r.
 
         Raises:
-            CollectiveError: a rank did not take part, or with another shape.
+            CollectiveError: a rank did not take part, or its shape differs.
         """
         self._count(parts)
         received = torch.empty_like(parts)
         with self._named("an exchange of heads for positions"):
-            # As bytes: a backend needs to have no word for the dtype.
+            # As bytes, so the backend need not support the dtype.
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self.group)
         return received
 
     def _count(self, parts: Tensor) -> int:
-        """Count a message; return its bytes for other ranks."""
+        """Count a message, and return the bytes that it sends to other ranks."""
         nbytes = parts.nbytes * (self.size - 1) // self.size
         self.messages += 1
         self.sent_nbytes += nbytes
         return nbytes
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks, in a tensor of its own."""
+        """Return the sum over ranks, in a new tensor."""
         total = values.detach().clone()
         if self.size > 1:
             with self._named("a sum over tokens"):
@@ -74,7 +74,7 @@ class SequenceRanks:
         return total
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return every rank's `value`, which pickle can carry, in rank order."""
+        """Return every rank's `value`, in rank order. pickle must support the values."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

@@ -1,7 +1,7 @@
 """Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all.
 
-The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
-matter. It is sparse: pages exist from their first use on, and are freed with the tensor that used them.
+The file has no name (memfd), so nothing is left behind however a process ends, and a small /dev/shm of a container does not
+matter. The file is sparse: a page exists from its first use on, and is freed with the tensor that used it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def reserved_nbytes() -> int:
-    """Return the size of the address range of one file: this host's memory. Unused addresses cost nothing."""
+    """Return the size of one file's address range, which is this host's memory. Unused addresses cost nothing."""
     return -(-os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PAGE) * _PAGE
 
 
@@ -30,7 +30,7 @@ class SharedFile:
     """The memory of this process that others may read. A forked process does not have it.
 
     Attributes:
-        descriptor: the file's descriptor, which the other ranks receive; -1 once it is closed.
+        descriptor: for the other ranks, which receive it; -1 once it is closed.
 
     Raises:
         OSError: the system does not allow it.
@@ -52,13 +52,13 @@ class SharedFile:
         self._free: list[tuple[int, int]] = []
         """The freed ranges as (start, bytes), by start; adjacent ones are merged."""
         self._returned = deque[tuple[int, int]]()
-        """The ranges that the garbage collector has reported since, in any thread."""
+        """The ranges that were freed since then, by any thread."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor of zeros. Its pages are freed with the last tensor that views them.
 
         Raises:
-            MemoryError: it would be more than the host has.
+            MemoryError: the file would be larger than the host's memory.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -140,7 +140,7 @@ class Window:
         self.close = _unmap_with(self, self._base, size)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the other rank's elements, 1-D and read-only, valid as long as the window."""
+        """Return the other rank's elements as a 1-D tensor, to be read only, valid as long as the window."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = numel * dtype.itemsize

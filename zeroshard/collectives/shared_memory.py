@@ -1,11 +1,10 @@
-"""Owns the collectives of ranks that share a host: each reads in place what the others hold in memory that all of them map.
+"""Owns the collectives of ranks that share a host: each rank reads the others' data in place, in memory that all of them map.
 
-An operation is two messages between each pair of ranks: the place of its data, and that it was read. Data that a rank
-offers must be in its file (`buffer`); other data is copied there first. Until the others have read it, it must not
-change: a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they
-need to: rows of a reduction (`Reduction.wait_released`), and parameters that stay from step to step
-(`all_gather(own=...)`, `wait_released`). Sums are made in the order of ranks, and have the bits that they have over
-gloo.
+An operation takes two messages between each pair of ranks: the place of the data, and the report that it was read. Data that a
+rank offers must be in its file (`buffer`); other data is copied there first. It must not change before the others have read it.
+So a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they need to: rows of
+a reduction (`Reduction.wait_released`), and parameters that stay from step to step (`all_gather(own=...)`, `wait_released`). Sums
+are made in the order of ranks, and have the same bits as over gloo.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Lent(NamedTuple):
         readers: the ranks that have not read it.
         tensor: the memory, which stays until all have read it.
         offset: the place of its first element in this rank's file.
-        room: the buffer of this rank's that the tensor is a copy in, to be used again; None: there is no copy.
+        room: the buffer with the copy, if the tensor is a copy; it will be used again.
     """
 
     tag: int
@@ -69,7 +68,7 @@ class Lent(NamedTuple):
 
 
 class Lending:
-    """The memory that this rank lends, until all have read it: tensors of its file, and copies of others."""
+    """The memory that this rank lends, until all have read it: tensors in its file, and copies of other tensors."""
 
     def __init__(self, file: SharedFile) -> None:
         self._file = file
@@ -122,7 +121,7 @@ class Lending:
         return [lent for lent in self._lent.values() if lent.is_in_place]
 
     def clear(self) -> None:
-        """Forget the readers, when no message of theirs can arrive any more."""
+        """Forget the readers, whose messages can no longer arrive."""
         for lent in self._lent.values():
             lent.readers.clear()
         self._lent.clear()
@@ -147,7 +146,7 @@ class SharedMemory(Grouped):
         met.neighbours.was_read = self._lending.was_read
         self._sequence: Counter[int] = Counter()
         self._unread: weakref.WeakKeyDictionary[SharedGather, Tensor] = weakref.WeakKeyDictionary()
-        """Gathers from memory at rest, and this memory."""
+        """The gathers of rows at rest, and this rank's row."""
         self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         """The other ranks, from this one's neighbour on."""
 
@@ -176,7 +175,7 @@ class SharedMemory(Grouped):
         return super().numel_in_flight(units) // 2  # nothing goes on behind the computation
 
     def control(self) -> Collectives:
-        # Existing connections reveal a dead rank at once; for new ones there is only the timeout.
+        # Existing connections report a dead rank at once; for new ones there is only the timeout.
         self.exchange(b"\0", "connections for small messages")
         try:
             return SharedMemory(self.members, torch.device("cpu"), self.watch)
@@ -208,14 +207,14 @@ class SharedMemory(Grouped):
     # ------------------------------------------------------------------ memory that is lent
 
     def tag(self, bucket: int, kind: int) -> int:
-        """Return the next tag of an operation on a bucket, which is the same on every rank."""
+        """Return the next tag of an operation on a bucket, the same on every rank."""
         channel = bucket * 4 + kind
         self._sequence[channel] += 1
         number = channel << _SEQUENCE_BITS | self._sequence[channel] % (1 << _SEQUENCE_BITS)
         return self.watch.operation_code << _OPERATION_SHIFT | number
 
     def lend(self, tensor: Tensor, tag: int, readers: Iterable[int], label: str) -> Lent:
-        """Let these ranks read a contiguous tensor. If it `is_in_place`, do not write to it before `wait_read`."""
+        """Let these ranks read a contiguous tensor. If the result `is_in_place`, call `wait_read` before writing to the tensor."""
         neighbours = self._here.neighbours
         lent = self._lending.lend(tensor, tag, readers, label)
         for peer in sorted(lent.readers):
@@ -232,7 +231,7 @@ class SharedMemory(Grouped):
                 self._here.neighbours.block(peer, partial(lent.was_read_by, peer), label)
 
     def wait_released(self, memory: Tensor | None = None) -> None:
-        # Others may wait in the same way for this rank to read their data.
+        # Other ranks may wait in the same way for this rank to read their data.
         for gather, own in [*self._unread.items()]:
             if memory is None or _overlap(own, memory):
                 gather.read_early()
@@ -243,7 +242,7 @@ class SharedMemory(Grouped):
                 self.wait_read(lent)
 
     def lent_by(self, peer: int, tag: int, numel: int, dtype: torch.dtype, label: str) -> Tensor:
-        """Wait until a rank lends so many elements, and return them, read-only, until `release` reports that they were read."""
+        """Wait until a rank lends so many elements, and return them. They must be read, and not written, before `release`."""
         expected = numel * dtype.itemsize
         with self.guarded(label, peer):
             offset, nbytes = _OFFER.unpack(self._here.neighbours.receive(peer, tag, label))
@@ -252,7 +251,7 @@ class SharedMemory(Grouped):
         return self._here.windows[peer].view(offset, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
-        """Report to a rank, which may have ended, that the memory it lent was read."""
+        """Report to a rank, which may have ended, that the memory that it lent was read."""
         with self.guarded(label, peer), suppress(Lost):
             self._here.neighbours.send(peer, tag | READ)
 
@@ -394,7 +393,7 @@ class SharedGather(Work):
                 self._collectives.release(peer, self._lent.tag, self._lent.label)
 
     def _row(self, peer: int) -> Tensor:
-        """Wait for a rank's row, in that rank's memory. Our rows need only a shape, no memory."""
+        """Wait for a rank's row, in that rank's memory. Our rows need a shape for it, but no memory."""
         rows = self._rows
         return self._collectives.lent_by(peer, self._lent.tag, rows.shape[1], rows.dtype, self._lent.label)
 
@@ -412,7 +411,7 @@ class SharedGather(Work):
 
 @dataclass(eq=False)
 class SentRows(Sent):
-    """Rows from each rank to each: the others read this rank's in place."""
+    """Rows from each rank to each other rank. The others read this rank's rows in place."""
 
     _collectives: SharedMemory
     _lent: Lent
@@ -456,7 +455,7 @@ class SharedMean(SentRows, Reduction):
 
 @dataclass(eq=False)
 class SharedRows(SentRows, Work):
-    """The rows themselves, as bytes."""
+    """An exchange of rows, as bytes."""
 
     _received: Tensor
 

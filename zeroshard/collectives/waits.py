@@ -1,4 +1,4 @@
-"""Owns the record of this rank's waits. A training step only writes it; the watch's thread reads it (see watch.py)."""
+"""Owns the record of this rank's waits. A training step only writes the record; the thread of the watch reads it (`watch.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zlib import crc32
 
 SEQUENCE_BITS = 8
 OPERATION_SHIFT = 26
-"""A tag has a number in its channel, the channel, and from this bit on the code of the operation. gloo's have 31 bits."""
+"""The first bit of the operation's code in a tag, above the channel and the number in the channel. gloo's tags have 31 bits."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Pairing:
     why_interrupted: str = ""
 
     def interrupt(self, why: str) -> None:
-        """Let the wait of another thread fail."""
+        """Make the wait of another thread fail."""
         self.why_interrupted = why
         self._close()
 
@@ -62,7 +62,7 @@ class Pairing:
 
 
 def _lacks(begun: Sequence[int], tag: int) -> bool:
-    """Return whether no operation with this tag was begun. One of the same number and another code never pairs with it."""
+    """Return whether no operation with this tag was begun. One with the same number and another code never pairs with it."""
     channel = tag % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS
     for last in begun:
         if last % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS == channel:
@@ -85,7 +85,7 @@ class Wait(NamedTuple):
 
 
 def code_of(name: str) -> int:
-    """Return a number from 1 to 15 for a name, ignoring it from the first quote on, where ranks may differ."""
+    """Return a number from 1 to 15 for a name. Its part from the first quote on, which may differ between ranks, does not count."""
     return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
 
 
@@ -115,7 +115,7 @@ class Waits:
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """Attribute this thread's waits inside the block to `name`. The outermost name counts."""
+        """Attribute this thread's waits inside the block to the operation `name`. The outermost name counts."""
         if self._of_thread.operation is not None:
             yield
             return
@@ -134,9 +134,9 @@ class Waits:
         self._waits.pop(threading.get_ident(), None)
 
     def follow(self, label: str, is_over: Callable[[], bool]) -> None:
-        """Report that the device waits for `label` while this thread continues, until `is_over` returns True.
+        """Record that the device waits for `label` while this thread continues, until `is_over` returns True.
 
-        A backend that gives up may end the process, so the wait is reported before.
+        A backend that gives up may end the process, so the wait must be reported before.
         """
         wait = Wait(self._of_thread.operation, label, time.monotonic())
         with self._behind_lock:

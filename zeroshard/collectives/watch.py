@@ -1,7 +1,7 @@
 """Owns the watch over waits: it logs long ones, reports failed ones, and shares through the store what each rank waits for.
 
-Each watch has one thread beside the training. Only this thread uses the store, over a connection of its own, so that a store that
-does not answer never blocks a rank.
+Each watch has one thread beside the training. Only this thread uses the store, over its own connection, so a store that does not
+answer never blocks a rank.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def make_current(device: torch.device | None) -> None:
 
 
 class Told(NamedTuple):
-    """A rank's message about itself: the operation that it waits for, or whose wait failed.
+    """A rank's message about the operation that it waits for, or waited for in vain.
 
     Attributes:
-        operation: the whole operation that this belongs to, such as `save "step_10"`, or None: a forward, a backward, a step.
+        operation: the user's call that this belongs to, such as `save "step_10"`; None for a forward, a backward or a step.
         place: the line of the user's program, as `train.py:12`, or "".
         pairing: the report of the wait's `Pairing`, or ().
     """
@@ -106,7 +106,7 @@ def spell(ranks: Iterable[int]) -> str:
 
 
 def _subject(ranks: Sequence[int], one: str, several: str) -> str:
-    """Return the words for ranks, and the verb in the form for one rank or for several."""
+    """Return the words for ranks, with a verb in its form for one rank or for several."""
     return f"{spell(ranks)} {several if len(ranks) > 1 else one}"
 
 
@@ -117,11 +117,11 @@ def describe_failure(
     """Return the message of a wait that failed: the operation that each rank waited for, if it is known. Ranks are global.
 
     Args:
-        mine: the operation that this rank waited for.
-        others: the reports of other ranks about their waits.
+        mine: this rank's message.
+        others: the messages of other ranks.
         gone: ranks whose connections are closed.
         awaited: the rank whose message did not come.
-        reaches_store: whether this rank reaches the store, with the reports of others.
+        reaches_store: whether this rank reaches the store, which has the messages of others.
     """
     closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
     waiting = {own: mine} | {rank: told for rank, told in others.items() if rank not in closed}
@@ -175,10 +175,10 @@ def _advice(waiting: Mapping[int, Told]) -> str:
 
 @dataclass
 class _Question:
-    """The message of a failed wait, and the others' answers to it."""
+    """The message about a failed wait, and the others' answers to it."""
 
     told: Told
-    gone: Sequence[int] = ()
+    gone: Sequence[int]
     found: dict[int, Told] = field(default_factory=dict)
     is_heard: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
@@ -188,11 +188,11 @@ class Watch(Waits):
     """A watch over the waits of this rank, see the module's docstring.
 
     Args:
-        store: a store that all members reach. Messages are kept by global rank, so that they cover other groups, too.
-        ranks: the members, by rank of all.
-        own: this process.
-        notice_seconds: the length from which a wait is logged.
-        device: the accelerator on whose events the members wait; None: on none.
+        store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
+        ranks: the global ranks of the members.
+        own: this process's global rank.
+        notice_seconds: the length of a wait from which it is logged.
+        device: the accelerator whose events are watched, if there is one.
     """
 
     def __init__(
@@ -203,18 +203,18 @@ class Watch(Waits):
         self._own = own
         self._notice_seconds = notice_seconds
         self._tick = min(notice_seconds, NOTICE_SECONDS) / _LOOKS
-        # Of ranks that began to wait together, only the first logs: each has a delay of its own.
+        # Each rank has its own delay, so of ranks that began to wait together only the first one logs.
         self._due_seconds = notice_seconds + self._tick * self.ranks.index(own) / len(self.ranks)
         self._question: _Question | None = None
         self.reaches_store = True
-        """Whether it did at the last check."""
+        """Whether the thread reached the store at the last failure."""
         self._is_posted = False
         self._has_failed = False
         self._is_closed = False
         self._posts = 0
         """The number of messages about waits that have a pairing."""
         self._seen: tuple[Pairing, int, int] | None = None
-        """A wait of this rank, the rank that it waits for, and the number of that one's last message."""
+        """A wait of this rank, the rank that it waits for, and the number of that rank's last message."""
         self._quiet_until = 0.0
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
@@ -229,19 +229,16 @@ class Watch(Waits):
 
     # ------------------------------------------------------------------ a wait that failed
 
-    def told_of(self, label: str) -> Told:
-        """Return this thread's message about a wait that failed."""
-        wait = Wait(self._of_thread.operation, label, time.monotonic())
-        return Told(wait.text, True, wait.operation, place_of(threading.get_ident()))
+    def ask(self, label: str, gone: Sequence[int]) -> tuple[Told, dict[int, Told]]:
+        """Report this thread's failed wait to the others. Return the message about it, and theirs by global rank.
 
-    def ask(self, told: Told, gone: Sequence[int] = ()) -> dict[int, Told]:
-        """Report a failed wait to the others, and return their messages by global rank.
-
-        It takes a few seconds if they or the store do not answer; ranks that sent nothing are not in the result.
+        It takes a few seconds if they or the store do not answer. Ranks that sent nothing are not in the result.
 
         Args:
-            gone: the ranks that cannot answer. Then the other ranks detect that at once too, and the waits are short.
+            gone: the ranks that cannot answer. If there are any, the other ranks notice it at once too, and the wait is short.
         """
+        wait = Wait(self._of_thread.operation, label, time.monotonic())
+        told = Told(wait.text, True, wait.operation, place_of(threading.get_ident()))
         question = _Question(told, gone)
         if self._thread.is_alive():
             self._question = question
@@ -249,7 +246,7 @@ class Watch(Waits):
             # The store may be gone with a rank: then the thread waits in vain, and this one does not wait for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
         self.reaches_store = question.is_heard
-        return dict(question.found)
+        return told, dict(question.found)
 
     def close(self) -> None:
         """End the thread."""
@@ -323,7 +320,7 @@ class Watch(Waits):
         if other is None or not other.pairing:
             return
         post, *reported = other.pairing
-        # A message may be of an earlier wait. One that was posted again since is of a wait that is still in progress.
+        # A message may be about an earlier wait. If it was posted again since then, its wait is still in progress.
         before = self._seen
         self._seen = pairing, rank, post
         is_present = before is not None and before[:2] == (pairing, rank) and before[2] < post
@@ -331,7 +328,7 @@ class Watch(Waits):
             pairing.interrupt(f"rank {rank} waits for this one meanwhile, for {other.text}")
 
     def _may_log(self) -> bool:
-        """Return whether this rank may log: no other rank of the group has just done so."""
+        """Return whether no other rank of the group has logged lately, and record that this one does."""
         before = self._read(self._notice_key)
         if before and time.time() - json.loads(before)["time"] < REPEAT_SECONDS:
             return False
@@ -353,13 +350,12 @@ class Watch(Waits):
         logging.getLogger("zeroshard").warning("; ".join(parts))
 
     def _answer(self, question: _Question) -> None:
-        # The message stays: others read it as long as this group is in use.
+        # The message stays in the store: others read it as long as this group is in use.
         self._has_failed = True
         self._post(question.told)
         deadline = time.monotonic() + (GONE_SECONDS if question.gone else REPORT_SECONDS)
         while time.monotonic() < deadline and not self._is_closed:
-            # A rank may have sent the message of a wait before it died; the message of a failed wait is always its
-            # last.
+            # A rank may have died after the message of a wait. Only the message of a failed wait is always its last.
             heard = [rank for rank, told in question.found.items() if told.has_failed]
             question.found.update(self._read_others(heard))
             question.is_heard = True
@@ -371,7 +367,7 @@ class Watch(Waits):
 
     @classmethod
     def forget(cls, store: Store, rank: int) -> None:
-        """Drop a rank's message from before the group was made."""
+        """Delete a rank's message from before the group was made."""
         store.set(cls._key(rank), "")
 
     @staticmethod

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from twin import gpt_batch as batch
 
 from zeroshard import Policy, Precision
-from zeroshard.step import sub_groups
+from zeroshard.step import resident
 from zeroshard.testing import Workload, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -39,12 +39,12 @@ def test_in_parts_the_bits_are_the_same(stage: int) -> None:
 
     def body(rank: int) -> list[bool]:
         whole = train(rank, work, Policy.stage(stage), precision=NARROW)
-        at_once, before = len(calls), sub_groups.LENT_NUMEL
-        sub_groups.LENT_NUMEL = 10_000
+        at_once, before = len(calls), resident.LENT_NUMEL
+        resident.LENT_NUMEL = 10_000
         try:
             parts = train(rank, work, Policy.stage(stage), precision=NARROW)
         finally:
-            sub_groups.LENT_NUMEL = before
+            resident.LENT_NUMEL = before
         return [parts.equals(whole), at_once == work.steps, len(calls) - at_once > 2 * work.steps]
 
     for told in run_ranks(body, 2):

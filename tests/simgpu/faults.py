@@ -26,8 +26,7 @@ ROAD = (
     "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
     "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket", "gradients.reductions",
     "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
-    "step.parking", "step.resident", "step.travelling", "step.sub_groups", "step.frames",
-    "step.mean_gradients", "step.model_states",
+    "step.parking", "step.resident", "step.travelling", "step.model_states",
     "schedule.unit", "schedule.writes", "schedule.schedule",
     "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
 )  # fmt: skip

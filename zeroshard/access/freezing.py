@@ -30,7 +30,8 @@ class Freezing:
         self._step = step
         self._frozen = self._frozen_names()
         """The parameters that took no gradient at the last look."""
-        step.on_added_group(self.update)
+        for optimizer in step.users_optimizers():
+            optimizer.add_param_group = self.update  # type: ignore[method-assign, assignment]
 
     def update(self, param_group: dict[str, Any] | None) -> None:
         """Update for parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""

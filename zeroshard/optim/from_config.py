@@ -54,18 +54,19 @@ def create_optimizer(
         )
     cls: Any = _NAMES.get(name) or getattr(torch.optim, block.type, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        known = [name for name, value in vars(torch.optim).items() if isinstance(value, type)] + ["Lion", "Muon"]
         raise ConfigError(
-            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, _known())} Choose Adam, "
+            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, known)} Choose Adam, "
             "AdamW, SGD, Adagrad, Lion, Muon, or any class of torch.optim."
         )
     if cls is MuonWithAdamW:
         params = _muon(params)
-    if cls in (torch.optim.Adam, torch.optim.AdamW):
+        if model is not None:
+            parameters = _muon_groups(parameters, model)
+    elif cls in (torch.optim.Adam, torch.optim.AdamW):
         cls = _adam(cls, params)
-    if cls is Lion:
+    elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999)} | params
-    if cls is MuonWithAdamW and model is not None:
-        parameters = _muon_groups(parameters, model)
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: the engine clips gradients. Set gradient_clipping instead.")
     check_arguments(cls, params, "optimizer")
@@ -97,10 +98,6 @@ def create_loss_scaler(config: Config) -> LossScaler:
         block.consecutive_hysteresis,
         block.min_loss_scale,
     )
-
-
-def _known() -> list[str]:
-    return [name for name, value in vars(torch.optim).items() if isinstance(value, type)] + ["Lion", "Muon"]
 
 
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:

@@ -1,5 +1,4 @@
-"""Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks is in
-shards.
+"""Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks is in shards.
 
 `torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies each by one factor; `clip_grad_value_`
 clamps each. The first norm fetches those of all parameters in one message. A factor waits for the step, or for the next
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -24,8 +23,7 @@ from zeroshard.gradients.norm import sum_of_squares
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
-from zeroshard.step.mean_gradients import MeanGradients
-from zeroshard.step.resident import Resident, ShardView
+from zeroshard.step.resident import MeanGradients, Resident, ShardView
 
 Flag = tuple[Unit, int]
 """A trainable parameter: its unit, and its index there."""
@@ -49,11 +47,11 @@ class GradientOperations:
         residents: Sequence[Resident],
     ) -> None:
         self._schedule = schedule
-        self._collectives = context.collectives
-        self._everyone = context.everyone
-        self._others = context.others
+        self._context = context
         self._gradients = gradients
         self._flags = list(flags)
+        self._own_classes = [(unit, index) for unit, index in flags if not unit.appearance.is_own(unit.named[index])]
+        """Those whose class is the user's own: their `grad` is not shown."""
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
         self._parts: list[list[tuple[Resident, ShardView]]] = [[] for _ in flags]
@@ -61,10 +59,9 @@ class GradientOperations:
             for view in resident.views:
                 self._parts[view.flag].append((resident, view))
         self.changed: set[int] = set()
-        """The parameters whose gradients the user has changed on this rank, by number, and which other ranks do not
-        have yet.
-        """
-        self._factors: dict[int, list[float]] = {}
+        """The parameters whose gradients the user has changed on this rank since ranks last agreed on these, by number."""
+        self.factors: dict[int, list[float]] = {}
+        """Those that are not applied yet, by the parameter's number."""
         self._norms: dict[float, list[float]] = {}
         """The norms by order, of all parameters, of the gradients at `_norms_at`."""
         self._norms_at = (0, 0)
@@ -91,17 +88,13 @@ class GradientOperations:
             _SIGNATURES[name].bind(self, 0, *args, **kwargs)
         except TypeError:
             return NotImplemented  # arguments that shards have no answer to
-        self._refuse_own_classes(name)
-        return operation(self, self._number_of[flag], *args, **kwargs)
-
-    def _refuse_own_classes(self, name: str) -> None:
-        for unit, index in self._flags:
-            entry = unit.named[index]
-            if index in unit.used and not unit.appearance.is_own(entry):
+        for unit, index in self._own_classes:
+            if index in unit.used:
                 raise UsageError(
-                    f"{name} of gradients, and that of {entry.fqn}, a parameter of a class of your own, is not shown: use "
-                    "nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
+                    f"{name} of gradients, and that of {unit.named[index].fqn}, a parameter of a class of your own, is not shown: "
+                    "use nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
                 )
+        return operation(self, self._number_of[flag], *args, **kwargs)
 
     # ------------------------------------------------------------------ operations, with torch's arguments
 
@@ -127,7 +120,7 @@ class GradientOperations:
         value = _number(other)
         if value is None:
             return NotImplemented
-        self._factors.setdefault(number, []).append(value)
+        self.factors.setdefault(number, []).append(value)
         self.changed.add(number)
         return gradient
 
@@ -161,7 +154,7 @@ class GradientOperations:
         """Check that all ranks changed the same gradients, and clear `changed`.
 
         Args:
-            messages: in rank order, of each rank one byte a parameter, which is not 0 where its gradient was changed there.
+            messages: one of each rank, in rank order, with one byte a parameter: not 0 if that rank changed its gradient.
 
         Raises:
             UsageError: some ranks changed a gradient, and others did not.
@@ -187,17 +180,12 @@ class GradientOperations:
             self._finished_at = self._schedule.gradients_taken
         self.apply_factors()
 
-    @property
-    def has_factors(self) -> bool:
-        """Whether gradients have factors that are not applied yet."""
-        return bool(self._factors)
-
     def apply_factors(self) -> None:
         """Multiply gradients by their factors. If all have the same factors, the shards are scaled as a whole."""
-        if not self._factors:
+        if not self.factors:
             return
-        factors = self._factors
-        self._factors = {}
+        factors = self.factors
+        self.factors = {}
         self._gradients.changes += 1
         used = {number for number, (unit, index) in enumerate(self._flags) if index in unit.used}
         if used <= factors.keys() and len({tuple(each) for each in factors.values()}) == 1:
@@ -219,26 +207,26 @@ class GradientOperations:
             self._norms.clear()
             self._norms_at = now
         if order not in self._norms:
-            rows = self._rows_of_all(order)
-            self._norms[order] = [_root_of(_combined(parts, order), order) for parts in zip(*rows, strict=True)]
-        return self._norms[order]
-
-    def _rows_of_all(self, order: float) -> list[list[float]]:
-        """Return each shard's part of the norm of each parameter, in the order of shards. Every rank must call it."""
-        rows = self._own_rows(order)
-        count = len(self._flags)
-        own = bytes(index in unit.used for unit, index in self._flags)
-        own += bytes(number in self.changed for number in range(count))
-        is_whole = len(rows) == self._everyone.world_size  # an unsharded optimizer has every shard's gradients
-        if not is_whole:
-            own += _packed(rows)
-        messages = self._everyone.exchange(own, f"gradient norms of order {order}")
-        self._refuse_some_ranks([message[:count] for message in messages], "is to be seen")
-        self.agree([message[count : 2 * count] for message in messages])
-        if not is_whole:
+            rows = self._own_rows(order)
+            count = len(self._flags)
+            own = bytes(index in unit.used for unit, index in self._flags)
+            own += bytes(number in self.changed for number in range(count))
+            is_whole = (
+                len(rows) == self._context.everyone.world_size
+            )  # an unsharded optimizer has every shard's gradients
+            if rows and not is_whole:
+                made = [[number, *row] for number, row in rows.items()]
+                own += torch.tensor(made, dtype=torch.float64).numpy().tobytes()
+            messages = self._context.everyone.exchange(own, f"gradient norms of order {order}")
+            self._refuse_some_ranks([message[:count] for message in messages], "is to be seen")
+            self.agree([message[count : 2 * count] for message in messages])
             for message in messages:
-                rows |= _unpacked(message[2 * count :], count)
-        return [rows[number] for number in sorted(rows)]
+                if len(message) > 2 * count:
+                    found = torch.frombuffer(bytearray(message[2 * count :]), dtype=torch.float64).view(-1, count + 1)
+                    rows |= {int(number): row for number, *row in found.tolist()}
+            in_order = [rows[number] for number in sorted(rows)]
+            self._norms[order] = [_root_of(_combined(parts, order), order) for parts in zip(*in_order, strict=True)]
+        return self._norms[order]
 
     def _own_rows(self, order: float) -> dict[int, list[float]]:
         """Return this rank's part of the norm, by number of shard and by parameter.
@@ -246,28 +234,24 @@ class GradientOperations:
         A parameter that is whole on every rank of another dimension counts on the first of them.
         """
         parts: dict[int, list[list[float]]] = {}
-        first = self._others.rank * self._collectives.world_size
+        first = self._context.others.rank * self._context.collectives.world_size
         for resident in self._residents:
             row = parts.setdefault(first + resident.shard.number, [[] for _ in self._flags])
             for view in resident.views:
                 if first and view.named.placement.is_whole:
                     continue
                 part = self._gradients.get(resident.shard, view).flatten()
-                row[view.flag].append(float(_power_of(part, order)))
+                if order == 2.0:
+                    power = sum_of_squares(part)
+                else:
+                    power = torch.linalg.vector_norm(part, order, dtype=torch.float64)
+                    if not math.isinf(order):
+                        power = power**order
+                row[view.flag].append(float(power))
         return {number: [_combined(own, order) for own in row] for number, row in parts.items()}
 
 
 # A norm of a positive order, or infinity, of a tensor in parts: (sum of |x|^order)^(1 / order), or the largest |x|.
-
-
-def _power_of(part: Tensor, order: float) -> Tensor:
-    """Return the contribution of a part, in fp64, of shape []."""
-    if order == 2.0:
-        return sum_of_squares(part)
-    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.float64)
-    if math.isinf(order):
-        return norm
-    return norm**order
 
 
 def _combined(parts: Sequence[float], order: float) -> float:
@@ -284,18 +268,6 @@ def _root_of(total: float, order: float) -> float:
     if order == 2.0:
         return math.sqrt(total)
     return math.pow(total, 1 / order)
-
-
-def _packed(rows: Mapping[int, Sequence[float]]) -> bytes:
-    made = [[float(number), *row] for number, row in rows.items()]
-    return torch.tensor(made, dtype=torch.float64).numpy().tobytes()
-
-
-def _unpacked(data: bytes, count: int) -> dict[int, list[float]]:
-    if not data:
-        return {}
-    rows = torch.frombuffer(bytearray(data), dtype=torch.float64).view(-1, count + 1).tolist()
-    return {int(row[0]): row[1:] for row in rows}
 
 
 def _number(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Owns the way from a parameter's name to its model states: the spans that this rank holds, and the whole.
+"""Owns the lookup of model states by a parameter's name: whole, or the spans that this rank holds.
 
     states = sharded.states
     states.get("head.weight")                  the whole fp32 value, on every rank
@@ -29,6 +29,7 @@ from zeroshard.layout.placement import Placement
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import Resident, ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.step.travelling import Travelling
 from zeroshard.storage.base import Slot
 from zeroshard.storage.buffers import memory_of
 from zeroshard.storage.storages import Storages
@@ -51,7 +52,7 @@ class Trained:
     def __init__(self, step: ShardedStep, resident: Resident) -> None:
         self._step = step
         self.resident = resident
-        self.is_here = resident.is_in_place
+        self.is_here = not isinstance(resident, Travelling)
 
     def opened(self, *, write: bool = False, read: bool = True) -> AbstractContextManager[None]:
         """Bring the shard to memory. With `write`, changes inside are stored. Without `read`, all of it must be overwritten."""
@@ -203,7 +204,8 @@ class ModelStates:
     def set_local(self, fqn: str, state: str, ranges: Sequence[Range]) -> None:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges."""
         mine = {(held.span.start, held.span.stop): held for held in self._parts(fqn)}
-        self._note_change(state)
+        if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
+            self._step.gradients.changes += 1
         for part in ranges:
             stop = part.start + part.tensor.numel()
             held = mine.get((part.start, stop))
@@ -223,7 +225,7 @@ class ModelStates:
         """
         unit, index = self._find(fqn)
         entry = unit.named[index]
-        if state == GRADIENTS and not self._has_gradient(entry.fqn):
+        if state == GRADIENTS and not self._step.used().get(entry.fqn, False):
             return None
         if not entry.parameter.numel():  # no rank holds a part of it
             return torch.zeros(entry.placement.shape)
@@ -253,14 +255,21 @@ class ModelStates:
             raise UsageError(
                 f"{state} of {fqn} has shape {placement.shape}, not {tuple(value.shape)}. Pass a tensor of that shape."
             )
-        # A reduction under way must not come after the new value.
-        if state == GRADIENTS and not self._has_gradient(unit.named[index].fqn):
+        # A reduction under way must not come after the new value: `used` waits for it.
+        if state == GRADIENTS and not self._step.used().get(unit.named[index].fqn, False):
             raise UsageError(
                 f"{fqn} has no gradient to set: set it between the last backward of a step and zero_grad()."
             )
-        _refuse_different(fqn, state, value, unit.others)
+        if unit.others.world_size > 1:
+            own = zlib.crc32(memory_of(value.detach().cpu().contiguous().view(-1)))
+            if len(set(unit.others.exchange_json(own, f"values of {fqn}"))) > 1:
+                raise UsageError(
+                    f"states.set got different values of {state} of {fqn} on the {unit.others.world_size} ranks that divide the "
+                    "model: give each of them the same whole tensor."
+                )
         flat = placement.part(value.detach()).reshape(-1)
-        self._note_change(state)
+        if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
+            self._step.gradients.changes += 1
         for held in self._parts(fqn):
             if not self._overwrite(held, state, flat[held.span.within(0)]):
                 raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(self.names(fqn))}.")
@@ -312,7 +321,7 @@ class ModelStates:
             return held.tensor(state)
         if held.view is None or not isinstance(held.shard, Trained):
             return None
-        if self._step.has_dropped(held.named.parameter):
+        if id(held.named.parameter) in self._step.dropped:
             return None
         return self._step.gradients.get(held.shard.resident.shard, held.view)
 
@@ -331,14 +340,6 @@ class ModelStates:
                 return False
             target.copy_(value)
             return True
-
-    def _note_change(self, state: str) -> None:
-        """Count a change of gradients, also on ranks without a part of them, so that all compute the norm again."""
-        if state == GRADIENTS:
-            self._step.gradients.changes += 1
-
-    def _has_gradient(self, fqn: str) -> bool:
-        return self._step.used().get(fqn, False)
 
     def _describe(self, fqn: str, state: str) -> dict[str, Any] | None:
         """Describe a state to the ranks that hold no part of it. Every rank must call it."""
@@ -368,18 +369,6 @@ def _of_all(local: Tensor, placement: Placement, others: Collectives) -> Tensor:
         others.broadcast(part.view(-1), rank)
         there.part(whole).copy_(part)
     return whole
-
-
-def _refuse_different(fqn: str, state: str, value: Tensor, others: Collectives) -> None:
-    """Raise if ranks of another dimension were passed different whole tensors. Every rank must call it."""
-    if others.world_size == 1:
-        return
-    own = zlib.crc32(memory_of(value.detach().cpu().contiguous().view(-1)))
-    if len(set(others.exchange_json(own, f"values of {fqn}"))) > 1:
-        raise UsageError(
-            f"states.set got different values of {state} of {fqn} on the {others.world_size} ranks that divide the model: "
-            "give each of them the same whole tensor."
-        )
 
 
 def _holdings(units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> Iterator[Held]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
-from zeroshard.step.resident import ShardView, runs_along
+from zeroshard.step.resident import runs_along
 from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.step.travelling import Travelling
 
 SHARDS = "shards"
 """The key in a state dict for the names of its shards: it loads only into these."""
@@ -33,43 +34,55 @@ class OptimizerStates:
         self._inner.register_load_state_dict_post_hook(self._after_load)
         self._take_states()
 
-    def _state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards of the optimizer state. Runs no collective. States on disk are copied into memory."""
-        step = self._step
-        step.schedule.refuse_parked("optimizer.state_dict()")
-        with self._groups.on_shards():
-            whole = {**self._inner.state_dict(), SHARDS: _names_of_shards(self._groups.shards, step.views)}
-        number_of = {id(value): number for number, value in enumerate(chain.from_iterable(self._groups.shards))}
-        for resident in step.residents:
-            if resident.is_in_place:
-                continue
-            with step.sub_groups.opened(resident):
-                for view in resident.views:
-                    state = step.state.get(view.value, {})
-                    if state:
-                        whole["state"][number_of[id(view.value)]] = {
-                            name: value.clone() if runs_along(value, name, view.value) else value
-                            for name, value in state.items()
-                        }
-        return whole
-
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
         if not self._groups.are_on_shards:
+            self._step.schedule.refuse_parked("optimizer.state_dict()")
             self._groups.refuse_changes()
             self._groups.enter_shards()
             self._is_asked_by_user = True
 
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Complete the state dict of this rank's shards. Runs no collective. States on disk are copied into memory."""
         if not self._is_asked_by_user:
             return state_dict
         self._is_asked_by_user = False
         self._groups.leave_shards()
-        return self._state_dict()
+        step = self._step
+        number_of = {id(value): number for number, value in enumerate(chain.from_iterable(self._groups.shards))}
+        for resident in step.residents:
+            if not isinstance(resident, Travelling):
+                continue
+            with step.sub_groups.opened(resident):
+                for view in resident.views:
+                    state = step.state.get(view.value, {})
+                    if state:
+                        state_dict["state"][number_of[id(view.value)]] = {
+                            name: value.clone() if runs_along(value, name, view.value) else value
+                            for name, value in state.items()
+                        }
+        return {**state_dict, SHARDS: self._names_of_shards()}
+
+    def _names_of_shards(self) -> list[list[Any]]:
+        """Return [fqn, first element, elements] of each view, in the order of param groups, in which the optimizer counts them."""
+        view_of = {id(view.value): view for view in self._step.views}
+        ordered = [view_of[id(value)] for value in chain.from_iterable(self._groups.shards)]
+        return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._step.schedule.refuse_parked("optimizer.load_state_dict()")
         self._groups.refuse_changes()
-        _refuse_other_shards(state_dict, self._groups.shards, self._step.views)
+        # torch numbers parameters, and would assign the states of other shards to wrong ones.
+        if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):
+            raise UsageError(
+                "this state dict is of an optimizer that zeroshard did not shard, and has states of whole parameters: a sharded "
+                "optimizer takes its own state dicts only. Begin with new states, or load a checkpoint with sharded.load."
+            )
+        own = self._names_of_shards()
+        if state_dict.get(SHARDS, own) != own:
+            raise UsageError(
+                "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world "
+                "size, policy and frozen parameters. For any other, use sharded.save and load."
+            )
         self._step.sub_groups.settle()
         self._groups.enter_shards()
 
@@ -78,16 +91,16 @@ class OptimizerStates:
         self._step.forget_broken_step()
         self._take_states()
         for resident in self._step.residents:
-            resident.expect_new_states()
-            with self._step.sub_groups.opened(resident, write=True):  # states in other places go there
-                pass
+            if isinstance(resident, Travelling):  # the new states go to their place
+                resident.expect_new_states()
+                with self._step.sub_groups.opened(resident, write=True):
+                    pass
 
     def _take_states(self) -> None:
-        """Let `optimizer.state` find the states of the user's parameters, which lie by this rank's shards."""
+        """Let `optimizer.state` find the states of the user's parameters, which are keyed by this rank's shards."""
         optimizers = self._step.users_optimizers()
-        if all(
-            type(one).__module__.startswith("torch.optim.") for one in optimizers
-        ):  # others may keep it elsewhere, too
+        # Others than torch's may keep it elsewhere, too.
+        if all(type(one).__module__.startswith("torch.optim.") for one in optimizers):
             states = ShardStates(self._inner.state, self._states_of)
             for one in (self._inner, *optimizers):
                 one.state = states
@@ -100,7 +113,7 @@ class OptimizerStates:
         if not found:
             return StatesOfAnotherRank()
         resident, view = found[0]
-        if len(found) > 1 or not resident.is_in_place:
+        if len(found) > 1 or isinstance(resident, Travelling):
             why = "lie in several parts" if len(found) > 1 else "rest elsewhere"
             raise UsageError(
                 f"the states of {view.named.fqn} {why}, and optimizer.state shows what lies here in one: call "
@@ -144,7 +157,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
             return True
         try:
             return bool(self._find(id(key)))
-        except UsageError:  # they are not to be had in this way, if there are any
+        except UsageError:  # there may be some, which cannot be shown in this way
             return len(self) > 0
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -169,30 +182,6 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
-
-
-def _names_of_shards(groups: Sequence[Sequence[Tensor]], views: Sequence[ShardView]) -> list[list[Any]]:
-    """Return [fqn, first element, elements] of each view, in the order of param groups, in which the optimizer counts them."""
-    view_of = {id(view.value): view for view in views}
-    ordered = [view_of[id(value)] for group in groups for value in group]
-    return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]
-
-
-def _refuse_other_shards(
-    state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]], views: Sequence[ShardView]
-) -> None:
-    """Raise if a state dict belongs to other shards: torch numbers parameters, and would assign states to wrong ones."""
-    own = _names_of_shards(groups, views)
-    if SHARDS not in state_dict and not _fits(state_dict, groups):
-        raise UsageError(
-            "this state dict is of an optimizer that zeroshard did not shard, and has states of whole parameters: a sharded "
-            "optimizer takes its own state dicts only. Begin with new states, or load a checkpoint with sharded.load."
-        )
-    if state_dict.get(SHARDS, own) != own:
-        raise UsageError(
-            "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world "
-            "size, policy and frozen parameters. For any other, use sharded.save and load."
-        )
 
 
 def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:

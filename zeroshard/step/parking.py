@@ -37,11 +37,6 @@ class _Parked:
     is_transient: bool
     is_kept: bool
 
-    def reload(self) -> None:
-        self.memory.allocate()
-        whole = self.memory.tensor
-        self.content.read(whole.view(torch.uint8)).wait(whole.device)
-
 
 class Parking:
     """The parked states of one model."""
@@ -76,7 +71,12 @@ class Parking:
             return 0
         try:
             if "parameters" in wanted:
-                self._refuse_own_classes()
+                for unit in self._schedule.units:
+                    if not unit.appearance.tells_readers:
+                        raise UsageError(
+                            f"{unit.label} has a parameter of a class of your own, whose readers would see NaN while it is parked: "
+                            "use nn.Parameter there, or offload the other model states."
+                        )
             self._schedule.settle()
             self._step.sub_groups.settle()
             self._pool.clear()
@@ -94,17 +94,14 @@ class Parking:
         self._parked = pending
         return sum(one.content.nbytes for one in pending if not one.memory.nbytes)
 
-    def _refuse_own_classes(self) -> None:
-        for unit in self._schedule.units:
-            if not unit.appearance.tells_readers:
-                raise UsageError(
-                    f"{unit.label} has a parameter of a class of your own, whose readers would see NaN while it is parked: "
-                    "use nn.Parameter there, or offload the other model states."
-                )
-
     def _copy(self, states: Sequence[str]) -> list[_Parked]:
         assert self._storage is not None
-        kept = self._looked_at() if "parameters" in states else set()
+        kept: set[int] = set()
+        if "parameters" in states:
+            # The user has views of some parameters: a read of freed memory would end the process.
+            updated = Counter(storage_id(view.value) for view in self._step.views)
+            storages = {storage_id(unit.flat.tensor): unit for unit in self._schedule.units if not unit.sharded_at_rest}
+            kept = {storage for storage, unit in storages.items() if unit.is_looked_at(updated[storage])}
         copied: dict[int, _Parked] = {}
         for memory, is_transient in self._memory(states):
             address = memory.tensor.untyped_storage().data_ptr()
@@ -116,45 +113,36 @@ class Parking:
             one.content.wait()
         return list(copied.values())
 
-    def _looked_at(self) -> set[int]:
-        """Return the storages of parameters that the user has a view of: a read of freed memory would end the process."""
-        updated = Counter(storage_id(view.value) for view in self._step.views)
-        storages = {storage_id(unit.flat.tensor): unit for unit in self._schedule.units if not unit.sharded_at_rest}
-        return {storage for storage, unit in storages.items() if unit.is_looked_at(updated[storage])}
-
     def _memory(self, states: Sequence[str]) -> Iterator[tuple[FlatBuffer, bool]]:
         """Yield the accelerator memory of these states, and whether `zero_grad` frees it."""
-        for unit in self._schedule.units:
-            if "gradients" not in states:
-                break
-            for gradients in unit.gradients:
-                buffers = gradients.buffers()
-                yield from ((buffer, True) for buffer in buffers)
-                yield from ((self._memory_under(tensor), False) for tensor in gradients.tensors() if not buffers)
-        for tensor in self._tensors(states):
-            yield self._memory_under(tensor), False
-
-    def _memory_under(self, tensor: Tensor) -> FlatBuffer:
-        return self._storages.memory_under("parked model states", tensor)
-
-    def _tensors(self, states: Sequence[str]) -> Iterator[Tensor]:
+        tensors: list[Tensor] = []
+        if "gradients" in states:
+            for unit in self._schedule.units:
+                for gradients in unit.gradients:
+                    buffers = gradients.buffers()
+                    yield from ((buffer, True) for buffer in buffers)
+                    if not buffers:
+                        tensors += gradients.tensors()
         for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
             if "parameters" in states:
-                yield from bucket.tensors("parameters")
+                tensors += bucket.tensors("parameters")
             if "optimizer" in states and bucket.at_rest.copies:
-                yield from bucket.tensors("master")
-        if "optimizer" not in states:
-            return
-        for state_ in self._step.state.values():
-            for value in state_.values():
-                if isinstance(value, Tensor) and value.ndim and value.device == self._storages.accelerator.device:
-                    yield value
+                tensors += bucket.tensors("master")
+        if "optimizer" in states:
+            here = self._storages.accelerator.device
+            kept = [value for state in self._step.state.values() for value in state.values()]
+            tensors += [one for one in kept if isinstance(one, Tensor) and one.ndim and one.device == here]
+        for tensor in tensors:
+            yield self._storages.memory_under("parked model states", tensor), False
 
     def reload(self) -> None:
         """Reload all parked states."""
         while self._parked:  # what fails stays parked, and may be tried again
-            if not (self._parked[-1].is_transient and self._schedule.is_between_steps):  # else forgotten meanwhile
-                self._parked[-1].reload()
+            one = self._parked[-1]
+            if not (one.is_transient and self._schedule.is_between_steps):  # else forgotten meanwhile
+                one.memory.allocate()
+                whole = one.memory.tensor
+                one.content.read(whole.view(torch.uint8)).wait(whole.device)
             self._parked.pop()
         for unit in self._schedule.units:
             unit.unpark()

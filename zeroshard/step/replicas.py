@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.norm import sum_of_squares
 from zeroshard.schedule.module_hooks import Hook, untraced
-from zeroshard.step.mean_gradients import MeanGradients
-from zeroshard.step.options import DIGEST_NBYTES
-from zeroshard.step.resident import Resident
+from zeroshard.step.resident import MeanGradients, Resident
+from zeroshard.step.users_optimizer import DIGEST_NBYTES
 from zeroshard.torch_private import is_distributed, tree_leaves
 
 _INPUTS = ""
@@ -68,33 +67,27 @@ class Replicas:
                 self._entered.append(digest_of(one.detach().flatten().double()))
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
-        """Return a digest of this rank's mean gradients of replicated parameters, and of the model's inputs since the
-        last one.
+        """Return a digest of this rank's mean gradients of replicated parameters, and of the inputs since the last one.
 
         Forwards that no step follows count too: the ranks that divide a model run all of them together.
         """
-        digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
-        self._own = list(self._digests(residents))
+        names = [_INPUTS] * len(self._entered)
+        digests = list(self._entered)
         self._entered.clear()
+        for resident in residents:
+            for view in resident.views:
+                if view.named.placement.is_whole:
+                    names.append(view.named.fqn)
+                    digests.append(digest_of(self._gradients.get(resident.shard, view).flatten()))
+        self._own = list(zip(names, digests_as_bytes(digests), strict=True))
+        digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
         for name, one in self._own:
             digest.update(name.encode())
             digest.update(one)
         return digest.digest()
 
-    def _digests(self, residents: Sequence[Resident]) -> Iterator[tuple[str, bytes]]:
-        names = [_INPUTS] * len(self._entered)
-        digests = list(self._entered)
-        for resident in residents:
-            for view in resident.views:
-                if view.named.placement.is_whole:
-                    part = self._gradients.get(resident.shard, view).flatten()
-                    names.append(view.named.fqn)
-                    digests.append(digest_of(part))
-        return zip(names, digests_as_bytes(digests), strict=True)
-
     def refuse_different(self, digests: Sequence[bytes]) -> None:
-        """Raise if two ranks that hold the same shards have different gradients or inputs. Every rank must call it, with all
-        digests.
+        """Raise if ranks with the same shards have different gradients or inputs. Every rank must call it, with all digests.
 
         Raises:
             UsageError: names the first parameter that differs, or the inputs.

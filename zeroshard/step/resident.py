@@ -1,23 +1,34 @@
-"""Owns one shard as the optimizer's step sees it, in memory where the optimizer steps. For others see travelling.py.
+"""Owns this rank's shards as the optimizer's step sees them: the tensors that it updates, and their mean gradients.
 
-The optimizer finds the 1-D tensors that it updates, and the state of each, by identity. So those tensors stay, and
-their memory is exchanged: see `placeholder`.
+States in memory where the optimizer steps are updated in place, in few calls. For shards that rest elsewhere see travelling.py.
+
+The optimizer finds the 1-D tensors that it updates, and the state of each, by identity. So those tensors stay, and their memory is
+exchanged: see `placeholder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from zeroshard.errors import StorageError
 from zeroshard.gradients.gradient_bucket import Shard
+from zeroshard.gradients.norm import scale_, sum_of_parts, sum_of_squares, sums_of_squares
 from zeroshard.layout.named_parameter import NamedParameter
-from zeroshard.storage.base import Slot
+from zeroshard.policy import Policy
+from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.buffers import BufferPool
+
+LENT_NUMEL = 1 << 26
+"""The most elements whose gradients are lent at once if they must be cast to a wider dtype first: 256 MiB."""
+SUB_GROUP_NUMEL = 1 << 22
+"""Elements of a sub-group, where the policy allows more: large enough for a disk, small enough that several fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class ShardView:
 
     named: NamedParameter
     flag: int
-    """Which of the flags of used parameters is this one's."""
+    """The number of its flag among those of used parameters."""
     value: Tensor
     start: int
     numel: int
@@ -58,38 +69,25 @@ class Resident:
         gradient_parts: the parts of the gradient, by view, where they are the same in every step.
     """
 
-    is_in_place = True
-
     def __init__(self, shard: Shard, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
         self.shard = shard
         self.views = views
         self._optimizer = optimizer
+        self._all_slots: list[Slot] = [shard.rest, shard.master, shard.gradient]
         self.gradient = shard.gradient.memory_in(shard.step)
-        lent = self.gradient if shard.gradient.dtype == shard.master.dtype else None
-        self.gradient_parts = None if lent is None else [view.part_of(lent) for view in views]
+        self.gradient_parts: list[Tensor] | None = None
+        if self.gradient is not None and not _is_narrow(shard):
+            self.gradient_parts = [view.part_of(self.gradient) for view in views]
         self.unpark()
 
-    def park(self) -> None:
-        """Detach the optimizer's tensors from their memory, which will be parked."""
-        self._look(None)
-
-    def unpark(self) -> None:
-        """Attach the optimizer's tensors to their memory again."""
-        self._look(self.shard.master.memory_in(self.shard.step))
-
-    def _look(self, master: Tensor | None) -> None:
+    def look_at(self, master: Tensor | None) -> None:
+        """Point the optimizer's tensors at these master weights, or at placeholders if there are none."""
         for view in self.views:
             view.value.data = placeholder(view.value) if master is None else view.part_of(master)
 
-    @property
-    def is_copied_to_rest(self) -> bool:
-        """Whether a step copies updated values to other memory, where the parameters rest."""
-        shard = self.shard
-        return shard.rest is not shard.master and shard.rest.memory_in(shard.step) is None
-
-    def expect_new_states(self) -> None:
-        """Take the optimizer's states, when the shard is opened next, for values to keep, as after `load_state_dict`."""
-        return
+    def unpark(self) -> None:
+        """Attach the optimizer's tensors to their memory again."""
+        self.look_at(self.shard.master.memory_in(self.shard.step))
 
     def enter(self) -> None:
         """Block until the optimizer's tensors look at all values of the shard, and no transfer is under way.
@@ -114,12 +112,9 @@ class Resident:
 
     def abandon(self) -> None:
         """Drop values in flight, after an error. The values at rest are those that were last written."""
-        for slot in self._all_slots():
+        for slot in self._all_slots:
             with suppress(StorageError):
                 slot.wait()
-
-    def _all_slots(self) -> list[Slot]:
-        return [self.shard.rest, self.shard.master, self.shard.gradient]
 
 
 def placeholder(tensor: Tensor) -> Tensor:
@@ -128,6 +123,236 @@ def placeholder(tensor: Tensor) -> Tensor:
     return tensor.new_full((1,) * tensor.ndim, value).expand(tensor.shape)
 
 
-def is_placeholder(tensor: Tensor) -> bool:
-    """Return whether the tensor still shows its placeholder's NaN."""
-    return bool(tensor.as_strided((1,), (1,)).isnan())
+R = TypeVar("R", bound=Resident)
+
+
+def numel_of(resident: Resident) -> int:
+    """Return the number of elements of a resident's shard."""
+    return resident.shard.numel
+
+
+def _cast_numel(resident: Resident) -> int:
+    return resident.shard.numel if resident.gradient_parts is None else 0
+
+
+def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
+    """Split residents into groups, in their order. With a ratio, some step on the accelerator: those have groups of their own.
+
+    Args:
+        limits: pairs of a weight and the most that the residents of one group may weigh together, unless it is a single one.
+    """
+    by_step: dict[Storage, list[R]] = {}
+    for resident in residents:
+        by_step.setdefault(resident.shard.step, []).append(resident)
+    groups: list[list[R]] = []
+    for stepping in by_step.values():
+        groups.append([])
+        used = [0] * len(limits)
+        for resident in stepping:
+            weights = [weigh(resident) for weigh, _ in limits]
+            sums = [before + weight for before, weight in zip(used, weights, strict=True)]
+            if any(before and now > most for before, now, (_, most) in zip(used, sums, limits, strict=True)):
+                groups.append([])
+                sums = weights
+            groups[-1].append(resident)
+            used = sums
+    return groups
+
+
+class SubGroups:
+    """The shards that this rank updates, in groups: one call of the optimizer updates a group."""
+
+    def __init__(self, residents: Sequence[Resident], policy: Policy) -> None:
+        self._residents = residents
+        here: list[Resident] = []
+        copied: list[Resident] = []
+        for resident in residents:
+            shard = resident.shard
+            if shard.rest is not shard.master and shard.rest.memory_in(shard.step) is None:
+                copied.append(resident)  # a step copies updated values to where the parameters rest
+            else:
+                here.append(resident)
+        self._in_place = packed(here, (_cast_numel, LENT_NUMEL))
+        # A part is copied while the next is updated.
+        self._in_place += packed(copied, (numel_of, min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory through which shards pass that rest elsewhere."""
+        return 0
+
+    def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
+        """Yield each group in turn, in memory. Afterwards its changes are written back, and `on_left` is called with it."""
+        with self._abandoned_on_error():
+            for residents in self._in_place:
+                for resident in residents:
+                    resident.enter()
+                yield residents
+                for resident in residents:
+                    resident.leave(write=True, update_rest=True)
+                on_left(residents)
+
+    def prefetch(self) -> None:
+        """Start to read for the next step all values except its gradients, as far as there is room."""
+
+    @contextmanager
+    def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:
+        """Point the optimizer's tensors, inside the block, at one shard's master weights and states in memory.
+
+        Args:
+            write: store changes inside, and values that are set in the optimizer's state.
+            read: False where all of it will be overwritten.
+        """
+        resident.shard.master.wait()
+        if write:
+            resident.shard.master.before_write()
+        yield
+
+    def settle(self) -> None:
+        """Drop values that were read ahead, wait for writes in flight, and raise their errors."""
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        """Abandon unfinished transfers if the code inside raises, so that a checkpoint can be loaded after."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Drop values in flight, with their errors. Values at rest will be read or written again."""
+        for resident in self._residents:
+            resident.abandon()
+
+
+class MeanGradients:
+    """The mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when they are lent.
+
+    fp32 gradients in the optimizer's memory are multiplied in place. Others are not: 16-bit gradients would lose digits, and those
+    in other places would be copied twice. Their factors are kept, and applied when they are lent.
+
+    Args:
+        accelerator: the storage of unsharded gradients, even if the optimizer steps elsewhere.
+
+    Attributes:
+        changes: the number of changes on any rank, which is the same on every rank. The caller of `set` counts its own.
+        factors: the factors that `scale` has left for later.
+    """
+
+    def __init__(self, accelerator: Storage) -> None:
+        self._accelerator = accelerator
+        self.changes = 0
+        self.factors: list[float | Tensor] = []
+
+    @property
+    def _product(self) -> float | Tensor:
+        return math.prod(self.factors, start=1.0)
+
+    def _multiply(self, shard: Shard, gradient: Tensor) -> None:
+        """Multiply values of a shard in place by the factors that are left; values in 16 bits once, by their product."""
+        for factor in [self._product] if _is_narrow(shard) else self.factors:
+            scale_([gradient], factor)
+
+    @contextmanager
+    def opened(self, shard: Shard, *, write: bool = False, where: Storage | None = None) -> Iterator[Tensor]:
+        """Open a shard's mean gradient, as it was reduced, in memory of `where`; default: where the optimizer steps."""
+        where = where or shard.step
+        shard.gradient.wait(where.device)
+        # Scratch that is not kept: the norm of a step needs none, see `squares_by_shard`.
+        with shard.gradient.borrowed(where, BufferPool(where.device, where.room), write=write) as gradient:
+            yield gradient
+
+    def get(self, shard: Shard, view: ShardView) -> Tensor:
+        """Return a view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
+        with self.opened(shard) as gradient:
+            part = gradient[view.start : view.start + view.numel]
+            if _is_scaled_at_once(shard):
+                return part
+            part = part.to(shard.master.dtype, copy=True)
+            self._multiply(shard, part)
+            return part
+
+    def set(self, shard: Shard, view: ShardView, value: Tensor) -> None:
+        """Overwrite the values that `get` returns."""
+        if not _is_scaled_at_once(shard):
+            value = value / self._product
+        shard.squares = None
+        with self.opened(shard, write=True) as gradient:
+            gradient[view.start : view.start + view.numel].copy_(value)
+
+    def scale(self, shards: Iterable[Shard], coefficient: float | Tensor) -> None:
+        """Multiply fp32 gradients in place. Gradients in 16 bits (then in fp32) or in other memory are multiplied when lent.
+
+        Args:
+            coefficient: a number, or a tensor of shape [] on the accelerator.
+        """
+        shards = list(shards)
+        if isinstance(coefficient, Tensor) and any(shard.step.device.type == "cpu" for shard in shards):
+            coefficient = coefficient.item()  # the CPU steps: it waits for the accelerator in any case
+        if not isinstance(coefficient, Tensor) and coefficient == 1.0:
+            return
+        self.changes += 1
+        here = [shard for shard in shards if _is_scaled_at_once(shard)]
+        with ExitStack() as stack:
+            scale_([stack.enter_context(self.opened(shard)) for shard in here], coefficient)
+        for shard in here:
+            shard.squares = None
+        self.factors.append(coefficient)
+
+    def apply_factors(self, shards: Iterable[Shard]) -> None:
+        """Apply the factors that are left, before gradients of another backward are added."""
+        for shard in shards:
+            if not _is_scaled_at_once(shard):
+                with self.opened(shard, write=True) as gradient:
+                    self._multiply(shard, gradient)
+                shard.squares = None
+        self.factors = []
+
+    def lent(self, shard: Shard, flat: Tensor) -> Tensor:
+        """Return a shard's gradient `flat`, now in memory where the optimizer steps, with the factors that are left applied."""
+        flat = flat.to(shard.master.dtype)
+        self._multiply(shard, flat)
+        return flat
+
+    def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
+        """Return sums of squares by number of shard, as fp64 of shape [], of gradients as the optimizer will see them."""
+        found: dict[Shard, Tensor] = {}
+        here: dict[Shard, Storage] = {}
+        for shard in shards:
+            # Factors of a gradient in 16 bits multiply its sum; others change the bits of its squares.
+            if self.factors and not _is_narrow(shard) and not _is_scaled_at_once(shard):
+                continue
+            if shard.squares is not None:
+                found[shard] = shard.squares
+                continue
+            # Each is summed where it is memory: whole gradients lie on the accelerator even where the CPU steps.
+            for place in (self._accelerator, shard.step):
+                if shard.gradient.memory_in(place) is not None:
+                    here[shard] = place
+                    break
+        with ExitStack() as stack:
+            gradients = [stack.enter_context(self.opened(shard, where=place)) for shard, place in here.items()]
+            found |= zip(here, sums_of_squares(gradients), strict=True)
+        parts: dict[int, list[Tensor]] = {}
+        for shard in shards:
+            if shard not in found:
+                with self.opened(shard) as gradient:
+                    if not _is_narrow(shard):
+                        self._multiply(shard, gradient)
+                    found[shard] = sum_of_squares(gradient)
+            squares = found[shard]
+            if _is_narrow(shard):
+                squares = squares * self._product**2
+            parts.setdefault(shard.number, []).append(squares)
+        return {number: sum_of_parts(own) for number, own in parts.items()}
+
+
+def _is_scaled_at_once(shard: Shard) -> bool:
+    """Return whether `scale` multiplies the gradient in place."""
+    return not _is_narrow(shard) and shard.gradient.memory_in(shard.step) is not None
+
+
+def _is_narrow(shard: Shard) -> bool:
+    """Return whether the gradient has another dtype than the master weights."""
+    return shard.gradient.dtype != shard.master.dtype

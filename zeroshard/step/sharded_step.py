@@ -21,23 +21,17 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeroshard.errors import UsageError
-from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.gradients.norm import coefficient_of, norm_of
-from zeroshard.layout.layout import Piece
-from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import states_per_parameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.gradient_operations import GradientOperations
-from zeroshard.step.mean_gradients import MeanGradients
-from zeroshard.step.options import DIGEST_NBYTES, GroupOptions
 from zeroshard.step.replicas import Replicas
-from zeroshard.step.resident import Resident, ShardView, placeholder
-from zeroshard.step.sub_groups import SubGroups
-from zeroshard.step.travelling import resident_of
-from zeroshard.step.users_optimizer import DroppedGradients, ParamGroups, UsersOptimizer
+from zeroshard.step.resident import MeanGradients, Resident, ShardView, SubGroups, placeholder
+from zeroshard.step.travelling import SubGroupsInFrames, Travelling
+from zeroshard.step.users_optimizer import DIGEST_NBYTES, DroppedGradients, GroupOptions, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import in_backward, step_without_hooks
 
@@ -48,22 +42,15 @@ class ShardedStep:
     Args:
         inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
             views while its own step runs, and the user's parameters otherwise.
-        context: has where states rest, and the ranks; and whether the layout cuts no parameter, so that `inner` is to see their
-            true shapes.
+        context: the ranks, and the places where states rest. If its layout cuts no parameter, `inner` gets their true shapes.
 
     Attributes:
-        driver: an engine's: does what belongs to a step besides the update (clipping, counting), where the user calls `step`
-            of the optimizer all the same.
+        driver: the whole step of an engine, which also clips and counts: it runs where the user calls the optimizer's `step`.
         loss_scale: the factor of the next loss before its backward; 1 except under fp16.
         overflow: whether the last gradient norm was infinite or NaN (for an engine: and the step was skipped).
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        schedule: Schedule,
-        context: Context,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, schedule: Schedule, context: Context) -> None:
         self.inner = inner
         self.driver: Callable[[], Any] | None = None
         self.loss_scale = 1.0
@@ -72,8 +59,7 @@ class ShardedStep:
         """Since the model was sharded: a save that sees another number at its end has values of two steps."""
         self._broke_off = False
         """A step broke off, and another was taken since: parameters are still of two steps."""
-        self._overflow = False
-        self._norm: float | Tensor | None = None
+        self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._everyone = context.everyone
         self._used: tuple[bool, ...] = ()
@@ -100,12 +86,12 @@ class ShardedStep:
         if isinstance(inner, Several):
             for one in self._optimizers:
                 one.refuse_state_dicts()
-            inner.zero_grad = self._zero_grad_of_all  # type: ignore[method-assign]
-        self._dropped = DroppedGradients(self._optimizers, schedule)
+            inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self.dropped = DroppedGradients(self._optimizers, schedule)
         schedule.on_dropped_gradients(self.zero_grad)
         self.groups = ParamGroups(inner, self.users_optimizers())
         self.lay_out()
-        _watch_optimizers()
+        _watch_optimizers(_before_any_step)
         _TAKEN.add(self)
 
     def users_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -120,15 +106,12 @@ class ShardedStep:
     @property
     def overflow(self) -> bool:
         """Whether the last norm overflowed (see above). The read may wait for a norm that an accelerator still computes."""
-        if self._norm is not None:
-            self._overflow = not math.isfinite(self._norm)
-            self._norm = None
-        return self._overflow
+        self._norm = float(self._norm)
+        return not math.isfinite(self._norm)
 
     @overflow.setter
     def overflow(self, overflow: bool) -> None:
-        self._overflow = overflow
-        self._norm = None
+        self._norm = math.inf if overflow else 0.0
 
     @contextmanager
     def driven(self) -> Iterator[None]:
@@ -141,7 +124,7 @@ class ShardedStep:
             self._is_driven = False
 
     def refuse_inside(self) -> None:
-        """Raise where model states are of two steps: inside a step and its driver's part, or after one that broke off."""
+        """Raise if model states are of two steps: inside a step and its driver's part, or after one that broke off."""
         if self._is_driven or self.schedule.is_stepping or self._broke_off:
             raise UsageError(
                 "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
@@ -149,7 +132,7 @@ class ShardedStep:
             )
 
     def forget_broken_step(self) -> None:
-        """Model states were loaded: they are of one step again."""
+        """Record that a load has made the model states those of one step again."""
         self.schedule.is_stepping = False
         self._broke_off = False
 
@@ -163,13 +146,22 @@ class ShardedStep:
         self._unit_of: dict[Resident, Unit] = {}
         for unit in trainable:
             for shard in unit.optimizer_shards():
-                there = before.get(id(shard))
-                # A shard's padding is zero.
-                views = [
-                    self._view(shard, piece, unit.named[piece.index], flag_of[unit, piece.index], number, there)
-                    for number, piece in enumerate(shard.pieces)
-                ]
-                resident = there or resident_of(shard, views, self.inner)
+                resident = before.get(id(shard))
+                views = []
+                for number, piece in enumerate(shard.pieces):  # a shard's padding is zero, and has no view
+                    named = unit.named[piece.index]
+                    if resident is not None:
+                        value = resident.views[number].value
+                    else:
+                        shape = named.shape if self._context.whole_parameters else (piece.numel,)
+                        value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
+                    flag = flag_of[unit, piece.index]
+                    views.append(ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start))
+                if resident is None:
+                    slots = (shard.master, shard.gradient)
+                    is_here = shard.home is shard.step and all(slot.memory_in(shard.step) is not None for slot in slots)
+                    kind = Resident if is_here else Travelling
+                    resident = kind(shard, views, self.inner)
                 resident.views = views
                 self.residents.append(resident)
                 self._unit_of[resident] = unit
@@ -189,31 +181,29 @@ class ShardedStep:
         alive = {view.value for view in self.views}
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
-        states = states_per_parameter(self.inner)
-        self.sub_groups = SubGroups(self.residents, self._context.policy, states)
-        for resident in self.residents:
-            new = [view for view in resident.views if view.value not in self.inner.state and self._first_state(view)]
-            if new:
-                with self.sub_groups.opened(resident, write=True):
-                    self.inner.state.update({view.value: self._first_state(view) for view in new})
+        policy = self._context.policy
+        self.sub_groups = SubGroups(self.residents, policy)
+        if any(isinstance(resident, Travelling) for resident in self.residents):
+            self.sub_groups = SubGroupsInFrames(self.residents, policy, states_per_parameter(self.inner))
+        self._make_first_states()
 
-    def _first_state(self, view: ShardView) -> dict[str, Any]:
-        parameter = id(view.named.parameter)
-        first = next((one.first_state for one in self._optimizers if parameter in one.parameters), {})
-        return {
-            name: value.clone() if name == "step" else torch.full_like(view.value, value.item())
-            for name, value in first.items()
+    def _make_first_states(self) -> None:
+        """Give the views that have no states yet those that their optimizer begins with, if any."""
+        first_of = {
+            parameter: one.first_state for one in self._optimizers if one.first_state for parameter in one.parameters
         }
-
-    def _view(
-        self, shard: Shard, piece: Piece, named: NamedParameter, flag: int, number: int, there: Resident | None
-    ) -> ShardView:
-        if there is not None:
-            value = there.views[number].value
-        else:
-            shape = named.shape if self._context.whole_parameters else (piece.numel,)
-            value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
-        return ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start)
+        for resident in self.residents:
+            new = [view for view in resident.views if view.value not in self.inner.state]
+            new = [view for view in new if id(view.named.parameter) in first_of]
+            if not new:
+                continue
+            with self.sub_groups.opened(resident, write=True):
+                for view in new:
+                    first = first_of[id(view.named.parameter)]
+                    self.inner.state[view.value] = {
+                        name: value.clone() if name == "step" else torch.full_like(view.value, value.item())
+                        for name, value in first.items()
+                    }
 
     # ------------------------------------------------------------------ the step
 
@@ -224,32 +214,28 @@ class ShardedStep:
             result = one.step(closure)
         return result
 
-    def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the parameters of one of the user's optimizers with the mean gradients.
 
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
-        if closure is None:
-            return self._update(users)
-        with torch.enable_grad():
-            loss = closure()
-        self._update(users, lambda: loss)
-        return loss
-
-    def _update(self, users: UsersOptimizer, evaluated: Callable[[], Any] | None = None) -> Any:
-        """Update parameters, see `_step_of`. `evaluated` returns the value that the closure had."""
+        evaluated: list[Any] = []
+        if closure is not None:
+            with torch.enable_grad():
+                evaluated.append(closure())
         if in_backward():
             raise UsageError(
                 "optimizer.step() inside a backward, as in a hook on gradients: other gradients of the step are missing, and "
                 "the backward's end reduces them over ranks. Step after the backward."
             )
         if self.driver is not None and not self._is_driven:
-            return self.driver()
+            report = self.driver()
+            return evaluated[0] if evaluated else report
         self.groups.leave_shards()  # an exception of the optimizer's own may have left them there
         self.groups.refuse_changes()
         self._agree_on_used()
-        self._dropped.refuse_later_backward()  # after gradients that the user set were taken, before any update
+        self.dropped.refuse_later_backward()  # after gradients that the user set were taken, before any update
         self.steps_begun += 1
         self._broke_off |= self.schedule.is_stepping
         self.schedule.begin_step()
@@ -269,7 +255,7 @@ class ShardedStep:
                 self.schedule.sync_parameters(unit)
 
         if not self.residents:
-            self.step_inner(users.optimizer, evaluated)  # nothing to update; a `NoOptimizer` raises
+            self.step_inner(users.optimizer, *evaluated)  # nothing to update; a `NoOptimizer` raises
         for residents in self.sub_groups.run(sync):
             # To the optimizer it is one step: its values of a whole group are reset to those before.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -278,20 +264,27 @@ class ShardedStep:
                 group.update(options)
             for resident in residents:
                 self._lend_gradients(resident, steps)
-            self.step_inner(users.optimizer, evaluated)
+            self.step_inner(users.optimizer, *evaluated)
             for resident in residents:
                 for view in resident.views:
                     view.value.grad = None
         self.schedule.end_step()
-        return None
+        return evaluated[0] if evaluated else None
 
-    def step_inner(self, optimizer: torch.optim.Optimizer, evaluated: Callable[[], Any] | None = None) -> None:
-        """Call the step of an optimizer's class once, with the gradients that its tensors have."""
-        with self.groups.on_shards():
-            if evaluated is None:
-                step_without_hooks(optimizer)
+    def step_inner(self, optimizer: torch.optim.Optimizer, *evaluated: Any) -> None:
+        """Call the step of an optimizer's class once, with the gradients that its tensors have.
+
+        Args:
+            evaluated: the value of the closure, if there was one: its evaluation is over.
+        """
+        self.groups.enter_shards()
+        try:
+            if evaluated:
+                step_without_hooks(optimizer, _once(evaluated[0], optimizer))
             else:
-                step_without_hooks(optimizer, _once(evaluated, optimizer))
+                step_without_hooks(optimizer)
+        finally:
+            self.groups.leave_shards()
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Move our hooks to their places on an optimizer of this model, which is about to step.
@@ -321,7 +314,7 @@ class ShardedStep:
             return self._used
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
         return [
-            used and parameter in users.parameters and parameter not in self._dropped
+            used and parameter in users.parameters and parameter not in self.dropped
             for parameter, used in zip(parameters, self._used, strict=True)
         ]
 
@@ -337,29 +330,25 @@ class ShardedStep:
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool]) -> None:
         parts = resident.gradient_parts
         if parts is None:
-            flat = resident.gradient
-            assert flat is not None
-            flat = self.gradients.lent(resident.shard, flat)
+            assert resident.gradient is not None
+            flat = self.gradients.lent(resident.shard, resident.gradient)
             parts = [view.part_of(flat) for view in resident.views]
         for view, part in zip(resident.views, parts, strict=True):
             if steps[view.flag]:
                 view.value.grad = part.detach()  # a use of the memory that shows, if somebody keeps it beyond zero_grad
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Their buffers stay, to be overwritten."""
         self._used_at = -1
-        self._dropped.reset()
-        self._mean_gradients.reset()
+        self.dropped.reset()
+        self._mean_gradients.factors = []
         self._taken = None
         self.schedule.forget_gradients()
         if not self.schedule.live.parked:
             self.sub_groups.prefetch()
 
-    def _zero_grad_of_all(self, set_to_none: bool = True) -> None:
-        self.zero_grad()
-
     def _zero_grad_of(self, optimizer: UsersOptimizer) -> None:
-        if self._dropped.add(optimizer):
+        if self.dropped.add(optimizer):
             self.zero_grad()
 
     # ------------------------------------------------------------------ the norm
@@ -371,21 +360,10 @@ class ShardedStep:
             self._taken.apply_factors()
         return self._mean_gradients
 
-    def grad_norm(self) -> float:
-        """Return the L2 norm of all mean gradients. Every rank must call it, after the last backward."""
-        return float(self._exchange(norm=True))
-
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
         """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before.
 
-        Every rank must call it, after the last backward of the step. A norm that is not finite leaves them as they are.
-
-        Returns:
-            A number; or, if an accelerator computes it, a tensor of shape [] there: only reading it waits.
-
-        Args:
-            max_norm: None leaves the norm as it is.
-            loss_scale: the factor of the loss before the backward; the gradients are divided by it first.
+        See `Sharded.clip_grad_norm_`.
         """
         norm = self._norm = self._exchange(norm=True) / loss_scale
         if max_norm is not None or loss_scale != 1.0:
@@ -395,7 +373,7 @@ class ShardedStep:
 
     def _operate(self, flag: tuple[Unit, int], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on a parameter's `grad`, see `GradientOperations.operate`."""
-        self._dropped.refuse(f"{name} of a gradient")
+        self.dropped.refuse(f"{name} of a gradient")
         unit, index = flag
         if self.loss_scale != 1.0:
             raise UsageError(
@@ -418,8 +396,7 @@ class ShardedStep:
 
     def _before_later_gradients(self) -> None:
         """Apply factors of the mean before gradients of another microbatch, which they must not multiply, are added."""
-        has_factors = self._taken is not None and self._taken.has_factors
-        if has_factors or self._mean_gradients.is_to_be_scaled:
+        if self._mean_gradients.factors or (self._taken is not None and self._taken.factors):
             self.schedule.reductions.land()
             self.gradients.apply_factors(resident.shard for resident in self.residents)
 
@@ -447,15 +424,11 @@ class ShardedStep:
         Every rank must call it, after the last backward.
         """
         self._agree_on_used()
-        self._dropped.refuse_later_backward()
+        self.dropped.refuse_later_backward()
         return {
-            unit.named[index].fqn: used and not self.has_dropped(unit.named[index].parameter)
+            unit.named[index].fqn: used and id(unit.named[index].parameter) not in self.dropped
             for (unit, index), used in zip(self._flags, self._used, strict=True)
         }
-
-    def has_dropped(self, parameter: Tensor) -> bool:
-        """Return whether the parameter's optimizer, one of several, has dropped its gradient."""
-        return id(parameter) in self._dropped
 
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
@@ -473,7 +446,7 @@ class ShardedStep:
     def park(self, *, states: bool) -> None:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
         for resident in self.residents:
-            resident.park()
+            resident.look_at(None)
         kept = [value for state in self.state.values() for value in state.values()] if states else []
         self._parked = [(value, value.data) for value in kept if isinstance(value, Tensor) and value.ndim]
         for value, _ in self._parked:
@@ -496,11 +469,14 @@ class ShardedStep:
     def _exchange(self, norm: bool) -> float | Tensor:
         """Exchange the parameters that ranks used or wrote and, with `norm`, the norm, in one small message. Return the norm."""
         if norm:
-            self._dropped.refuse("a gradient norm")
+            self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
         own: Tensor | None = None
         if norm:
-            sums = self.gradients.squares_by_shard([one.shard for one in self.residents if self._counts(one)])
+            # A parameter that is whole on every rank of another dimension counts only on the first of them.
+            is_first = self._context.others.rank == 0
+            counted = [one.shard for one in self.residents if is_first or self._unit_of[one].is_cut]
+            sums = self.gradients.squares_by_shard(counted)
             own = sums.get(self._context.collectives.shard, torch.zeros((), dtype=torch.float64))
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
@@ -532,24 +508,15 @@ class ShardedStep:
             return norm_of(torch.stack([sums[shard] for shard in sorted(sums)]).to(by_rank.device))
         return norm_of(self._everyone.by_shard(by_rank))
 
-    def _counts(self, resident: Resident) -> bool:
-        """Return whether a shard counts here. A whole one counts only on the first rank of the other dimension."""
-        return self._context.others.rank == 0 or self._unit_of[resident].is_cut
-
-    def on_added_group(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Call `take` when the user adds a param group."""
-        for one in self._optimizers:
-            one.optimizer.add_param_group = take  # type: ignore[method-assign, assignment]
-
     def list_group(self, param_group: dict[str, Any]) -> None:
         """Register another param group of the user's parameters. `lay_out` gives it their views."""
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
 
 
-def _once(evaluated: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the closure for an optimizer whose gradients are those of an evaluation that is over: it cannot make others."""
-    left = [evaluated]
+def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return a closure that returns the loss of an evaluation that is over. It makes no gradients, so it may be called once."""
+    left = [loss]
 
     def closure() -> Any:
         if not left:
@@ -557,7 +524,7 @@ def _once(evaluated: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Cal
                 f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "
                 "the update: then parameters are in shards. Evaluate in the loop instead, each time with a step."
             )
-        return left.pop()()
+        return left.pop()
 
     return closure
 
@@ -566,10 +533,7 @@ _TAKEN = weakref.WeakSet[ShardedStep]()
 """Steps of models whose other optimizers are refused. torch's hook on all optimizers stays: to remove one in the middle of a
 step, as the garbage collector might, would break that step off."""
 
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_any_step)
+_watch_optimizers = cache(register_optimizer_step_pre_hook)
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

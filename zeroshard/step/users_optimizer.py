@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.several import Several
 from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.torch_private import forget_grad, make_innermost
 
-
-def _constants(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the first states that the optimizer has for a parameter with elements: `step`, and one element of each other."""
-    found = dict(next((states for parameter, states in optimizer.state.items() if parameter.numel()), {}))
-    for name in found.keys() - {"step"}:
-        found[name] = found[name].flatten()[:1].clone()
-    return found
+DIGEST_NBYTES = 8
+"""Bytes of a digest in the step's small message."""
 
 
 class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
-    That runs before the optimizer's own step, which then finds its param groups empty. Afterwards they are restored.
+    The sharded step runs before the optimizer's own, which then finds its param groups empty. Afterwards they are restored.
     The user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
@@ -36,8 +34,8 @@ class UsersOptimizer:
         schedule: counts the gradients that came until now.
 
     Attributes:
-        first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, some
-            constants.
+        first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, `step` and one element of
+            each other, which are constants.
         parameters: `id`s of those that it steps.
     """
 
@@ -49,7 +47,10 @@ class UsersOptimizer:
         schedule: Schedule,
     ) -> None:
         self.optimizer = optimizer
-        self.first_state = _constants(optimizer)
+        known = (states for parameter, states in optimizer.state.items() if parameter.numel())
+        self.first_state: dict[str, Any] = dict(next(known, {}))
+        for name in self.first_state.keys() - {"step"}:  # the same for each element
+            self.first_state[name] = self.first_state[name].flatten()[:1].clone()
         self.parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._step = step
         self._zero_grad = zero_grad
@@ -63,8 +64,7 @@ class UsersOptimizer:
         self.is_removed = False
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
-        # As torch's schedulers put a `step` on the object. A backward that broke off leaves no `grad` that would show
-        # it.
+        # As torch's schedulers put a `step` on the object. A backward that broke off leaves no `grad` that would show it.
         optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -154,21 +154,9 @@ class ParamGroups:
         self._inner = inner
         self._optimizers = optimizers
         self._users = [list(group["params"]) for group in inner.param_groups]
-        self.ids = [[id(parameter) for parameter in group["params"]] for group in inner.param_groups]
+        self.ids = [[id(parameter) for parameter in group] for group in self._users]
         self.shards: list[list[Tensor]] = []
         self.are_on_shards = False
-
-    @contextmanager
-    def on_shards(self) -> Iterator[None]:
-        """Put this rank's shards into the param groups, inside."""
-        if self.are_on_shards:
-            yield
-            return
-        self.enter_shards()
-        try:
-            yield
-        finally:
-            self.leave_shards()
 
     def enter_shards(self) -> None:
         """Put this rank's shards into the param groups."""
@@ -189,8 +177,7 @@ class ParamGroups:
         now = [
             [id(parameter) for parameter in group["params"]] for one in self._optimizers for group in one.param_groups
         ]
-        are_same = len(now) == len(self.ids)
-        if not are_same or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):
+        if len(now) != len(self.ids) or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):
             raise UsageError(
                 "the optimizer's param groups are not those that zeroshard took: to free parameters, call "
                 "optimizer.add_param_group(group) on every rank."
@@ -214,24 +201,87 @@ class ParamGroups:
                 "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
                 "parameters there, frozen as they are."
             )
-        given = param_group["params"]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
         known = {parameter for group in self.ids for parameter in group}
-        again = sum(id(parameter) in known for parameter in parameters)
+        again = sum(id(parameter) in known for parameter in param_group["params"])
         if again:
             raise UsageError(
                 f"{again} of the new param group's parameters are in a group of the optimizer already. Leave them out."
             )
-        type(self._inner).add_param_group(self._inner, {**param_group, "params": parameters})
-        self.ids.append([id(parameter) for parameter in parameters])
+        type(self._inner).add_param_group(self._inner, param_group)
         self._users.append(self._inner.param_groups[-1]["params"])
+        self.ids.append([id(parameter) for parameter in self._users[-1]])
+
+
+class GroupOptions:
+    """The numbers in the param groups of the user's optimizers, those that the constructors take, compared over ranks.
+
+    Ranks that update shards at different rates train no model that one rank would train, and unsharded models drift apart. The
+    step's small message has a digest of them.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives) -> None:
+        self._optimizers = [(optimizer, tuple(dict.fromkeys(["lr", *optimizer.defaults]))) for optimizer in optimizers]
+        self._collectives = collectives
+        self._values: list[Any] = []
+        self._has_tensors = False
+        self._digest = bytes(DIGEST_NBYTES)
+
+    def digest(self) -> bytes:
+        """Return a digest of this rank's options as they are now."""
+        values = [
+            group.get(key) for optimizer, keys in self._optimizers for group in optimizer.param_groups for key in keys
+        ]
+        # Options rarely change, but a tensor may change in place.
+        if self._has_tensors or values != self._values:
+            numbers = array("d", chain.from_iterable(map(_numbers, values)))
+            self._digest = hashlib.blake2b(numbers.tobytes(), digest_size=DIGEST_NBYTES).digest()
+            self._values = values
+            self._has_tensors = any(isinstance(value, Tensor) for value in values)
+        return self._digest
+
+    def refuse_different(self, digests: Sequence[bytes]) -> None:
+        """Raise if ranks have different options. Every rank must call it, with all ranks' digests.
+
+        Raises:
+            UsageError: names the first option that differs, and its values.
+        """
+        if digests.count(digests[0]) == len(digests):
+            return
+        own = [
+            (
+                f"{key} of param group {number} of {type(optimizer).__name__}",
+                ", ".join(map(repr, _numbers(group.get(key)))),
+            )
+            for optimizer, keys in self._optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for key in keys
+        ]
+        everyone = self._collectives.exchange_json(own, "the options of param groups")
+        for rank, other in enumerate(everyone):
+            for (name, first), (_, value) in zip(everyone[0], other, strict=False):
+                if first != value:
+                    raise UsageError(
+                        f"{name} is {first} on rank 0 and {value} on rank {rank}: every rank must step with the same. A scheduler "
+                        "that looks at losses (ReduceLROnPlateau) needs their mean: pass "
+                        "sharded.sum_over_ranks(loss) / sharded.world_size."
+                    )
+        raise UsageError("the ranks' optimizers have different param groups: make the same groups on every rank.")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the numbers of an option, except those on an accelerator: a read would wait for it."""
+    if isinstance(value, float | int):
+        yield float(value)
+    elif isinstance(value, tuple):
+        yield from (float(one) for one in value if isinstance(one, float | int))
+    elif isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
+        yield float(value)
 
 
 class DroppedGradients:
-    """The record of which of several optimizers had `zero_grad()` called since the gradients arrived.
+    """The optimizers, of several, whose `zero_grad()` was called since the gradients arrived.
 
-    The gradients of one optimizer's parameters lie beside the others, and are given up with them. Until then they take part in
-    nothing.
+    The gradients of one optimizer's parameters lie beside the others', and are freed with them. Until then nothing uses them.
     """
 
     def __init__(self, optimizers: list[UsersOptimizer], schedule: Schedule) -> None:

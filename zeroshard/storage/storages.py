@@ -116,7 +116,7 @@ class Storages:
             return self.host
         if states not in self._disks:
             if states == "optimizer":
-                # Sub-groups get the other buffers that the policy allows, see step/sub_groups.py.
+                # Sub-groups get the other buffers that the policy allows, see step/travelling.py.
                 offload = self._policy.offload_optimizer
                 count = STAGING_COUNT
                 nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT

@@ -48,9 +48,9 @@ from zeroshard.parameters.classes import notes_data, whole_class
 from zeroshard.parameters.context import Context, Live
 from zeroshard.policy import Place, Policy, Precision, Units
 from zeroshard.schedule.hooks import Hooks
-from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.module_hooks import refuse_cuda_graphs
 from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.unit import make_units
 from zeroshard.sharded import Sharded
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
@@ -168,7 +168,7 @@ def shard_on(
     live = Live()
     if not policy.parameters.sharded:
         # If whole parameters have master weights of another dtype, the next update would undo a write through `data`.
-        attributes = notes_data(live.note_data) if _has_copies(optimizer, precision) else None
+        attributes = notes_data(live) if _has_copies(optimizer, precision) else None
     device = parameters[0].device
     mesh = mesh_of(model)
     if mesh is not None:

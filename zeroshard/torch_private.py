@@ -304,14 +304,7 @@ def compiled_call_of(module: nn.Module) -> Any:
 
 COMPILER_FILE = "_dynamo/eval_frame.py"
 COMPILED_CALL = "compile_wrapper"
-
-
-def runs_compiled(code: CodeType) -> bool:
-    """Return whether code is torch.compile's wrapper of a compiled function, whose `self` has the options.
-
-    torch has no public function that shows whether the running code was compiled.
-    """
-    return code.co_name == COMPILED_CALL and is_of_compiler(code)
+"""The name, in this file, of torch.compile's wrapper around a compiled function. Its `self` has the options."""
 
 
 def is_of_compiler(code: CodeType) -> bool:

@@ -24,7 +24,7 @@ import zeroshard
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
     "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
-    "parameters.parameter_bucket", "parameters.at_rest", "gradients.gradient_bucket", "gradients.reductions",
+    "parameters.parameter_bucket", "gradients.gradient_bucket", "gradients.reductions",
     "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",
     "schedule.unit", "schedule.writes", "schedule.schedule",

@@ -13,9 +13,8 @@ from zeroshard.layout.bucketing import Group
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.hooks import Hooks
-from zeroshard.schedule.make_units import make_units
 from zeroshard.schedule.schedule import Schedule, StepState
-from zeroshard.schedule.unit import Unit
+from zeroshard.schedule.unit import Unit, make_units
 from zeroshard.step.model_states import PARAMETERS, ModelStates
 from zeroshard.step.sharded_step import ShardedStep
 

@@ -142,7 +142,7 @@ class Waiting:
         limit: elements that may wait.
     """
 
-    __slots__ = ("_backward", "_count", "_limit", "_numel", "gradients", "received")
+    __slots__ = ("_count", "_limit", "_numel", "backward", "gradients", "received")
 
     def __init__(self, count: int, limit: float) -> None:
         self.gradients: dict[int, Tensor] = {}
@@ -151,7 +151,8 @@ class Waiting:
         self._count = count
         self._limit = limit
         self._numel = 0
-        self._backward: Callable[[], object] = lambda: None
+        self.backward: Callable[[], object] = lambda: None
+        """Gradients may join until this returns None: then the backward can no longer end."""
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Keep the gradient of parameter `index`. Return whether it is time to take all waiting gradients."""
@@ -159,10 +160,6 @@ class Waiting:
         self.received.add(index)
         self._numel += gradient.numel()
         return self._numel >= self._limit or len(self.received) == self._count
-
-    def let_join(self, backward: Callable[[], object]) -> None:
-        """Let gradients join until `backward` returns None, when that backward can no longer end."""
-        self._backward = backward
 
     def joining(
         self, index: int, otherwise: Callable[[Tensor], None], ordinary: type[nn.Parameter]
@@ -183,7 +180,7 @@ class Waiting:
 
         def join(parameter: Tensor) -> None:
             # One frame, with all that it needs at hand: between two hooks a backward empties the caches of the interpreter.
-            is_open = gradients and type(parameter) is ordinary and self._backward() is not None
+            is_open = gradients and type(parameter) is ordinary and self.backward() is not None
             if is_open and len(received) < ahead_of_last:
                 gradient = take_out(parameter)
                 # A parameter may wait that is not in `received` any longer: its module's next call has begun.
@@ -205,7 +202,7 @@ class Waiting:
         taken = dict(self.gradients)
         self.gradients.clear()
         self._numel = 0
-        self._backward = lambda: None
+        self.backward = lambda: None
         return taken
 
 
@@ -233,49 +230,42 @@ class GradientBucket:
             self._rows = self._collectives.buffer(self._shape.numel(), spec.dtypes.accumulate).view(self._shape)
         elif not self._policy.gradients.sharded:
             self._rows = torch.zeros(self._shape, dtype=spec.dtypes.accumulate, device=parameters.rows.device)
-        self.shards = self._make_shards(parameters, context)
-        self._own = next(shard for shard in self.shards if shard.number == parameters.own_shard)
+        storages = context.storages
+        self.shards: list[Shard] = []
+        """Those that this rank updates: its own, or all if the optimizer is unsharded."""
+        for number, master in parameters.masters.items():
+            label = f"gradients of {self.label}"
+            if self._rows is None:
+                gradient = storages.gradient_slot(self._policy, label, self.layout.shard_numel, spec.dtypes.accumulate)
+            else:
+                gradient = self._accelerator.around(label, self._rows[number])
+            rest = parameters.rests[number]
+            shard = Shard(
+                number, self.layout.shard_pieces(number), rest, master, gradient, storages.step(self._policy),
+                storages.optimizer(self._policy), is_shown=master is rest and parameters.block is None,
+            )  # fmt: skip
+            self.shards.append(shard)
+            if number == parameters.own_shard:
+                self._own = shard
         self._everything = frozenset(piece.index for piece in self.layout.pieces)
         self.holds = Holds.NOTHING
         self.microbatch = Microbatch(set(self._everything))
         self._summed: set[int] = set()
         """The parameters that are in this rank's sum."""
         self._scratch: list[Tensor] = []
-        self._flight: _Flight | None = None
+        self.flight: _Flight | None = None
+        """The reduction in flight, if there is one."""
         self._sum: Tensor | None = None
         """The mean over ranks so far, on the accelerator until the last microbatch, if its place is elsewhere."""
         self._lent: Sent | None = None
         """The last reduction of `_rows`, which other ranks may still read."""
         self._gathering: Work | None = None
 
-    def _make_shards(self, parameters: ParameterBucket, context: Context) -> tuple[Shard, ...]:
-        """Make the shards that this rank updates: its own, or all of them if the optimizer is unsharded."""
-        policy = context.policy
-        storages = context.storages
-        step = storages.step(policy)
-        home = storages.optimizer(policy)
-        label = f"gradients of {self.label}"
-        shards = []
-        for number, master in parameters.at_rest.masters.items():
-            if self._rows is None:
-                gradient = storages.gradient_slot(policy, label, self.layout.shard_numel, self._dtypes.accumulate)
-            else:
-                gradient = self._accelerator.around(label, self._rows[number])
-            rest = parameters.at_rest.rests[number]
-            is_shown = master is rest and parameters.at_rest.block is None
-            pieces = self.layout.shard_pieces(number)
-            shards.append(Shard(number, pieces, rest, master, gradient, step, home, is_shown))
-        return tuple(shards)
-
     def _move(self, event: str) -> None:
         assert (event, self.holds) in MOVES, f"{event} of {self.label}, which holds {self.holds.value}"
         self.holds = MOVES[event, self.holds]
 
     # ------------------------------------------------------------------ one microbatch
-
-    @property
-    def is_in_flight(self) -> bool:
-        return self._flight is not None
 
     def add_gradients(self, gradients: Sequence[tuple[Piece, Tensor]]) -> None:
         """Add this rank's gradients of several parameters, each flattened and with its place, in this microbatch.
@@ -353,7 +343,7 @@ class GradientBucket:
         gradient = self._own.gradient
         return 0 if gradient.memory_in(self._accelerator) is not None else gradient.nbytes
 
-    def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool = False) -> bool:
+    def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool) -> bool:
         """Start the reduction of the microbatch's gradients. Missing ones count as zeros.
 
         Returns whether one was started: unsharded gradients wait for the last microbatch. None is in flight.
@@ -366,7 +356,12 @@ class GradientBucket:
         if self._sums_before_reducing:
             if not is_last_microbatch:
                 return False
-            rows = self._summed_rows()
+            assert self._rows is not None
+            self._wait_released()
+            self._zero(self._rows.view(-1), self._everything - self._summed)
+            rows = self._rows
+            if rows.dtype != self._dtypes.reduce:
+                rows = self._borrow(self.layout.numel).view(self._shape).copy_(rows)
         else:
             if now.whole is None:
                 now.whole = self._borrow(self.layout.numel).zero_()
@@ -382,35 +377,40 @@ class GradientBucket:
         divisor = self._collectives.world_size / factor
         reduction = self._collectives.reduce_scatter(rows, workspace, self.number, label, divisor)
         stays = keeps_sum and not is_last_microbatch and self.nbytes_away > 0
-        self._flight = _Flight(reduction, self._scratch, stays)
+        self.flight = _Flight(reduction, self._scratch, stays)
         self._scratch = []
         self._move("reduce")
         if self.holds is Holds.ADDING and self._sum is None and self.nbytes_away and self._pool.spare_nbytes:
             gradient = self._own.gradient
             before = self._pool.acquire(gradient.numel, gradient.dtype)
-            self._flight.before = before, gradient.read(before)
+            self.flight.before = before, gradient.read(before)
         return True
-
-    def _summed_rows(self) -> Tensor:
-        assert self._rows is not None
-        self._wait_released()
-        self._zero(self._rows.view(-1), self._everything - self._summed)
-        if self._rows.dtype == self._dtypes.reduce:
-            return self._rows
-        return self._borrow(self.layout.numel).view(self._shape).copy_(self._rows)
 
     def finish_reduction(self) -> None:
         """Block until the mean over ranks, if one is in flight, is in this rank's shard, and return scratch to the pool."""
-        if self._flight is None:
+        if self.flight is None:
             return
         self.wait_gather()  # it still reads the shard that is about to change, and another will follow
-        flight = self._flight
+        flight = self.flight
         slot = self._own.gradient
         adds = self.holds is Holds.ADDING
         if flight.stays or self._sum is not None:
-            self._add_to_sum(flight, adds=adds)
+            if self._sum is None:
+                self._sum = self._accelerator.room(slot.numel, slot.dtype)
+                if adds:
+                    slot.read(self._sum).wait(self._sum.device)
+            flight.reduction.finish(self._sum, accumulate=adds)
         elif flight.before is not None:
-            self._add_to_before(flight)
+            own, reading = flight.before
+            flight.before = None  # where the write fails, the landing is tried again, and reads again
+            after: Transfer = reading
+            try:
+                reading.wait(own.device)
+                flight.reduction.finish(own, accumulate=True)
+                self._own.squares = sum_of_squares(own)
+                after = slot.write(own)
+            finally:
+                self._pool.release(own, after)
         else:
             with slot.borrowed(self._accelerator, self._pool, read=adds, write=True) as own:
                 flight.reduction.finish(own, accumulate=adds)
@@ -420,27 +420,6 @@ class GradientBucket:
         self._end_flight(flight)
         if not flight.stays:
             self.write_sum()
-
-    def _add_to_sum(self, flight: _Flight, *, adds: bool) -> None:
-        if self._sum is None:
-            slot = self._own.gradient
-            self._sum = self._accelerator.room(slot.numel, slot.dtype)
-            if adds:
-                slot.read(self._sum).wait(self._sum.device)
-        flight.reduction.finish(self._sum, accumulate=adds)
-
-    def _add_to_before(self, flight: _Flight) -> None:
-        assert flight.before is not None
-        own, reading = flight.before
-        flight.before = None  # where the write fails, the landing is tried again, and reads again
-        after: Transfer = reading
-        try:
-            reading.wait(own.device)
-            flight.reduction.finish(own, accumulate=True)
-            self._own.squares = sum_of_squares(own)
-            after = self._own.gradient.write(own)
-        finally:
-            self._pool.release(own, after)
 
     def write_sum(self) -> None:
         """Write a mean that stayed on the accelerator to its slot at rest."""
@@ -454,7 +433,7 @@ class GradientBucket:
         self._return_scratch(flight.scratch, None if flight.reduction.is_released else _Release(flight.reduction))
         if flight.before is not None:
             self._pool.release(*flight.before)
-        self._flight = None
+        self.flight = None
 
     def _wait_released(self) -> None:
         """Wait until other ranks have read the rows, before these are written."""
@@ -479,10 +458,10 @@ class GradientBucket:
     def forget(self) -> None:
         """Drop all gradients, since a new step begins or this one broke off."""
         self.wait_gather()  # it would write into the next step's sums
-        if self._flight is not None:  # its transfers still write to the scratch
+        if self.flight is not None:  # its transfers still write to the scratch
             scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)
-            self._flight.reduction.finish(scratch, accumulate=False)
-            self._end_flight(self._flight)
+            self.flight.reduction.finish(scratch, accumulate=False)
+            self._end_flight(self.flight)
         self._return_scratch(self._scratch)
         self._sum = None
         self.microbatch = Microbatch(set(self._everything))

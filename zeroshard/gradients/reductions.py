@@ -138,7 +138,7 @@ class Reductions:
 
     def finish_up_to(self, buckets: Sequence[GradientBucket]) -> None:
         """Finish the reductions of these buckets that are in flight, and those that started earlier. See [Note: order]."""
-        left = {bucket for bucket in buckets if bucket.is_in_flight}
+        left = {bucket for bucket in buckets if bucket.flight is not None}
         for group in self._in_flight:
             if not left:
                 return

@@ -78,12 +78,13 @@ class Appearance:
 
     def show_views(self) -> None:
         """Show the values again, instead of placeholders or of tensors that the user assigned."""
-        lost = self._lost_writes()
-        self._become(self.whole_class)
-        for entry, view in zip(self._named, self._views, strict=True):
-            entry.show(view)
-        self._versions = self.versions()
-        self._refuse_lost(lost)
+        try:
+            self.refuse_lost_writes()
+        finally:
+            self._become(self.whole_class)
+            for entry, view in zip(self._named, self._views, strict=True):
+                entry.show(view)
+            self._versions = self.versions()
 
     def end_wait(self) -> None:
         """End `make_readers_wait`: the values have arrived in the views that are shown."""
@@ -117,15 +118,10 @@ class Appearance:
         self._become(self._away_class)
 
     def show_taken(self, used: Iterable[int]) -> None:
-        """Show a `TakenGradient` as `grad` of the `used` parameters, whose gradients were all taken."""
-        self._shown_taken = set(used)
-        self._in_use = False
-        self._exchange(self.whole_class, self._taken_class)
-
-    def show_ordinary(self) -> None:
-        """Show ordinary parameters again, after `show_taken`."""
+        """Show a `TakenGradient` as `grad` of the `used` parameters, whose gradients were all taken, and of no others."""
         self._exchange(self._taken_class, self.whole_class)
-        self._shown_taken = set()
+        self._shown_taken = set(used)
+        self.end_use()
 
     def begin_use(self) -> None:
         """Show ordinary parameters while a forward or a backward runs: compiled modules are valid for one class of parameters."""
@@ -255,21 +251,17 @@ class Appearance:
                 )
 
     def refuse_lost_writes(self) -> None:
-        """Raise if a parameter was written while it showed a placeholder: its values at rest did not change."""
-        self._refuse_lost(self._lost_writes())
+        """Raise if a parameter was written while it showed a placeholder: its values at rest did not change.
 
-    def _lost_writes(self) -> list[str]:
-        """Return the fqns of parameters whose placeholders were written (torch calls no `__torch_function__` for `set_`)."""
+        torch calls no `__torch_function__` for `set_`.
+        """
         now = self.versions()
         if self.placeholders is None or not self._versions or now == self._versions:
-            return []
+            return
         self.placeholders.fill_(math.nan)
         named = zip(self._named, self._versions, now, strict=True)
-        return [entry.fqn for entry, before, after in named if before != after]
-
-    def _refuse_lost(self, written: Sequence[str]) -> None:
-        if written:
-            raise UsageError(
-                f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. Write "
-                "inside `with zeroshard.unsharded(module, modifier_rank=0):`."
-            )
+        written = [entry.fqn for entry, before, after in named if before != after]
+        raise UsageError(
+            f"sharded parameters were written in place, and the write has no effect: {', '.join(written)}. Write "
+            "inside `with zeroshard.unsharded(module, modifier_rank=0):`."
+        )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.parameters.context import Live
 from zeroshard.torch_private import GRAD, distributed_class, grad_of, is_traced, past_torch_function
 
 METADATA = {
@@ -88,14 +89,14 @@ def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Param
     return Whole
 
 
-def notes_data(note: Callable[[], None]) -> type:
-    """Make attributes for `whole_class` that call `note` when the user reads `data`: later writes through it leave no trace."""
+def notes_data(live: Live) -> type:
+    """Make attributes for `whole_class` that note in `live` that the user read `data`: later writes through it leave no trace."""
 
     class NotesData:
         @property
         def data(self) -> Tensor:
             if not is_traced():
-                note()
+                live.data_was_read = True
             data: Tensor = DATA.__get__(self)
             return data
 
@@ -128,7 +129,13 @@ def classes_of(
             if local is not None:
                 return local
             if id(self) not in shown:
-                shown[id(self)] = _taken_gradient(owner, self, fqn)
+                with past_torch_function():
+                    nothing = torch.empty((1,) * self.ndim, dtype=self.dtype, device=self.device)
+                    gradient = nothing.expand(self.shape).as_subclass(TakenGradient)
+                gradient.fqn = fqn
+                gradient.parameter = self
+                gradient.owner = owner
+                shown[id(self)] = gradient
             return shown[id(self)]
 
         @grad.setter
@@ -150,7 +157,13 @@ def classes_of(
             if grad_of(self) is not None or owner.taken_gradient(self) is None:
                 return False
             local = owner.local_gradient(self)
-            return local is not None and _is_same_view(value, local)
+            if local is None or (value.shape, value.stride(), value.dtype) != (
+                local.shape,
+                local.stride(),
+                local.dtype,
+            ):
+                return False
+            return not value.numel() or value.data_ptr() == local.data_ptr()
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             return owner.deep_copy(self, memo)
@@ -254,7 +267,10 @@ class TakenGradient(Tensor):
             return own  # there is no graph to leave
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
-        if func.__name__ in _FOR_EACH and _is_one_for_all(args):
+        is_for_each = func.__name__ in _FOR_EACH and isinstance(own, list | tuple)
+        if is_for_each and not any(
+            isinstance(one, list | tuple) for one in args[1:]
+        ):  # else each has arguments of its own
             operation = _FOR_EACH[func.__name__]
             return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
         if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:
@@ -282,19 +298,6 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
 """torch's operations on many gradients at once, which its clipping uses with `foreach=True`. Here each runs one by one."""
 
 
-def _is_same_view(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype:
-        return False
-    return not one.numel() or one.data_ptr() == other.data_ptr()
-
-
-def _is_one_for_all(args: tuple[Any, ...]) -> bool:
-    """Whether an operation on many tensors has the same other arguments for each of them."""
-    return (
-        bool(args) and isinstance(args[0], list | tuple) and not any(isinstance(one, list | tuple) for one in args[1:])
-    )
-
-
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Run torch.amp.GradScaler's operation on all gradients of a device: report values that are not finite, and multiply."""
     largest = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients if gradient.numel()]
@@ -302,13 +305,3 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
         found_inf.fill_(1.0)
     for gradient in gradients:
         gradient.mul_(inverse_scale)
-
-
-def _taken_gradient(owner: Owner, parameter: Tensor, fqn: str) -> Tensor:
-    with past_torch_function():
-        nothing = torch.empty((1,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
-        shown = nothing.expand(parameter.shape).as_subclass(TakenGradient)
-    shown.fqn = fqn
-    shown.parameter = parameter
-    shown.owner = owner
-    return shown

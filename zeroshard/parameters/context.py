@@ -13,7 +13,6 @@ from torch import nn
 from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.composed import Everyone
 from zeroshard.layout.layout import BucketLayout
-from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.policy import DTypes, Policy, Precision
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
@@ -38,9 +37,6 @@ class Live:
     before_later_gradients: Callable[[], object] = lambda: None
     drop_gradients: Callable[[], object] = lambda: None
     data_was_read: bool = False
-
-    def note_data(self) -> None:
-        self.data_was_read = True
 
 
 @dataclass(frozen=True)
@@ -69,12 +65,6 @@ class Context:
         if self.others.world_size == 1:
             return self.collectives
         return Everyone(self.collectives, self.others)
-
-    def class_of(self, entry: NamedParameter) -> type[nn.Parameter]:
-        if not entry.is_distributed:
-            return self.whole_class
-        assert self.distributed_class is not None
-        return self.distributed_class
 
     def dtypes(self, own_dtype: torch.dtype) -> DTypes:
         """Return the dtypes of a parameter's model states; its own dtype is `own_dtype`."""

@@ -3,7 +3,7 @@
 Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
 
     rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
-    resting    [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
+    block      [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
                        holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
 
 and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: the stored
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Work
 from zeroshard.errors import StorageError
-from zeroshard.parameters.at_rest import make_rests
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer
@@ -35,6 +34,13 @@ class ParameterBucket:
         rows: [W, S] of the unit's flat buffer.
         whole: [n], the bucket's initial content in the master dtype, the same on all ranks.
         whole_at_rest: the unit's slot in CPU memory, where its unsharded parameters rest between steps.
+
+    Attributes:
+        block: the slot of the block at rest; None where the parameters are not sharded at rest.
+        rests: the slots of the shards that this rank updates, by number.
+        masters: the slots of their master weights; the same slot where one serves as both.
+        copies: the master weights among these that rest beside the parameters, in slots of their own.
+        gathering: the all-gather of the parameters that is in flight.
     """
 
     def __init__(
@@ -49,13 +55,61 @@ class ParameterBucket:
         self._collectives = context.collectives
         self._pool = context.pool
         self._accelerator = context.storages.accelerator
-        self.at_rest = make_rests(spec, rows, whole, whole_at_rest, context)
+        self.own_shard = self._collectives.shard
+        # Over the first ranks the parameters are cut at rest. The second hold the same block, and each updates a row of it.
+        self._holders = self._collectives.inside if self._policy.parameters.per_host else self._collectives
+        self._replicas = None if self._holders is self._collectives else self._collectives.across
+        self._blocks = rows.view(self._holders.world_size, -1)
+        self._own_block = self._blocks[self._holders.shard]
+        whole = whole.view(rows.shape)
+        rows.copy_(whole)
+        block: Slot | None = None
+        if spec.trainable and spec.dtypes.master != spec.dtypes.param and self._policy.keeps_masters_only:
+            block = _new_master(spec, whole[self.own_shard], context)
+        elif self._policy.parameters.sharded:
+            block = self.storages.parameter_slot(self._policy, spec.label, self._own_block.numel(), spec.dtypes.param)
+            block.write(self._own_block)
+            block.wait()
+        self.block = block
+        self._held = self._make_held(whole_at_rest)
+        """The slots of the shards that this rank updates or holds, by number."""
+        self._rests_in_rows = block is None and whole_at_rest is None
+        updated = [self.own_shard] if self._policy.optimizer.sharded else self._held
+        self.rests = {shard: self._held[shard] for shard in updated}
+        self.own_rest = self.rests[self.own_shard]
+        self.masters: dict[int, Slot] = {}
+        if spec.trainable:
+            for shard, rest in self.rests.items():
+                # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
+                is_master = rest.dtype == spec.dtypes.master
+                self.masters[shard] = rest if is_master else _new_master(spec, whole[shard], context)
+        self.copies = {shard: master for shard, master in self.masters.items() if master is not self.rests[shard]}
         # On their way to the rows: this rank's part from its place, and the other ranks' parts.
         self._reloading: Transfer | None = None
         self.gathering: Work | None = None
-        """The all-gather of the parameters that is in flight."""
         self._spreading: Work | None = None
         """The other hosts' rows of the block, on their way to its place."""
+
+    def _make_held(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
+        if self.block is not None and self._replicas is None:
+            return {self.own_shard: self.block}
+        if self.block is not None:
+            place = next(
+                one for one in (self._accelerator, self.storages.host) if self.block.memory_in(one) is not None
+            )
+            memory = self.block.memory_in(place)
+            assert memory is not None
+            rows = memory.view(-1, self.layout.shard_numel)
+            first = self._holders.shard * len(rows)
+            return {first + number: place.around(self.label, row, self.block) for number, row in enumerate(rows)}
+        shards = [self.own_shard] if self._policy.optimizer.sharded else range(len(self.rows))
+        if whole_at_rest is None:
+            return {shard: self._accelerator.around(self.label, self.rows[shard]) for shard in shards}
+        host = self.storages.host
+        memory = whole_at_rest.memory_in(host)
+        assert memory is not None
+        at_rest = memory[self.layout.start : self.layout.stop].view_as(self.rows)
+        return {shard: host.around(self.label, at_rest[shard], whole_at_rest) for shard in shards}
 
     def unshard(self, make_room: Callable[[], None] | None = None) -> None:
         """Start to all-gather the parameters for their next use.
@@ -64,12 +118,12 @@ class ParameterBucket:
             make_room: gives the rows their storage when they need it, which may be as late as in `wait_unsharded`. Default: they
                 have it.
         """
-        if self.at_rest.block is not None and self.gathering is None:
+        if self.block is not None and self.gathering is None:
             self._bring("all-gather of", make_room)
 
     def sync(self) -> None:
         """Start to send this rank's updated shard to the ranks that hold a copy of it."""
-        if self.at_rest.block is None and self._policy.optimizer.sharded:
+        if self.block is None and self._policy.optimizer.sharded:
             self._bring("all-gather of updated")
         self._spread("updated")
 
@@ -79,26 +133,24 @@ class ParameterBucket:
         def prepare() -> None:
             if make_room is not None:
                 make_room()
-            if not self.at_rest.are_rows:
+            if not self._rests_in_rows:
                 self.start_reload()
                 self._finish_reload()
 
-        rest = self.at_rest
         own: Tensor | None = None
-        if rest.block is not None and rest.block.dtype == self.rows.dtype:  # else it is rounded into its row
-            own = rest.block.memory_in(self._accelerator)
-        self.gathering = rest.holders.all_gather(rest.blocks, self.number, f"{what} {self.label}", own, prepare)
+        if self.block is not None and self.block.dtype == self.rows.dtype:  # else it is rounded into its row
+            own = self.block.memory_in(self._accelerator)
+        self.gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", own, prepare)
 
     def _spread(self, what: str) -> None:
         """Start to exchange changed rows of the block with the ranks of other hosts that hold the same block."""
-        resting, replicas = self.at_rest.block, self.at_rest.replicas
-        if resting is None or replicas is None:
+        if self.block is None or self._replicas is None:
             return
         self.settle()
         label = f"all-gather across hosts of {what} {self.label}"
-        with resting.borrowed(self._accelerator, self._pool, write=True) as block:
-            spreading = replicas.all_gather(block.view(replicas.world_size, -1), self.number, label)
-            if resting.memory_in(self._accelerator) is None:
+        with self.block.borrowed(self._accelerator, self._pool, write=True) as block:
+            spreading = self._replicas.all_gather(block.view(self._replicas.world_size, -1), self.number, label)
+            if self.block.memory_in(self._accelerator) is None:
                 spreading.wait()  # scratch, which goes on to where it rests
             else:
                 self._spreading = spreading
@@ -113,7 +165,7 @@ class ParameterBucket:
         """Start to copy this rank's part from its slot at rest to its row."""
         if self._reloading is None:
             self.settle()
-            self._reloading = (self.at_rest.block or self.own_rest).read(self.at_rest.own_block)
+            self._reloading = (self.block or self.own_rest).read(self._own_block)
 
     def _finish_reload(self) -> None:
         if self._reloading is not None:
@@ -129,10 +181,6 @@ class ParameterBucket:
             self.gathering.abandon()
         self._reloading = self.gathering = None
 
-    def prefetch(self) -> None:
-        if self.at_rest.block is not None:
-            self.at_rest.block.prefetch()
-
     def wait_unsharded(self) -> None:
         if self.gathering is not None:
             self.gathering.wait()  # which raises again where it did before
@@ -143,20 +191,20 @@ class ParameterBucket:
     def save_rows(self, *, masters: bool = True) -> None:
         """Copy unsharded parameters that were written on this rank to the slots and, with `masters`, to the master weights."""
         self.settle()
-        if not self.at_rest.are_rows:
-            for rank, rest in self.at_rest.held.items():
+        if not self._rests_in_rows:
+            for rank, rest in self._held.items():
                 if rest.dtype == self.rows.dtype:
                     rest.write(self.rows[rank]).wait(self.rows.device)
                 else:
                     self._save_row(rest, self.rows[rank])
         if masters:
-            for rank, master in self.at_rest.copies.items():
+            for rank, master in self.copies.items():
                 self._save_row(master, self.rows[rank])
 
     def masters_from_rests(self) -> None:
         """Copy this rank's stored parameters to the master weights."""
-        for rank, master in self.at_rest.copies.items():
-            with self.at_rest.rests[rank].borrowed(self._accelerator, self._pool) as row:
+        for rank, master in self.copies.items():
+            with self.rests[rank].borrowed(self._accelerator, self._pool) as row:
                 self._save_row(master, row)
 
     def _save_row(self, master: Slot, new: Tensor) -> None:
@@ -170,26 +218,13 @@ class ParameterBucket:
         This finds writes that no version counter shows. It reads both, and an accelerator ends its work first.
         """
         found = False
-        for rank, master in self.at_rest.copies.items():
+        for rank, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool) as values:
                 is_same = _shows(self.rows[rank], values)
             if not is_same:
                 self._save_row(master, self.rows[rank])
                 found = True
         return found
-
-    def save_own_row(self) -> None:
-        """Save unsharded parameters that are their own master weights, so that the user's writes persist when they leave."""
-        for rank, master in self.at_rest.masters.items():
-            if master is self.at_rest.rests[rank]:
-                master.write(self.rows[rank])
-
-    def gather_rows(self) -> None:
-        """Give every rank the owner's value of each element, after writes to unsharded parameters on any ranks.
-
-        Every rank must call it.
-        """
-        self._collectives.all_gather(self.rows, self.number, f"all-gather of written {self.label}").wait()
 
     def broadcast_masters(self, replicas: Collectives | None) -> None:
         """Take each master weight beside the parameters from the rank that owns it, where several ranks update it.
@@ -200,7 +235,7 @@ class ParameterBucket:
         Args:
             replicas: the ranks of other dimensions, where these hold the same parameters.
         """
-        for shard, master in self.at_rest.copies.items():
+        for shard, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool, write=True) as values:
                 if not self._policy.optimizer.sharded:
                     self._collectives.broadcast(values, self._collectives.owner(shard))
@@ -209,11 +244,11 @@ class ParameterBucket:
 
     def load_masters(self, *, regather: bool) -> None:
         """Copy master weights that were set to the parameters at rest and, with `regather`, to the unsharded ones."""
-        for rank, master in self.at_rest.copies.items():
+        for rank, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool) as values:
                 # no test can miss this wait: `Slot.write` asks for it. What rests beside master weights is of another
                 # dtype, so a cast copy is sent, and nothing reads the scratch that is released next.
-                self.at_rest.rests[rank].write(values).wait(values.device)
+                self.rests[rank].write(values).wait(values.device)
         self._spread("set")
         if regather:
             self._bring("all-gather of set")
@@ -221,7 +256,7 @@ class ParameterBucket:
 
     def differs_from_rest(self) -> bool:
         """Return whether unsharded parameters differ from those at rest on any rank. If sharded, every rank must call it."""
-        resting, shown = self.at_rest.block, self.at_rest.own_block
+        resting, shown = self.block, self._own_block
         if resting is None:
             return False
         self.settle()
@@ -234,20 +269,12 @@ class ParameterBucket:
 
     # ------------------------------------------------------------------ what lives
 
-    @property
-    def own_rest(self) -> Slot:
-        return self.at_rest.rests[self.own_shard]
-
-    @property
-    def own_shard(self) -> int:
-        return self._collectives.shard
-
     def tensors(self, kind: str) -> list[Tensor]:
         """Return the tensors at rest, "parameters" or "master", that are in the accelerator's memory."""
         if kind == "master":
-            return memories_in(self._accelerator, self.at_rest.masters.values())
-        found = memories_in(self._accelerator, self.at_rest.rests.values())
-        if self.at_rest.block is None:
+            return memories_in(self._accelerator, self.masters.values())
+        found = memories_in(self._accelerator, self.rests.values())
+        if self.block is None:
             found.insert(0, self.rows)
         return found
 
@@ -294,3 +321,13 @@ class InCpuMemory:
             self.is_current = True
         self.slot.wait(self._flat.tensor.device)  # the next use of the memory comes after the copy from it
         self._flat.free()
+
+
+def _new_master(spec: BucketSpec, values: Tensor, context: Context) -> Slot:
+    home = context.storages.optimizer(context.policy)
+    master = home.slot(f"master weights of {spec.label}", spec.layout.shard_numel, spec.dtypes.master)
+    master.write(values)
+    # no test can miss this wait: it bounds memory, and orders nothing. Every reader of the slot waits for the write,
+    # which keeps its source. Without this wait the whole values of many units would be alive at start-up.
+    master.wait()
+    return master

@@ -35,10 +35,10 @@ from zeroshard.errors import UsageError
 from zeroshard.schedule.module_hooks import (
     Call,
     Hook,
+    Part,
     WeakHook,
     is_compiled,
     part_hooks,
-    parts_of,
     refuse_distributed_units,
     refuse_transforms,
     untraced,
@@ -106,14 +106,26 @@ class Hooks:
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._one_thread = OneThread(schedule.units)
         self._outermost: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
-        parts = parts_of(model, schedule.units)
-        self._parts = {module: part for module, part in parts.items() if module not in self._units}
+        self._parts: dict[nn.Module, Part] = {}
+        unit_of = {entry.parameter: unit for unit in schedule.units if unit.sharded_at_rest for entry in unit.named}
+        for module in model.modules():
+            held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
+            if held and module not in self._units:
+                self._parts[module] = Part(list(held))
         hook_of, parameter_hook_of = self._hook_of, untraced(WeakHook)
         before_part, after_part = part_hooks()
+        around: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any], bool]] = []
         for module in self._units:
-            self._put_around(module, hook_of(self._pre_forward), hook_of(self._post_forward))
+            around.append((module, hook_of(self._pre_forward), hook_of(self._post_forward), True))
         for module, part in self._parts.items():
-            self._put_around(module, before_part(self._pre_part, part), after_part(self._post_part, part), always=False)
+            # Where torch.compile looks into a module, a hook that also runs after an exception has it make a graph for each module.
+            around.append((module, before_part(self._pre_part, part), after_part(self._post_part, part), False))
+        for module, before, after, always in around:
+            # Around all other hooks: weight_norm, spectral_norm and their like compute with parameters in theirs.
+            first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            last = module.register_forward_hook(after, always_call=always)
+            self._outermost.append((module, first, last))
+            self._handles += [first, last]
         owned = {module: part.units for module, part in self._parts.items()}
         self._handles += hooks_for_state_dicts({**self._units, **owned})
         for number, unit in enumerate(schedule.units):
@@ -124,22 +136,6 @@ class Hooks:
                     hook = unit.waiting.joining(index, hook, unit.appearance.whole_class)
                 handle = entry.parameter.register_post_accumulate_grad_hook(hook)
                 self._on_gradients.append((entry.parameter, handle))
-
-    def _put_around(
-        self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], *, always: bool = True
-    ) -> None:
-        """Put hooks around all others of a module: weight_norm, spectral_norm and their like compute with parameters in theirs.
-
-        Args:
-            before: gets (module, args, kwargs).
-            after: gets (module, args, output).
-            always: the second runs also where the forward raises. (Where torch.compile looks into the module: such a hook has it
-                make a graph for each module.)
-        """
-        first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        last = module.register_forward_hook(after, always_call=always)
-        self._outermost.append((module, first, last))
-        self._handles += [first, last]
 
     def remove(self) -> None:
         self.is_removed = True
@@ -195,7 +191,12 @@ class Hooks:
             self._stream.begin()
             self._forget_what_broke_off()
             if is_root:
-                self._begin_root()
+                self._keep_places()
+                self._saved.recover()
+                for part in self._parts.values():
+                    if part.is_open:
+                        part.close()
+                self._schedule.begin_forward()
         refuse_transforms(self._units[module])
         self._in_compiled_code = is_compiled(module, all_callers=is_root) or (self._in_compiled_code and not is_root)
         if self._in_compiled_code:
@@ -208,14 +209,6 @@ class Hooks:
             inputs = _differentiable((args, kwargs))
             self._open_calls[module] += len(inputs)
             self._hook(inputs, self._input_gradient_known, module)
-
-    def _begin_root(self) -> None:
-        self._keep_places()
-        self._saved.recover()
-        for part in self._parts.values():
-            if part.is_open:
-                part.close()
-        self._schedule.begin_forward()
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._one_thread.is_another and not in_backward():  # this forward was refused
@@ -352,23 +345,20 @@ class Hooks:
         self._begin_backward()
         call.begin()
         if module is not self._root:  # which begins with its last child, at the same tensor
-            self._close_others(module)
+            # Autograd runs later modules first, so modules whose calls have all begun have ended.
+            over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
+            for other in over:
+                del self._in_progress[other]
+                for unit in self._units[other]:
+                    if self._aside is not None:
+                        self._aside.append(unit)
+                    elif self._take is None:
+                        self._schedule.close(unit)
             self._in_progress[module] = None
         for unit in self._units[module]:
-            unit.expect_gradients()
+            unit.waiting.received.clear()  # the backward of this call makes each gradient again
         self._hold_for_graph(self._units[module])
         self._schedule.unshard(self._units[module], backward=True)
-
-    def _close_others(self, module: nn.Module) -> None:
-        """Close other modules when a module's backward begins. Autograd runs later modules first, so earlier ones ended."""
-        over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
-        for other in over:
-            del self._in_progress[other]
-            for unit in self._units[other]:
-                if self._aside is not None:
-                    self._aside.append(unit)
-                elif self._take is None:
-                    self._schedule.close(unit)
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
@@ -387,7 +377,7 @@ class Hooks:
                 self._take(unit, index, gradient)
                 return
             self._schedule.add_gradient(unit, index, gradient)
-            unit.waiting.let_join(self._ending)
+            unit.waiting.backward = self._ending
             if unit.has_all_gradients:
                 self._give_back(unit.module)
 
@@ -398,10 +388,15 @@ class Hooks:
         self._give_back(module)
 
     def _give_back(self, module: nn.Module) -> None:
+        """Reshard a module's units if its backward is over, see [Note: when a unit may be given back in the backward]."""
+        if self._open_calls[module] > 0:
+            return
         units = self._units[module]
-        if self._open_calls[module] <= 0 and all(unit.has_all_gradients or unit.is_frozen for unit in units):
-            for unit in units:
-                unit.reshard()
+        for unit in units:
+            if not unit.has_all_gradients and any(entry.parameter.requires_grad for entry in unit.named):
+                return  # a unit that no optimizer updates may take gradients, too
+        for unit in units:
+            unit.reshard()
 
     def _end_backward(self) -> None:
         leaves_graph = self._leaves_graph

@@ -25,7 +25,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.unit import Unit, UnitState
-from zeroshard.torch_private import compiled_call_of, in_transform, own_parameters, runs_compiled
+from zeroshard.torch_private import COMPILED_CALL, compiled_call_of, in_transform, is_of_compiler, own_parameters
 
 BORDER = (
     "zeroshard gathers a unit's parameters here, which no graph may contain. For fullgraph=True compile the "
@@ -148,17 +148,6 @@ def part_hooks() -> tuple[type[Hook], type[Hook]]:
     return Before, After
 
 
-def parts_of(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, Part]:
-    """Return the modules that hold parameters of these units themselves, where those are sharded."""
-    unit_of = {entry.parameter: unit for unit in units if unit.sharded_at_rest for entry in unit.named}
-    found = {}
-    for module in model.modules():
-        held = dict.fromkeys(unit_of[p] for p in module.parameters(recurse=False) if p in unit_of)
-        if held:
-            found[module] = Part(list(held))
-    return found
-
-
 class Call:
     """A call of a module in a forward. It counts until its backward begins or its graph is dropped; recomputations never do."""
 
@@ -182,9 +171,13 @@ class Call:
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
     """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
 
+    Only the stack shows it. Inside of our hooks `torch.compiler.is_compiling()` is False, and the interpreter's callback is off,
+    since torch.compile does not look into them. A wrapper that the user calls, or a compiled step, leaves nothing on the module.
+    And torch can tell no caller when it makes a wrapper. The wrapper's frame also has the options, which may be refused.
+
     Args:
         module: the running module.
-        all_callers: look through the whole stack, and not only at the direct caller. This costs a microsecond or two.
+        all_callers: look through the whole stack, and not only at the direct caller. 40 frames take 5 microseconds, the nearest 2.
 
     Raises:
         UsageError: with CUDA graphs.
@@ -193,7 +186,7 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
     frame: FrameType | None = sys._getframe(1)
     distance = 0
     while frame is not None and (all_callers or distance < _NEAREST):
-        if runs_compiled(frame.f_code):
+        if frame.f_code.co_name == COMPILED_CALL and is_of_compiler(frame.f_code):
             config = getattr(frame.f_locals.get("self"), "compiler_config", None)
             _refuse_cuda_graphs(config, f"what runs this {type(module).__name__}")
             found = True

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -100,10 +101,9 @@ class SavedParameters:
             unseen: compiled code runs, and torch.compile would read these hooks wherever that calls them: it is not to.
         """
         theirs = saved_tensors_hooks_in_force()
-        if theirs is None:
-            pack: Callable[[Tensor], Any] = self._pack
-        else:  # a unit inside another uses that one's hooks
-            pack = theirs[0] if self._is_own(theirs[1]) else self._pack_after(*theirs)
+        pack: Callable[[Tensor], Any] = partial(self._pack, theirs)
+        if theirs is not None and self._is_own(theirs[1]):  # a unit inside another uses that one's hooks
+            pack = theirs[0]
         unpack = self._unpack
         if unseen:
             pack = torch.compiler.disable(pack)
@@ -158,27 +158,20 @@ class SavedParameters:
                 return
             self._pop_last()
 
-    def _pack_after(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
-        """Pack as `_pack` does, and pass tensors that are not ours to the other active hooks."""
-
-        def both(tensor: Tensor) -> Any:
-            return self._saved_of(tensor) or _Theirs(pack(tensor), unpack)
-
-        return both
-
-    def _pack(self, tensor: Tensor) -> Any:
-        view = self._saved_of(tensor)
-        if view is not None:
-            return view
+    def _pack(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None, tensor: Tensor) -> Any:
+        """Pack a tensor. Those that are not ours go to the `others`, the hooks `(pack, unpack)` that are active around these."""
+        if self._has_distributed and is_distributed(tensor):
+            local = self._view_of(local_of(tensor), None)
+            if local is not None:
+                return _Distributed(local, distribution_of(tensor))
+        else:
+            view = self._view_of(tensor, sys._getframe(1))
+            if view is not None:
+                return view
+        if others is not None:
+            return _Theirs(others[0](tensor), others[1])
         # Detached: an operation's own output would keep itself alive.
         return (tensor if tensor.grad_fn is None else tensor.detach()), version_of(tensor)
-
-    def _saved_of(self, tensor: Tensor) -> _View | _Distributed | None:
-        caller = sys._getframe(2)
-        if not (self._has_distributed and is_distributed(tensor)):
-            return self._view_of(tensor, caller)
-        local = self._view_of(local_of(tensor), None)
-        return None if local is None else _Distributed(local, distribution_of(tensor))
 
     def _view_of(self, tensor: Tensor, caller: FrameType | None) -> _View | None:
         """Find the part of a unit that a tensor views. `caller` is the Python autograd function that saves it, or None."""
@@ -188,8 +181,12 @@ class SavedParameters:
             return None
         unit = self._unit_of.get(storage)
         if unit is None:
-            if storage in self._placeholders:
-                self._note_placeholder(tensor, self._placeholders[storage], caller)
+            hidden = self._placeholders.get(storage)
+            if hidden is not None and (
+                caller is None or not _saves(caller)
+            ):  # a Python autograd function may only save it
+                # An error from here would lose its message inside torch.jit.script, so `pop` raises it.
+                self._read_as_nan = hidden.named[int(tensor.storage_offset())].fqn
             return None
         offset = int(tensor.storage_offset())
         place = offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize
@@ -205,14 +202,6 @@ class SavedParameters:
         shown = (tensor.dtype, size, stride)
         is_itself = caller is not None and _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
-
-    def _note_placeholder(self, tensor: Tensor, unit: Unit, caller: FrameType | None) -> None:
-        """Record that torch computed with a placeholder, unless a Python autograd function only saved it.
-
-        An error from here would lose its message inside torch.jit.script, so `pop` raises it.
-        """
-        if caller is None or not _saves(caller):
-            self._read_as_nan = unit.named[int(tensor.storage_offset())].fqn
 
     def _unpack(self, packed: Any) -> Any:
         kind = type(packed)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 from zeroshard.gradients.reductions import Reductions
@@ -188,6 +188,8 @@ class Schedule:
         self.optimized: set[int] = set()
         """`id`s of the parameters that the optimizer lists, frozen ones among them."""
         self._policy = context.policy
+        max_live_numel = context.policy.max_live_numel
+        self._live_limit = math.inf if max_live_numel is None else max_live_numel
         self._reads_disk = context.policy.uses_disk
         self._accelerator = context.storages.accelerator
         self.stream = ForwardStream(self._accelerator.device)
@@ -264,7 +266,11 @@ class Schedule:
 
     def unshard(self, units: Run, *, backward: bool) -> None:
         """Unshard the units of one module for their use, and start to unshard those of the next modules."""
-        self._make_room(units)
+        if self._kept:
+            self._kept = [unit for unit in self._kept if unit not in units]
+            # Those that ran first leave first, since the backward needs them last.
+            while self._kept and not all(self._has_room(unit) for unit in units):
+                self._kept.pop(0).reshard()
         for unit in units:
             unit.start_unshard()
         if self._overlap:
@@ -303,41 +309,24 @@ class Schedule:
 
     def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
         """Reshard units after their use in a forward, except the last to run, with which the backward begins."""
-        if backward_follows and self._is_reused_soon(units) and self.live.numel <= self._live_limit:
+        policy = self._policy
+        # The elements that are used between a unit's forward and its backward: twice those of all units after it.
+        is_reused_soon = not policy.reshard_after_forward or 2 * self._last.numel_after(units) <= policy.max_reuse_numel
+        if backward_follows and is_reused_soon and self.live.numel <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
             return
         for unit in units:
             unit.reshard()
 
-    def _is_reused_soon(self, units: Run) -> bool:
-        """Return whether few elements are used between a unit's forward and its backward: twice those of all units after it."""
-        if not self._policy.reshard_after_forward:
-            return True
-        return 2 * self._last.numel_after(units) <= self._policy.max_reuse_numel
-
-    @property
-    def _live_limit(self) -> float:
-        return math.inf if self._policy.max_live_numel is None else self._policy.max_live_numel
-
     def _has_room(self, unit: Unit) -> bool:
         return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
-
-    def _make_room(self, units: Run) -> None:
-        """Reshard kept units if this run needs the room, in the order in which they ran: the first is needed last."""
-        if not self._kept:
-            return
-        for unit in units:
-            if unit in self._kept:
-                self._kept.remove(unit)
-        while self._kept and not all(self._has_room(unit) for unit in units):
-            self._kept.pop(0).reshard()
 
     def give_back(self, *, leaves_graph: bool = True) -> None:
         """Reshard all units after a backward, except those that are held, if it `leaves_graph`s that may read them."""
         self._kept.clear()
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph
-            unit.expect_gradients()
+            unit.waiting.received.clear()
             unit.reshard()
 
     def settle(self) -> None:
@@ -412,41 +401,40 @@ class Schedule:
         self.give_back(leaves_graph=False)
 
     def finish_gradients(self) -> None:
-        """Block until every gradient that this rank updates with is the mean over ranks."""
+        """Block until every gradient that this rank updates with is the mean over ranks.
+
+        Each `parameter.grad` that the user set counts as this rank's gradient, as if a backward had made it.
+        """
         self.refuse_parked("a step, or a gradient norm,")
         self._move(Move.STEP)
-        if self.asks_for_gradients():
-            self._take_gradients_of_users()
+        given = self.gradients_of_users()
+        if given:
+            if after(self.state, Move.GRADIENT) is StepState.UNWANTED:
+                after(StepState.UNWANTED, Move.STEP)  # refused with `grad` as it is
+            for unit, index, _ in given:
+                unit.refuse_replaced_gradients({index} & unit.used)
+            for unit, index, parameter in given:
+                gradient = grad_of(parameter)
+                assert gradient is not None
+                forget_grad(parameter)
+                self.add_gradient(unit, index, gradient)
+            self.end_backward()
         if self.state is StepState.CLEAN:
             self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
         with self.stream.here():  # what autograd made is freed in the order of the stream that made it
             self.reductions.finish()
 
-    def asks_for_gradients(self) -> bool:
-        """Return whether the user has set a `parameter.grad` that was not taken yet.
+    def gradients_of_users(self) -> list[tuple[Unit, int, nn.Parameter]]:
+        """Return each trained parameter whose `grad` the user has set and no call has taken yet, with its unit and index.
 
         Raises:
-            UsageError: or has put it, or None, where it would go unheard; or a backward broke off.
+            UsageError: the user has put a gradient, or None, where it would have no effect; or a backward broke off.
         """
         after(self.state, Move.STEP)
         for unit in self.units:
             unit.refuse_replaced_gradients()
             unit.refuse_frozen_gradients(self.optimized)
-        return any(unit.gradients_of_users() for unit in self.units)
-
-    def _take_gradients_of_users(self) -> None:
-        """Take each `parameter.grad` that the user set as this rank's gradient, as if a backward had made it."""
-        if after(self.state, Move.GRADIENT) is StepState.UNWANTED:
-            after(StepState.UNWANTED, Move.STEP)  # refused with `grad` as it is
-        given = [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
-        for unit, index, _ in given:
-            unit.refuse_replaced_gradients({index} & unit.used)
-        for unit, index, parameter in given:
-            gradient = grad_of(parameter)
-            assert gradient is not None
-            forget_grad(parameter)
-            self.add_gradient(unit, index, gradient)
-        self.end_backward()
+        return [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
 
     # ------------------------------------------------------------------ step
 
@@ -506,7 +494,9 @@ class Schedule:
 
     def _leave(self) -> None:
         assert self._leaving is not None
-        self._leaving.finish_update()
+        for bucket in self._leaving.buckets:
+            if bucket.gathering is not None and not self._leaving.sharded_at_rest:
+                bucket.gathering.push()  # it would otherwise wait for a reader
         self._leaving.offload()
         self._leaving = None
 

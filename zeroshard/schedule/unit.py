@@ -23,22 +23,24 @@ import copy
 import enum
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.gradients.gradient_bucket import TAKEN_AT_ONCE, GradientBucket, Holds, Shard, Waiting
+from zeroshard.gradients.gradient_bucket import TAKEN_AT_ONCE, GradientBucket, Holds, Waiting
 from zeroshard.layout.bucketing import Group
-from zeroshard.layout.layout import Piece, UnitLayout
+from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
 from zeroshard.parameters.appearance import Appearance
 from zeroshard.parameters.classes import Owner
-from zeroshard.parameters.context import Context
+from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
+from zeroshard.policy import Place, Residency
 from zeroshard.schedule.writes import Writes
-from zeroshard.storage.buffers import FlatBuffer
+from zeroshard.storage.base import Slot
 from zeroshard.torch_private import grad_of, storage_users
 
 
@@ -98,23 +100,19 @@ class Unit(Owner):
 
     Args:
         group: the parameters; all of one dtype, on one device, and all trainable or all frozen.
-        layout: their places in the flat buffer.
-        flat: the flat buffer, which has their values.
+        first_bucket: the number of its first bucket.
+        context: has the policy of this group.
+
+    Attributes:
+        flat: the flat buffer, which has the parameters' values.
+        layout: their places in it.
         buckets: the parameters' buckets, in the order of the layout.
         gradients: the gradients' buckets, in the same order; none for frozen parameters.
-        cpu: the place of parameters that rest whole in CPU memory; None if they do not.
+        is_cut: whether the parameters are divided over `others`. If not, each of these ranks has the same whole parameters.
+        comes_and_goes: whether the unsharded parameters have memory only while they are used.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        layout: UnitLayout,
-        flat: FlatBuffer,
-        buckets: list[ParameterBucket],
-        gradients: list[GradientBucket],
-        cpu: InCpuMemory | None,
-        context: Context,
-    ) -> None:
+    def __init__(self, group: Group, first_bucket: int, context: Context) -> None:
         self.group = group
         self.label = group.label + group.kind
         self.named = group.named
@@ -124,19 +122,10 @@ class Unit(Owner):
         self.policy = context.policy
         self.collectives = context.collectives
         self.others = context.others
+        self.is_cut = not self.named[0].placement.is_whole
         self.sharded_at_rest = context.policy.parameters.sharded
-        dtypes = context.dtypes(group.dtype)
-        self.master_dtype = dtypes.master if self.trainable else dtypes.param
-        self.layout = layout
-        self.flat = flat
-        self.buckets = buckets
-        self.gradients = gradients
-        self._cpu = cpu
-        self._homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
-        """By parameter, the buckets in which its gradient lies, and where."""
-        for bucket in gradients:
-            for piece in bucket.layout.pieces:
-                self._homes[piece.index].append((bucket, piece))
+        self._make_buckets(first_bucket, context)
+        self.comes_and_goes = self.sharded_at_rest or self._cpu is not None
         is_one_launch = len(self.collectives.launches((0, 1))) == 1
         limit = math.inf if is_one_launch else TAKEN_AT_ONCE
         self.waiting = Waiting(len(self.named), limit)
@@ -151,17 +140,59 @@ class Unit(Owner):
         """A graph that outlives the present backward may read it (`create_graph=True`): it is not resharded until one ends."""
         self._live = context.live
         self.state = UnitState.UNSHARDED
-        views = [flat.view(start, e.shape) for start, e in zip(layout.starts, self.named, strict=True)]
-        whole_class = context.class_of(self.named[0])
+        views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
+        whole_class = context.distributed_class if self.named[0].is_distributed else context.whole_class
+        assert whole_class is not None
         self.appearance = Appearance(self.named, views, self, whole_class)
-        self.writes = Writes(self.appearance, flat, buckets, cpu, context, self.is_cut, self.trainable)
-        self._own_uses = storage_users(flat.tensor)
+        self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
+        self._own_uses = storage_users(self.flat.tensor)
         """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
         self.appearance.show_views()
         if self.sharded_at_rest:
-            self._live.numel += layout.numel
+            self._live.numel += self.layout.numel
         self.reshard()
         self.offload()
+
+    def _make_buckets(self, first_bucket: int, context: Context) -> None:
+        """Make the flat buffer and the buckets, with rank 0's values. Start-up needs the memory of one whole unit for it."""
+        dtypes = context.dtypes(self.group.dtype)
+        self.master_dtype = dtypes.master if self.trainable else dtypes.param
+        numels = [entry.shape.numel() for entry in self.named]
+        world_size = context.collectives.world_size
+        if context.whole_parameters:
+            self.layout = lay_out_whole(numels, world_size)
+        else:
+            self.layout = lay_out(numels, world_size, context.bucket_numel)
+        whole = torch.zeros(self.layout.numel, dtype=dtypes.master, device=self.named[0].parameter.device)
+        for start, entry in zip(self.layout.starts, self.named, strict=True):
+            values = entry.local if entry.is_distributed else entry.parameter.detach()
+            whole[start : start + entry.shape.numel()].copy_(values.reshape(-1))
+        self.collectives.broadcast(whole)
+        storages = context.storages
+        self.flat = storages.accelerator.flat_buffer(
+            f"parameters of {self.label}", self.layout.numel, dtypes.param, comes_and_goes=self.sharded_at_rest
+        )
+        self._cpu: InCpuMemory | None = None
+        """The place of parameters that rest whole in CPU memory between steps."""
+        slot: Slot | None = None
+        is_elsewhere = self.policy.parameters.place is not Place.ACCELERATOR
+        if not self.sharded_at_rest and is_elsewhere and storages.host is not storages.accelerator:
+            slot = storages.host.slot(self.label, self.layout.numel, dtypes.param)
+            self._cpu = InCpuMemory(self.flat, slot)
+        self.buckets: list[ParameterBucket] = []
+        self.gradients: list[GradientBucket] = []
+        self._homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
+        """By parameter, the buckets in which its gradient lies, and where."""
+        for number, part in enumerate(self.layout.buckets, start=first_bucket):
+            spec = BucketSpec(number, f"{self.label} [bucket {number}]", part, dtypes, self.trainable)
+            rows = self.flat.rows(part.start, part.numel, world_size)
+            parameters = ParameterBucket(spec, rows, whole[part.start : part.stop], slot, context)
+            self.buckets.append(parameters)
+            if self.trainable:
+                gradients = GradientBucket(spec, parameters, context)
+                self.gradients.append(gradients)
+                for piece in part.pieces:
+                    self._homes[piece.index].append((gradients, piece))
 
     def _move(self, move: UnitMove) -> None:
         """Make a move, and let the user's parameters show what belongs to the state that it leads to."""
@@ -184,11 +215,6 @@ class Unit(Owner):
             self.appearance.hide()
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the parameters are divided over `others`. If not, each of these ranks has the same whole parameters."""
-        return not self.named[0].placement.is_whole
-
-    @property
     def is_arriving(self) -> bool:
         """Whether values are under way to the flat buffer."""
         return self.state in (UnitState.GATHERING, UnitState.UPDATING)
@@ -200,23 +226,20 @@ class Unit(Owner):
         if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state is UnitState.SHARDED:
-            self._gather()
+            try:
+                with self.collectives.together():
+                    for bucket in self.buckets:
+                        bucket.unshard(self._make_room)
+            except BaseException:
+                for bucket in self.buckets:
+                    bucket.abandon_unshard()
+                raise
+            self._live.numel += self.layout.numel
             self._move(UnitMove.GATHER)
         elif self.state is UnitState.OFFLOADED:
             assert self._cpu is not None
             self._cpu.start()
             self._move(UnitMove.GATHER)
-
-    def _gather(self) -> None:
-        try:
-            with self.collectives.together():
-                for bucket in self.buckets:
-                    bucket.unshard(self._make_room)
-        except BaseException:
-            for bucket in self.buckets:
-                bucket.abandon_unshard()
-            raise
-        self._live.numel += self.layout.numel
 
     def _make_room(self) -> None:
         if self.flat.nbytes:  # an earlier bucket's all-gather has asked
@@ -229,7 +252,8 @@ class Unit(Owner):
         """Start to read parameters from disk, since they are needed soon."""
         if self.state is UnitState.SHARDED:
             for bucket in self.buckets:
-                bucket.prefetch()
+                assert bucket.block is not None
+                bucket.block.prefetch()
 
     def unshard(self) -> None:
         """Make the parameters whole and current for their next use."""
@@ -256,20 +280,18 @@ class Unit(Owner):
     def reshard(self) -> None:
         """Free the unsharded parameters after their use. Do nothing unless they are sharded at rest."""
         if self.state is UnitState.SHARDED and self.flat.nbytes:  # the user had a view of it when it was resharded
-            self.flat.free()
-            self._outdate_saved()
+            self._free()
         if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
             return
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight still writes to the storage
-        if self.state is UnitState.UNSHARDED:
-            self.write_back()
+        self.write_back()
         self._move(UnitMove.RESHARD)
-        self.flat.free()
         self._live.numel -= self.layout.numel
-        self._outdate_saved()
+        self._free()
 
-    def _outdate_saved(self) -> None:
+    def _free(self) -> None:
+        self.flat.free()
         if not self.flat.nbytes:
             self.appearance.outdate_saved()
 
@@ -345,9 +367,14 @@ class Unit(Owner):
     # ------------------------------------------------------------------ the user's writes, see writes.py
 
     def written(self) -> set[int]:
-        """Return the parameters, unsharded at rest, that the user wrote on this rank; see `Writes.find`."""
+        """Return the parameters, unsharded at rest, that the user wrote on this rank, so that all ranks can agree on these.
+
+        The values stay where they are: those of the owners come first, or a master weight would lose digits.
+        """
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
-            self.writes.find()
+            # Where each step gathers the owners' values over all ranks that have these parameters, `write_back` is early enough
+            # for writes that leave no trace.
+            self.writes.look(scans=not self.policy.optimizer.sharded or self.others.world_size > 1)
         return self.writes.found
 
     def write_back(self) -> None:
@@ -369,11 +396,6 @@ class Unit(Owner):
         self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
 
     # ------------------------------------------------------------------ the user's reads and gradients, see parameters/classes.py
-
-    @property
-    def comes_and_goes(self) -> bool:
-        """Whether the unsharded parameters have memory only while they are used."""
-        return self.sharded_at_rest or self._cpu is not None
 
     def is_summed_here(self, index: int) -> bool:
         """Whether this rank holds a sum over microbatches of a parameter's gradient that nothing has reduced yet."""
@@ -525,33 +547,19 @@ class Unit(Owner):
         """Whether every parameter has its gradient of this microbatch, so that the backward no longer reads the unit."""
         return self.trainable and len(self.waiting.received) == len(self.named)
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether no parameter takes a gradient. A parameter that the optimizer does not update may still take one."""
-        return not any(entry.parameter.requires_grad for entry in self.named)
-
-    def expect_gradients(self) -> None:
-        """Expect every gradient again: the backward of a call of the unit's module begins, or the whole backward ended."""
-        self.waiting.received.clear()
-
     def forget_gradients(self) -> None:
         self.waiting.take()
         self.used.clear()
         self.replaced_gradients.clear()
         self.waiting.received.clear()
-        self.appearance.show_ordinary()
-
-    def optimizer_shards(self) -> Iterator[Shard]:
-        """Yield the shards that this rank updates, bucket by bucket."""
-        for bucket in self.gradients:
-            yield from bucket.shards
+        self.appearance.show_taken(())
 
     # ------------------------------------------------------------------ the step
 
     def begin_step(self) -> None:
         """Prepare for the step: wait for arriving values, and write the shown parameters to their place at rest."""
         self.is_held = False
-        self.appearance.show_ordinary()
+        self.appearance.show_taken(())
         self.settle()
         if self.trainable:
             self.write_back()
@@ -574,8 +582,22 @@ class Unit(Owner):
             if not self.appearance.tells_readers:
                 self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
 
-    def finish_update(self) -> None:
-        """End all-gathers of updated values that would otherwise wait for a reader."""
-        for bucket in self.buckets:
-            if bucket.gathering is not None and not self.sharded_at_rest:
-                bucket.gathering.push()
+
+def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
+    """Make a unit for each group, with buckets numbered from `first_bucket` on. Every rank must call it."""
+    units = list[Unit]()
+    trained = [sum(entry.shape.numel() for entry in group.named) if group.trainable else 0 for group in groups]
+    offloaded = context.policy.offload_optimizer.ratio * sum(trained)
+    for group, numel in zip(groups, trained, strict=True):
+        policy = context.policy
+        if group.persistent:  # small parameters stay on the accelerator
+            policy = replace(policy, parameters=Residency(sharded=False, place=Place.ACCELERATOR))
+        offloaded -= numel
+        if offloaded < 0:  # and so do optimizer states beyond the ratio
+            optimizer = replace(policy.optimizer, place=Place.ACCELERATOR)
+            gradients = replace(policy.gradients, place=Place.ACCELERATOR)
+            policy = replace(policy, optimizer=optimizer, gradients=gradients)
+        unit = Unit(group, first_bucket, replace(context, policy=policy))
+        units.append(unit)
+        first_bucket += len(unit.buckets)
+    return units

@@ -42,17 +42,7 @@ class Writes:
     found: set[int] = field(default_factory=set)
     masters_wait: bool = False
 
-    def find(self) -> None:
-        """Add the user's writes on this rank to `found`, so that all ranks can agree on the written parameters.
-
-        The values stay where they are: those of the owners come first, or a master weight would lose digits.
-        """
-        # Where each step gathers the owners' values over all ranks that have these parameters, `write_back` is early enough
-        # for writes that leave no trace.
-        context = self.context
-        self._look(scans=not context.policy.optimizer.sharded or context.others.world_size > 1)
-
-    def _look(self, *, scans: bool) -> bool:
+    def look(self, *, scans: bool) -> bool:
         """Add the user's writes on this rank to `found`. Return whether any left a trace.
 
         Args:
@@ -86,13 +76,16 @@ class Writes:
             if self.appearance.collect_written():
                 self._save_rows()
             return
-        if self.trainable and self._look(scans=True):
+        if self.trainable and self.look(scans=True):
             self._save_rows()
         self.appearance.adopt_new_data()
         if self.cpu is None:
             return
         for bucket in self.buckets:
-            bucket.save_own_row()
+            # Parameters that are their own master weights: the writes to them last when they leave.
+            for shard, master in bucket.masters.items():
+                if master is bucket.rests[shard]:
+                    master.write(bucket.rows[shard])
         if not self.trainable:
             self.cpu.slot.write(self.flat.tensor)
 
@@ -102,7 +95,8 @@ class Writes:
         self.found.clear()
         self.outdate_cpu_copy()
         for bucket in self.buckets:
-            bucket.gather_rows()
+            label = f"all-gather of written {bucket.label}"
+            self.context.collectives.all_gather(bucket.rows, bucket.number, label).wait()
             self._broadcast_first_replica(bucket)
             bucket.save_rows()
             bucket.broadcast_masters(None if self.is_cut else self.context.others)

@@ -126,7 +126,7 @@ class Parking:
         for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
             if "parameters" in states:
                 tensors += bucket.tensors("parameters")
-            if "optimizer" in states and bucket.at_rest.copies:
+            if "optimizer" in states and bucket.copies:
                 tensors += bucket.tensors("master")
         if "optimizer" in states:
             here = self._storages.accelerator.device

@@ -145,7 +145,7 @@ class ShardedStep:
         self.residents = []
         self._unit_of: dict[Resident, Unit] = {}
         for unit in trainable:
-            for shard in unit.optimizer_shards():
+            for shard in chain.from_iterable(bucket.shards for bucket in unit.gradients):
                 resident = before.get(id(shard))
                 views = []
                 for number, piece in enumerate(shard.pieces):  # a shard's padding is zero, and has no view
@@ -433,7 +433,7 @@ class ShardedStep:
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
         is_known = self._used_at == self.schedule.gradients_taken and not self._changed
-        if self.schedule.asks_for_gradients() or not is_known:
+        if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
         if self._taken is not None:
             self._taken.apply_factors()

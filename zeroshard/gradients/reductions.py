@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from zeroshard.collectives.base import Collectives
@@ -136,7 +136,7 @@ class Reductions:
         self._keeps_sums = not self.is_last_microbatch and self._accelerator.has_room(more + sums)
         self._kept_sums = self._keeps_sums
 
-    def finish_up_to(self, buckets: Sequence[GradientBucket]) -> None:
+    def finish_up_to(self, buckets: Iterable[GradientBucket]) -> None:
         """Finish the reductions of these buckets that are in flight, and those that started earlier. See [Note: order]."""
         left = {bucket for bucket in buckets if bucket.flight is not None}
         for group in self._in_flight:
@@ -193,11 +193,9 @@ class Reductions:
         for bucket in self._buckets():
             bucket.write_sum()  # of microbatches of which none was declared the last
             bucket.wait_gather()
-        self._agree_on_order()
-
-    def _agree_on_order(self) -> None:
         if self._is_agreed:
             return
+        # Agree, once, on the order in which rank 0 completed its buckets.
         rest = [group for group in self._order if group not in self._completed]
         numbers = struct.pack(f"<{len(self._order)}I", *[group[0].number for group in [*self._completed, *rest]])
         first = self._collectives.exchange(numbers, "the order of buckets")[0]

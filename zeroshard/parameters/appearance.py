@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import NamedParameter
-from zeroshard.parameters.classes import Owner, classes_of
+from zeroshard.parameters.classes import classes_of
 from zeroshard.torch_private import (
     distributed_class,
     is_same_memory,
@@ -31,7 +32,7 @@ class Appearance:
     Args:
         named: the unit's parameters.
         views: views of the flat buffer, one for each parameter, in its shape.
-        owner: called for reads, and for gradients that the user sets.
+        owner: their unit, called for reads, and for gradients that the user sets.
         whole: the class of parameters whose values are here; of DTensors another than of others.
 
     Attributes:
@@ -43,7 +44,7 @@ class Appearance:
         self,
         named: Sequence[NamedParameter],
         views: Sequence[Tensor],
-        owner: Owner,
+        owner: Any,
         whole: type[nn.Parameter],
     ) -> None:
         self._named = named

@@ -7,7 +7,6 @@ unit, as torch's own lazy parameters change class too. Nothing that is computed 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,44 +29,6 @@ CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16
 """Operations that return the tensor itself where it is already what they make of it."""
 DATA: Any = torch.Tensor.data
 """The slot of `data`, past the properties of subclasses."""
-
-
-class Owner(ABC):
-    """The object that a parameter's class calls when the user touches the parameter. Its unit has one."""
-
-    @abstractmethod
-    def before_read(self, parameter: Tensor, what: str) -> None:
-        """Make the values current if that needs no other rank. Otherwise raise an error that names the parameter.
-
-        Args:
-            what: the operation that reads them.
-        """
-
-    @abstractmethod
-    def taken_gradient(self, parameter: Tensor) -> str | None:
-        """Return the parameter's fqn if its gradient of this step was taken out of `grad`, and the user has set no other."""
-
-    @abstractmethod
-    def local_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's sum over the microbatches so far, if it is here, in one piece and in the parameter's dtype.
-
-        Writes to it take effect.
-        """
-
-    @abstractmethod
-    def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on the mean gradient, on every rank. Return NotImplemented for an unknown name."""
-
-    @abstractmethod
-    def replace_gradient(self, parameter: Tensor) -> None:
-        """Record that the user set the parameter's `grad`, to None or to another tensor."""
-
-    @abstractmethod
-    def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-        """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`.
-
-        Every rank must call it for sharded parameters.
-        """
 
 
 def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
@@ -108,9 +69,15 @@ def notes_data(live: Live) -> type:
 
 
 def classes_of(
-    owner: Owner, whole: type[nn.Parameter], ordinary: type[nn.Parameter]
+    owner: Any, whole: type[nn.Parameter], ordinary: type[nn.Parameter]
 ) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken."""
+    """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken.
+
+    Args:
+        owner: their unit, which is called when the user touches them. (A type would import upwards.)
+        whole: the class of parameters whose values are here.
+        ordinary: the class that the user gave them.
+    """
     shown: dict[int, Tensor] = {}
     """By `id` of a parameter, the tensor that its `grad` is while its gradient is taken."""
 
@@ -122,10 +89,10 @@ def classes_of(
             own = grad_of(self)
             if own is not None or is_traced():  # torch.compile describes parameters, and reads none
                 return own
-            fqn = owner.taken_gradient(self)
+            fqn: str | None = owner.taken_gradient(self)
             if fqn is None:
                 return None
-            local = owner.local_gradient(self)
+            local: Tensor | None = owner.local_gradient(self)
             if local is not None:
                 return local
             if id(self) not in shown:
@@ -166,7 +133,8 @@ def classes_of(
             return not value.numel() or value.data_ptr() == local.data_ptr()
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            return owner.deep_copy(self, memo)
+            copied: nn.Parameter = owner.deep_copy(self, memo)
+            return copied
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             owner.before_read(self, "pickle")
@@ -252,7 +220,7 @@ class TakenGradient(Tensor):
 
     fqn: str
     parameter: Tensor
-    owner: Owner
+    owner: Any
 
     @classmethod
     def __torch_function__(

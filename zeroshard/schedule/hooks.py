@@ -90,7 +90,6 @@ class Hooks:
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self._handles: list[RemovableHandle] = []
-        self._stream = schedule.stream
         self.attach()
 
     def attach(self) -> None:
@@ -132,7 +131,7 @@ class Hooks:
             for index, entry in enumerate(unit.named if unit.trainable else ()):
                 hook: Callable[[Tensor], None] = parameter_hook_of(self._post_accumulate, number, index)
                 # Otherwise each gradient is moved to the stream of the forward; those of DTensors may still need a sum.
-                if self._stream.is_only_one and not entry.is_distributed:
+                if self._schedule.stream.is_only_one and not entry.is_distributed:
                     hook = unit.waiting.joining(index, hook, unit.appearance.whole_class)
                 handle = entry.parameter.register_post_accumulate_grad_hook(hook)
                 self._on_gradients.append((entry.parameter, handle))
@@ -188,7 +187,7 @@ class Hooks:
             self._begin_backward()
         else:
             self._one_thread.begin(module, is_outermost=is_root)
-            self._stream.begin()
+            self._schedule.stream.begin()
             self._forget_what_broke_off()
             if is_root:
                 self._keep_places()
@@ -256,7 +255,8 @@ class Hooks:
         if missing:
             refuse_transforms(missing)
             _unshard(missing)
-            part.open(missing)
+            part.gathered = missing
+            part.is_open = True
             self._push(module, missing)
 
     def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -372,7 +372,7 @@ class Hooks:
         if gradient is None:  # frozen since the forward: autograd makes none, and calls this all the same
             return
         forget_grad(parameter)
-        with self._stream.here():
+        with self._schedule.stream.here():
             if self._take is not None:
                 self._take(unit, index, gradient)
                 return
@@ -401,7 +401,7 @@ class Hooks:
     def _end_backward(self) -> None:
         leaves_graph = self._leaves_graph
         is_of_step = self._close_backward()
-        with self._stream.here():
+        with self._schedule.stream.here():
             if is_of_step:
                 self._schedule.end_backward(leaves_graph=leaves_graph)
             else:

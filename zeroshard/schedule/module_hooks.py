@@ -96,26 +96,22 @@ class Part:
     Attributes:
         units: of its own parameters, those sharded at rest.
         whole_class: the class of parameters whose values are here.
-        brought: the units that a call has unsharded, and that its end reshards.
-        is_open: there are such units.
+        gathered: the units that a call has gathered, and that its end reshards.
+        is_open: whether there are such units. Compiled code reads it: torch guards on such an attribute.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.whole_class = units[0].appearance.whole_class
-        self.brought: Sequence[Unit] = ()
+        self.gathered: Sequence[Unit] = ()
         self.is_open = False
-
-    def open(self, units: Sequence[Unit]) -> None:
-        self.brought = units
-        self.is_open = True
 
     def close(self) -> Sequence[Unit]:
-        """Return the units that `open` recorded, and forget them."""
-        brought = self.brought
-        self.brought = ()
+        """End the call. Return the units that it has gathered."""
+        gathered = self.gathered
+        self.gathered = ()
         self.is_open = False
-        return brought
+        return gathered
 
 
 @functools.cache
@@ -177,7 +173,7 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
     Args:
         module: the running module.
-        all_callers: look through the whole stack, and not only at the direct caller. 40 frames take 5 microseconds, the nearest 2.
+        all_callers: look through the whole stack, and not only at the direct caller. 40 frames take 3 microseconds, the nearest 1.
 
     Raises:
         UsageError: with CUDA graphs.

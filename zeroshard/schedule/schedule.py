@@ -346,15 +346,23 @@ class Schedule:
         unit.refuse_replaced_gradients()
         if index in unit.waiting.received or index in unit.waiting.gradients:  # this one is added to that
             self._take_gradients(unit)
-        if unit.add_gradient(index, gradient):
+        gradient = unit.named[index].own_part(gradient)
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"{unit.named[index].fqn} got a sparse gradient ({gradient.layout}); zeroshard reduces dense ones. "
+                "Make the embedding with sparse=False."
+            )
+        if unit.waiting.add(index, gradient):
             self._take_gradients(unit)
 
     def _take_gradients(self, unit: Unit) -> None:
         """Take the unit's waiting gradients, and start to reduce complete buckets that have their turn."""
         if not unit.waiting.gradients:
             return
-        self.reductions.finish_up_to(unit.buckets_of_waiting())
-        unit.take_gradients()
+        by_bucket = unit.take_gradients()
+        self.reductions.finish_up_to(by_bucket)  # other buckets may have reductions in flight
+        for bucket, gradients in by_bucket.items():
+            bucket.add_gradients(gradients)
         self.gradients_taken += 1
         self.reductions.start_ready(unit.gradients)
 
@@ -454,8 +462,11 @@ class Schedule:
         """Call `forget` when the user has set every `grad` to None, by `zero_grad()` of a model or of the user's optimizer."""
 
         def drop() -> None:
-            if all(unit.has_dropped_gradients for unit in reversed(self.units)):  # the last is dropped last
-                forget()
+            for unit in reversed(self.units):  # the last is dropped last
+                parameters = [unit.named[index].parameter for index in unit.used]
+                if not unit.used <= unit.replaced_gradients or any(grad_of(one) is not None for one in parameters):
+                    return
+            forget()
 
         self.live.drop_gradients = drop
 

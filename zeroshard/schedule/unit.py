@@ -35,7 +35,6 @@ from zeroshard.gradients.gradient_bucket import TAKEN_AT_ONCE, GradientBucket, H
 from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
 from zeroshard.parameters.appearance import Appearance
-from zeroshard.parameters.classes import Owner
 from zeroshard.parameters.context import BucketSpec, Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import Place, Residency
@@ -95,7 +94,7 @@ MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 """The moves after which the flat buffer has no values: refused while a unit is pinned."""
 
 
-class Unit(Owner):
+class Unit:
     """A unit of parameters, see the module's docstring.
 
     Args:
@@ -402,6 +401,7 @@ class Unit(Owner):
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
 
     def before_read(self, parameter: Tensor, what: str) -> None:
+        """Make the values current for the operation `what`, if that needs no other rank. Otherwise raise."""
         if not self.sharded_at_rest and self.state is not UnitState.PARKED:
             self.unshard()
             return
@@ -414,6 +414,10 @@ class Unit(Owner):
         )
 
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary copy with the true values. Copies of the unit's other parameters go into `memo`.
+
+        Every rank must call it for sharded parameters.
+        """
         if id(parameter) not in self._index_of:  # a copy of a copy
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         if self.state is UnitState.PARKED:
@@ -432,12 +436,17 @@ class Unit(Owner):
         return copied
 
     def taken_gradient(self, parameter: Tensor) -> str | None:
+        """Return the parameter's fqn if its gradient of this step was taken out of `grad`, and the user has set no other."""
         index = self._index_of.get(id(parameter))
         if index is None or index not in self.used or index in self.replaced_gradients:
             return None
         return self.named[index].fqn
 
     def local_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's sum over the microbatches so far, if it is here, in one piece and in the parameter's dtype.
+
+        Writes to it take effect.
+        """
         if not parameter.numel():
             return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         index = self._index_of.get(id(parameter))
@@ -451,22 +460,17 @@ class Unit(Owner):
         return None
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of torch's operations on the mean gradient, on every rank. Return NotImplemented for an unknown name."""
         return self._live.gradient_operation((self, self._index_of[id(parameter)]), name, args, kwargs)
 
     def replace_gradient(self, parameter: Tensor) -> None:
+        """Record that the user set the parameter's `grad`, to None or to another tensor."""
         index = self._index_of.get(id(parameter))
         if index is None or index not in self.used:
             return
         self.replaced_gradients.add(index)
         if self.replaced_gradients >= self.used:
             self._live.drop_gradients()
-
-    @property
-    def has_dropped_gradients(self) -> bool:
-        """Whether the user has set every `grad` that was taken in this step to None."""
-        return self.used <= self.replaced_gradients and all(
-            grad_of(self.named[index].parameter) is None for index in self.used
-        )
 
     def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
         """Return the trained parameters whose `grad` the user has set, with their indices."""
@@ -517,21 +521,8 @@ class Unit(Owner):
 
     # ------------------------------------------------------------------ gradients
 
-    def add_gradient(self, index: int, gradient: Tensor) -> bool:
-        """Keep this rank's gradient of parameter `index`; return whether it is time for `take_gradients`."""
-        gradient = self.named[index].own_part(gradient)
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"{self.named[index].fqn} got a sparse gradient ({gradient.layout}); zeroshard reduces dense ones. "
-                "Make the embedding with sparse=False."
-            )
-        return self.waiting.add(index, gradient)
-
-    def buckets_of_waiting(self) -> list[GradientBucket]:
-        """Return the buckets of the waiting gradients. Other buckets may have reductions in flight."""
-        return [bucket for index in self.waiting.gradients for bucket, _ in self._homes[index]]
-
-    def take_gradients(self) -> None:
+    def take_gradients(self) -> dict[GradientBucket, list[tuple[Piece, Tensor]]]:
+        """Take the waiting gradients. Return them flattened, with their places, by bucket."""
         by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}
         waiting = self.waiting.take()
         self.used.update(waiting)
@@ -539,8 +530,7 @@ class Unit(Owner):
             flat = (gradient.detach() if gradient.requires_grad else gradient).flatten()
             for bucket, piece in self._homes[index]:
                 by_bucket.setdefault(bucket, []).append((piece, flat))
-        for bucket, gradients in by_bucket.items():
-            bucket.add_gradients(gradients)
+        return by_bucket
 
     @property
     def has_all_gradients(self) -> bool:

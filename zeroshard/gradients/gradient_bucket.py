@@ -1,8 +1,8 @@
 """Owns the gradients of one bucket: gathered from autograd, summed over microbatches, reduced to the mean over ranks.
 
-For a bucket of n elements on one of W ranks (S = n / W)
-there is, where gradients are not sharded, a tensor [W, S]: this rank's sum between microbatches, then the mean; where they are, the
-mean [S] of only this rank's shard. A microbatch's gradients are collected in scratch, or taken as autograd made them.
+For a bucket of n elements on one of W ranks (S = n / W), unsharded gradients are a tensor [W, S]: this rank's sum between
+microbatches, then the mean. Sharded gradients are the mean [S] of this rank's shard. A microbatch's gradients are collected in
+scratch, or taken as autograd made them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Shard:
     """A shard of a bucket, as the optimizer sees it: slots of [shard_numel].
 
     Attributes:
-        number: which of the bucket's.
+        number: its number in the bucket.
         rest: the parameters at rest, in the dtype of the forward, or the master weights that are rounded to it.
         master: the tensor that the optimizer updates; `rest` itself if the dtype is the same.
         gradient: the mean over ranks.
-        step: where the optimizer steps.
-        home: where its states rest.
+        step: the storage in which the optimizer steps.
+        home: the storage of its states.
         is_shown: whether the user reads and may write the master weights directly.
-        squares: the sum of squares of the gradient, where that left the accelerator and was not changed since.
+        squares: the sum of squares of the gradient, if that left the accelerator and was not changed since.
     """
 
     number: int
@@ -87,9 +87,9 @@ class Microbatch:
 
     Attributes:
         missing: the parameters whose gradient has not come.
-        is_closed: none will come any longer, and missing ones count as zeros.
-        whole: [n] in scratch; or a part of the tensor that autograd made, which is not ours to write to.
-        is_scratch: it is scratch.
+        is_closed: no more will come, and missing ones count as zeros.
+        whole: [n] in scratch; or a part of the tensor that autograd made, which must not be written to.
+        is_scratch: `whole` is scratch.
     """
 
     missing: set[int]
@@ -104,7 +104,7 @@ class _Flight:
 
     Attributes:
         stays: its sum stays on the accelerator: another microbatch comes.
-        before: scratch for the sum to which it is added, on its way from its place, and the copy.
+        before: scratch for the earlier sum, to which it is added, and the transfer that fills it.
     """
 
     reduction: Reduction
@@ -130,10 +130,10 @@ class _Release(Transfer):
 class Waiting:
     """The waiting gradients of a unit by parameter, and the parameters that have one. Their buckets take them together.
 
-    The way of one gradient through hooks, schedule, unit and bucket takes a CPU as long as the copy of some 10,000 elements.
-    So small gradients go that way together. The first that waits goes through all but the bucket; those that follow join it by
-    a short way, in which they are only kept. Whatever happens beside (the unit's last gradient, the end of the backward, a
-    second gradient of a parameter, `zero_grad`) finds them here.
+    To pass one gradient through hooks, schedule, unit and bucket takes a CPU as long as the copy of some 10,000 elements. So
+    small gradients are passed together. The first one passes through all but the bucket. Later ones join it by a short path,
+    which only keeps them. Other events (the unit's last gradient, the end of the backward, a second gradient of a parameter,
+    `zero_grad`) find them here.
 
     A parameter's hook refers to this object, so it holds no parameters, buckets or units, which own the parameter.
 
@@ -179,11 +179,11 @@ class Waiting:
         strided = torch.strided
 
         def join(parameter: Tensor) -> None:
-            # One frame, with all that it needs at hand: between two hooks a backward empties the caches of the interpreter.
+            # One frame that uses only local names: between two hooks a backward evicts the interpreter's data from caches.
             is_open = gradients and type(parameter) is ordinary and self.backward() is not None
             if is_open and len(received) < ahead_of_last:
                 gradient = take_out(parameter)
-                # A parameter may wait that is not in `received` any longer: its module's next call has begun.
+                # A waiting parameter may have left `received`: the backward of its module's next call has begun.
                 is_first = index not in received and index not in gradients
                 if is_first and gradient is not None and gradient.layout is strided:
                     numel = self._numel + gradient.numel()

@@ -1,7 +1,7 @@
 """Owns the arithmetic of the global gradient norm and of clipping.
 
 The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64: so the
-norm, and with it a clipped step, has the same bits whoever holds the shards.
+norm, and with it a clipped step, has the same bits whichever rank holds a shard.
 
 Values that an accelerator computes stay there, as tensors of shape []: only reading them waits.
 """
@@ -27,7 +27,7 @@ def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
     for alike in _by_kind(flats):
         sums: Iterable[Tensor] = map(_sum_on_cpu, alike)
         if alike[0].device.type != "cpu":
-            # Few launches, however many there are; the sums run within blocks of threads, so fp32 does.
+            # A few launches for all tensors. Each block of threads sums few elements, so fp32 is exact enough.
             norms = foreach_norm(alike, 2, dtype=torch.promote_types(alike[0].dtype, torch.float32))
             sums = torch.stack(norms).double().square().unbind()
         found |= zip(map(id, alike), sums, strict=True)

@@ -2,17 +2,17 @@
 
 [Note: order]
 Collectives of one kind must start in the same order on every rank. Gradients become complete in an order that may differ (a rank
-that skips a parameter), so reductions follow one fixed order of buckets: a complete bucket waits for those before it, and what is
-incomplete when the backward ends is reduced then, with zeros for what is missing. The fixed order is the one in which rank 0
+that skips a parameter), so reductions follow one fixed order of buckets: a complete bucket waits for those before it. Buckets that
+are incomplete when the backward ends are reduced then, with zeros for missing gradients. The fixed order is the one in which rank 0
 completed its buckets in the first backward.
 
-What the backend launches at once is in groups: the buckets of a unit are reduced when the last of them is complete.
+Buckets that the backend launches at once are a group: the buckets of a unit are reduced when the last of them is complete.
 
 Where several units are sharded, a rank starts all-gathers inside its backward, and waits for them. A rank must not wait there while
-another waits for one of its reductions, so a unit whose backward is over is closed, with zeros for what is missing, before the next
-unit is waited for. And no reduction starts before that (`in_turn`): when a unit's last gradient comes depends on the rank, and when
+another waits for one of its reductions. So a unit whose backward is over is closed, with zeros for missing gradients, before the
+wait for the next unit. No reduction starts before that (`in_turn`): when a unit's last gradient comes depends on the rank, and when
 it is closed does not. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
-So gathers and reductions start in one order on all ranks, too, which backends need whose kernels wait for their turn on the device.
+So all ranks start gathers and reductions in one order. Backends need this if their kernels wait for their turn on the device.
 
 Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it, and before it
 writes to the scratch again it waits for them to finish it: in orders of their own, ranks could wait for each other.
@@ -191,7 +191,7 @@ class Reductions:
                 "reduced. Run the last backward of a step outside of `accumulate()`."
             )
         for bucket in self._buckets():
-            bucket.write_sum()  # of microbatches of which none was declared the last
+            bucket.write_sum()  # if no microbatch was declared the last
             bucket.wait_gather()
         if self._is_agreed:
             return

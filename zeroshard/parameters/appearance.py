@@ -1,8 +1,7 @@
-"""Owns the tensors and classes that a unit's parameters show to the user: views of the flat buffer, or placeholders;
-and writes to them.
+"""Owns the tensors and classes that a unit's parameters show to the user, and the record of writes to them.
 
-Writes leave a trace in a parameter's version counter, at no cost. Those through `.data` leave none. So a parameter notes that
-its `.data` was read where such a write would be lost, and while values are away that attribute is refused as any other reader is.
+Writes leave a trace in a parameter's version counter, at no cost. Writes through `.data` leave none. Where such a write would be
+lost, a parameter records that its `.data` was read. While values are absent, a read of `.data` is refused like any other read.
 """
 
 from __future__ import annotations
@@ -193,9 +192,9 @@ class Appearance:
             look[:] = self.versions()
 
     def outdate_graphs(self, indices: Iterable[int] | None = None) -> None:
-        """These (default: all) were updated: a graph that saved them before must not be differentiated with other values.
+        """Record that parameters (default: all) were updated, so that torch refuses to differentiate graphs that saved them before.
 
-        torch's own check finds it, as where an optimizer writes to the parameters themselves.
+        torch does the same where an optimizer writes to the parameters themselves.
         """
         if indices is None:
             indices = range(len(self._named))

@@ -26,7 +26,7 @@ METADATA = {
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values, where all others describe the tensor."""
 CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
-"""Operations that return the tensor itself where it is already what they make of it."""
+"""Operations that return the tensor itself if it has the requested dtype and device already."""
 DATA: Any = torch.Tensor.data
 """The slot of `data`, past the properties of subclasses."""
 

@@ -24,7 +24,7 @@ class Live:
 
     Attributes:
         numel: elements of sharded units that are unsharded now, and will be resharded.
-        parked: the model states that are away until `reload_states`.
+        parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
         drop_gradients: called when the user has set `grad` of every parameter that had one to None.
@@ -55,9 +55,9 @@ class Context:
     whole_class: type[nn.Parameter] = nn.Parameter
     """The class of parameters whose values are here; one for all units, since torch.compile guards on it."""
     distributed_class: type[nn.Parameter] | None = None
-    """The same of DTensors; None where there are none."""
+    """The same for DTensors; None if there are none."""
     others: Collectives = field(default_factory=Alone)
-    """Of the ranks over which DTensors are cut already, this one among them: those of another dimension of a mesh."""
+    """The collectives of the ranks that divide the DTensors, with this one: those of another dimension of the mesh."""
 
     @cached_property
     def everyone(self) -> Collectives:

@@ -1,6 +1,6 @@
 """The bytes of parameters: the shard at rest on this rank, and the copies from it to the unsharded rows and back.
 
-Which tensors exist, for a bucket of n elements on one of W ranks (S = n / W):
+The tensors of a bucket of n elements on one of W ranks (S = n / W):
 
     rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
     block      [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
@@ -292,7 +292,7 @@ def _shows(row: Tensor, master: Tensor) -> bool:
 
 
 class InCpuMemory:
-    """The way of parameters that are whole in CPU memory between steps. A read copies them back without other ranks.
+    """The place, in CPU memory, of parameters that rest whole between steps. A read copies them back without other ranks.
 
     Attributes:
         slot: their slot.

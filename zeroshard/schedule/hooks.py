@@ -147,7 +147,7 @@ class Hooks:
 
     @contextmanager
     def probe(self, take: Take) -> Iterator[None]:
-        """Keep backwards inside out of any step: pass their gradients to `take`, and reduce nothing."""
+        """Keep backwards inside the block out of any step: pass their gradients to `take`, and reduce nothing."""
         if not in_backward():
             self._forget_what_broke_off()
         before = self._take
@@ -277,7 +277,7 @@ class Hooks:
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep results differentiable that are computed inside from temporarily unsharded units."""
+        """Keep results of temporarily unsharded units, computed inside the block, differentiable."""
         own = object()
         self._push(own, units)
         try:
@@ -291,13 +291,13 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self.is_removed:  # the graph is from before
             return
-        if self._ending() is None:  # autograd has dropped it, uncalled: that backward is no longer running
+        if self._ending() is None:  # autograd has dropped it without a call: that backward no longer runs
             self._forget_what_broke_off()
         if not self._backward_is_open:
             self._backward_is_open = True
             _begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
             if self._take is None and not self._reaches_parameters():
-                # Not that one can see: a backward inside of a node of this one (reentrant checkpointing) still may.
+                # None that is visible here: a backward inside a node of this one (reentrant checkpointing) may reach some.
                 self._aside = []
             ending = self._hook_of(self._end_backward)
             self._ending = weakref.ref(ending, self._end_use_of_broken)

@@ -1,8 +1,8 @@
 """Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them.
 
 [Note: compiled models]
-torch.compile reads Python once, and runs what it made of it wherever its guards hold: on classes, dtypes and shapes of tensors, on
-how many hooks a module has. The effect of our hooks changes from step to step, so it never becomes part of a graph:
+torch.compile reads Python code once, and runs the result wherever its guards hold: on classes, dtypes and shapes of tensors, and on
+the number of hooks of a module. The effect of our hooks changes from step to step, so it never becomes part of a graph:
 
 - Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
@@ -39,9 +39,9 @@ _CUDA_GRAPHS = (
     "Compile with mode='max-autotune-no-cudagraphs', or the default."
 )
 _WRAPPER = "get_compiler_config"
-"""The attribute of each function that torch.compile returns; it gives the options, by a public name."""
+"""A public attribute of each function that torch.compile returns: a function that returns the options."""
 _NEAREST = 12
-"""Frames between a hook of a unit and the call of torch.compile that runs the unit, where there is one: fewer than that."""
+"""If compiled code runs a unit, torch.compile's wrapper is fewer frames than this above the unit's hook."""
 
 
 class Hook:
@@ -63,8 +63,11 @@ def _ignore(*_: Any) -> None:
 
 
 class WeakHook:
-    """The same as a parameter keeps it. Python's garbage collector does not see what a parameter's hooks refer to, so a
-    parameter must not own what owns it; modules keep `Hooks` alive."""
+    """A method that a parameter keeps as a hook, without a reference to the method's object.
+
+    Python's garbage collector does not see references from a parameter's hooks, so these must not lead back to the parameter.
+    Modules keep `Hooks` alive.
+    """
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
         self._method = weakref.WeakMethod(method)
@@ -83,8 +86,8 @@ _Kind = TypeVar("_Kind", Hook, WeakHook)
 def untraced(kind: type[_Kind]) -> type[_Kind]:
     """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border.
 
-    A parameter needs one too: a backward may run inside of a compiled function. Made at first use: torch.compiler.disable
-    imports the compiler, which takes a second.
+    Parameters need it too, since a backward may run inside a compiled function. The class is made at its first use:
+    torch.compiler.disable imports the compiler, which takes a second.
     """
     call = torch.compiler.disable(kind.__call__, reason=BORDER)
     return type(kind.__name__, (kind,), {"__call__": call})
@@ -169,7 +172,7 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
     Only the stack shows it. Inside of our hooks `torch.compiler.is_compiling()` is False, and the interpreter's callback is off,
     since torch.compile does not look into them. A wrapper that the user calls, or a compiled step, leaves nothing on the module.
-    And torch can tell no caller when it makes a wrapper. The wrapper's frame also has the options, which may be refused.
+    And torch has no callback for new wrappers. The wrapper's frame also has the options, which may have to be refused.
 
     Args:
         module: the running module.

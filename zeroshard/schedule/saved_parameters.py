@@ -88,7 +88,7 @@ class SavedParameters:
         self._has_distributed = any(unit.named[0].is_distributed for unit in units)
         self._before_read = before_read
         self._entered: list[tuple[object, saved_tensors_hooks]] = []
-        """The callers of `push`, each with its hooks, which are not taken off yet."""
+        """The callers of `push` whose hooks are still active, with these hooks."""
         self._base = 0
         """The number of these that a forward leaves as they are."""
         self._read_as_nan: str | None = None
@@ -98,7 +98,7 @@ class SavedParameters:
         """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
 
         Args:
-            unseen: compiled code runs, and torch.compile would read these hooks wherever that calls them: it is not to.
+            unseen: compiled code runs, and torch.compile must not trace these hooks where that code calls them.
         """
         theirs = saved_tensors_hooks_in_force()
         pack: Callable[[Tensor], Any] = partial(self._pack, theirs)
@@ -140,7 +140,7 @@ class SavedParameters:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the hooks that are there now, whatever a forward inside does."""
+        """Keep the present hooks active through all forwards inside the block."""
         before = self._base
         self._base = len(self._entered)
         try:
@@ -250,7 +250,7 @@ class _Unpacked(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         own = args[0]
-        if func is not torch.ops.aten.detach.default:  # nobody but torch has it
+        if func is not torch.ops.aten.detach.default:  # only torch has it
             raise NotImplementedError(f"{func} of a saved parameter that was not detached")
         values = own.whole.detach()
         if type(values) is not Tensor:  # of a dry run: a tensor without values is a subclass already

@@ -26,7 +26,7 @@ USED_AT_ONCE = 3
 """The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""
 
 PREFETCHED = 4
-"""Modules whose shards may be on their way from disk to CPU memory; how many are depends on the buffers that there are."""
+"""The most modules whose shards are read ahead from disk to CPU memory. There may be buffers for fewer."""
 
 Run = tuple[Unit, ...]
 """The units of one module: they are used together."""
@@ -39,10 +39,10 @@ _NOWHERE = nullcontext()
 class StepState(enum.Enum):
     """The states of a model between two `zero_grad`.
 
-    A further backward (another microbatch) leads from GRADIENTS back to it. A step ends in STEPPED, from which only `zero_grad`
-    leads to new gradients: those of a backward before it are dropped, as a loop does that trains two models against each other,
-    and a step on them is refused. A backward that broke off with an exception leaves BROKEN: some of its gradients are in the mean
-    already, and cannot be told from those of the microbatches before.
+    The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, from which only `zero_grad`
+    leads to new gradients. Gradients of a backward before that are dropped, as loops expect that train two models against each
+    other, and a step on them is refused. A backward that ends with an exception leads to BROKEN: the mean has some of its gradients
+    already, which cannot be separated from those of earlier microbatches.
     """
 
     CLEAN = "no gradient has arrived since zero_grad"
@@ -134,10 +134,10 @@ class _Order:
 
 
 class ForwardStream:
-    """The stream that a model runs on, which the user may have made. A CPU has none, and its methods do nothing.
+    """The stream that a model runs on, which the user may have made. On a CPU there is none, and the methods do nothing.
 
     Autograd runs a node on the stream of its forward, but adds up gradients where the parameter was first seen, and ends where the
-    backward was called. Scratch and units come and go in the order of one stream: that of the forward.
+    backward was called. Memory of scratch and units is taken and freed in the order of one stream: that of the forward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,7 +165,7 @@ class ForwardStream:
         try:
             with stream:
                 yield
-        finally:  # also after an error: what was begun goes on there
+        finally:  # also after an error: work that was started continues there
             now.wait_stream(stream)  # type: ignore[attr-defined]
 
 
@@ -183,10 +183,10 @@ class Schedule:
         self.tree = tree
         self.state = StepState.CLEAN
         self.arrivals = 0
-        """Moves by gradients since the model was sharded: it stays the same if no gradient has arrived."""
+        """The number of moves by gradients since the model was sharded: unchanged if no gradient has arrived."""
         self.gradients_taken = 0
         self.optimized: set[int] = set()
-        """`id`s of the parameters that the optimizer lists, frozen ones among them."""
+        """`id`s of the parameters that the optimizer lists, including frozen ones."""
         self._policy = context.policy
         max_live_numel = context.policy.max_live_numel
         self._live_limit = math.inf if max_live_numel is None else max_live_numel
@@ -215,7 +215,7 @@ class Schedule:
         self._keep_freed_memory()
 
     def _keep_freed_memory(self) -> None:
-        """Keep freed memory for the next unit, up to the amount that this policy lets live at once."""
+        """Keep freed memory for the next unit, up to the amount that this policy allows to be unsharded at once."""
         policy = self._policy
         units = [(unit.layout.numel, unit.flat.tensor.dtype.itemsize) for unit in self.units if unit.sharded_at_rest]
         numels = sorted((numel for numel, _ in units), reverse=True)
@@ -293,7 +293,7 @@ class Schedule:
 
     def _next_after(self, units: Run, backward: bool) -> Iterator[Unit]:
         """Yield the units to gather now, ahead of their use."""
-        limit: float = 1  # the next
+        limit: float = 1  # only the next run
         if not backward and not self._policy.reshard_after_forward:
             # Units that the forward keeps may be gathered all at once: the first that runs starts the others.
             if not self._present.runs:
@@ -322,7 +322,7 @@ class Schedule:
         return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
 
     def give_back(self, *, leaves_graph: bool = True) -> None:
-        """Reshard all units after a backward, except those that are held, if it `leaves_graph`s that may read them."""
+        """Reshard all units after a backward. Those that are held stay if it `leaves_graph`s that may read them."""
         self._kept.clear()
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph
@@ -344,7 +344,7 @@ class Schedule:
         if self.state is StepState.UNWANTED:
             return
         unit.refuse_replaced_gradients()
-        if index in unit.waiting.received or index in unit.waiting.gradients:  # this one is added to that
+        if index in unit.waiting.received or index in unit.waiting.gradients:  # the second is added to the first
             self._take_gradients(unit)
         gradient = unit.named[index].own_part(gradient)
         if gradient.layout is not torch.strided:
@@ -418,7 +418,7 @@ class Schedule:
         given = self.gradients_of_users()
         if given:
             if after(self.state, Move.GRADIENT) is StepState.UNWANTED:
-                after(StepState.UNWANTED, Move.STEP)  # refused with `grad` as it is
+                after(StepState.UNWANTED, Move.STEP)  # it raises, and `grad` stays as it is
             for unit, index, _ in given:
                 unit.refuse_replaced_gradients({index} & unit.used)
             for unit, index, parameter in given:
@@ -462,7 +462,7 @@ class Schedule:
         """Call `forget` when the user has set every `grad` to None, by `zero_grad()` of a model or of the user's optimizer."""
 
         def drop() -> None:
-            for unit in reversed(self.units):  # the last is dropped last
+            for unit in reversed(self.units):  # the last unit's are dropped last, so the first look mostly answers
                 parameters = [unit.named[index].parameter for index in unit.used]
                 if not unit.used <= unit.replaced_gradients or any(grad_of(one) is not None for one in parameters):
                     return
@@ -499,7 +499,7 @@ class Schedule:
         if not self._overlap:
             unit.offload()
             self.settle()
-        elif self._leaving is not None:  # the one before: its all-gather had this one's time
+        elif self._leaving is not None:  # the unit before: its all-gather ran while this unit was updated
             self._leave()
         self._leaving = unit
 
@@ -521,7 +521,7 @@ class Schedule:
         next_used = dict.fromkeys([*chain.from_iterable(self._present.runs), *self.units])
         for unit in islice(next_used, PREFETCHED):
             unit.prefetch()
-        for unit in self.units:  # until `zero_grad` they are there
+        for unit in self.units:  # gradients exist until `zero_grad`
             unit.appearance.show_taken(unit.used)
 
     def forget_gradients(self) -> None:

@@ -10,7 +10,7 @@ and its class meanwhile, depend on the unit's state (see parameters/appearance.p
     UPDATING    the view, but of the class whose readers wait until the all-gather of updated values has landed
     OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, of the class whose readers bring the
                 values back first. No other rank is needed for that
-    PARKED      the placeholder: what rests is elsewhere until `reload_states`
+    PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
 `UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Beside the state a unit has two
 flags. While `pins` is not 0 (an `unsharded` block is open), and while `is_held` (a graph that outlives its backward may read the
@@ -57,13 +57,13 @@ class UnitState(enum.Enum):
 class UnitMove(enum.Enum):
     """The moves that a unit can make."""
 
-    GATHER = "its values are wanted"
+    GATHER = "its values are needed"
     LAND = "its values are here"
     RESHARD = "this rank's shard is enough"
     OFFLOAD = "its values are in CPU memory"
     REFILL = "the step is about to fill its buffer"
-    UPDATE = "the step's updated values were asked for"
-    PARK = "its memory is wanted for something else"
+    UPDATE = "the all-gather of updated values has started"
+    PARK = "its memory is needed for something else"
 
 
 UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
@@ -88,7 +88,7 @@ UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
         UnitMove.LAND: UnitState.UNSHARDED,
     },
 }
-"""Where each move of a unit leads from each state. A move that is not there is a fault of zeroshard's, and raises."""
+"""Where each move of a unit leads from each state. A missing move is a fault of zeroshard, and raises an error."""
 
 MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 """The moves after which the flat buffer has no values: refused while a unit is pinned."""
@@ -136,7 +136,7 @@ class Unit:
         self.pins = 0
         """The `unsharded` blocks, and reads of state dicts, that keep the unit unsharded through calls of `reshard`."""
         self.is_held = False
-        """A graph that outlives the present backward may read it (`create_graph=True`): it is not resharded until one ends."""
+        """A graph that outlives its backward may read the unit (`create_graph=True`): it stays until a backward leaves no graph."""
         self._live = context.live
         self.state = UnitState.UNSHARDED
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
@@ -153,7 +153,7 @@ class Unit:
         self.offload()
 
     def _make_buckets(self, first_bucket: int, context: Context) -> None:
-        """Make the flat buffer and the buckets, with rank 0's values. Start-up needs the memory of one whole unit for it."""
+        """Make the flat buffer and the buckets, with rank 0's values. This takes memory for a second copy of the unit."""
         dtypes = context.dtypes(self.group.dtype)
         self.master_dtype = dtypes.master if self.trainable else dtypes.param
         numels = [entry.shape.numel() for entry in self.named]
@@ -194,7 +194,7 @@ class Unit:
                     self._homes[piece.index].append((gradients, piece))
 
     def _move(self, move: UnitMove) -> None:
-        """Make a move, and let the user's parameters show what belongs to the state that it leads to."""
+        """Change the state, and show the user the parameters of the new state."""
         there = UNIT_MOVES[self.state].get(move)
         is_kept = bool(self.pins) or (self.is_held and move is UnitMove.RESHARD)
         if there is None or (is_kept and move in MOVES_TO_REST):
@@ -301,12 +301,12 @@ class Unit:
         assert self._cpu is not None
         self.unshard()
         written = self.appearance.collect_written()
-        # A write through `.data` leaves no trace; frozen parameters are written so (as a teacher's average).
+        # A write through `.data` leaves no trace. Frozen parameters are written in this way, such as a teacher's average.
         self._leave(changed=not self._cpu.is_current or not self.trainable or bool(written))
 
     @property
     def _may_leave(self) -> bool:
-        """Whether the values may be offloaded. Reads of parameters of a user's own class could not bring them back."""
+        """Whether the values may be offloaded. A read of a parameter of a user's own class could not bring them back."""
         return self._cpu is not None and not self.pins and self.appearance.tells_readers
 
     def _leave(self, *, changed: bool) -> None:
@@ -333,7 +333,7 @@ class Unit:
         self.is_held = False  # torch refuses a graph from before: its saved parameters are outdated
         self.reshard()
         self.offload()
-        self.write_back()  # another tensor that was given as `.data` would be lost
+        self.write_back()  # a tensor that the user assigned as `.data` would be lost
         self._move(UnitMove.PARK)
 
     def is_looked_at(self, updated: int) -> bool:
@@ -366,13 +366,13 @@ class Unit:
     # ------------------------------------------------------------------ the user's writes, see writes.py
 
     def written(self) -> set[int]:
-        """Return the parameters, unsharded at rest, that the user wrote on this rank, so that all ranks can agree on these.
+        """Return the parameters that the user wrote on this rank, by index, if they are unsharded at rest.
 
-        The values stay where they are: those of the owners come first, or a master weight would lose digits.
+        The values are not stored yet. First all ranks get the owners' values, or master weights would lose digits.
         """
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
-            # Where each step gathers the owners' values over all ranks that have these parameters, `write_back` is early enough
-            # for writes that leave no trace.
+            # If each step gathers the owners' values over all ranks that have these parameters, `write_back` finds writes that
+            # leave no trace early enough.
             self.writes.look(scans=not self.policy.optimizer.sharded or self.others.world_size > 1)
         return self.writes.found
 
@@ -397,7 +397,7 @@ class Unit:
     # ------------------------------------------------------------------ the user's reads and gradients, see parameters/classes.py
 
     def is_summed_here(self, index: int) -> bool:
-        """Whether this rank holds a sum over microbatches of a parameter's gradient that nothing has reduced yet."""
+        """Whether this rank holds a sum over microbatches of a parameter's gradient that was not reduced yet."""
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
 
     def before_read(self, parameter: Tensor, what: str) -> None:
@@ -570,7 +570,7 @@ class Unit:
         if not self.sharded_at_rest and any(bucket.gathering is not None for bucket in self.buckets):
             self._move(UnitMove.UPDATE)
             if not self.appearance.tells_readers:
-                self.unshard()  # a class of the user's own: its readers cannot be made to wait, so we do
+                self.unshard()  # readers of a user's own class cannot be made to wait, so this rank waits here
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:

@@ -82,7 +82,7 @@ class Writes:
         if self.cpu is None:
             return
         for bucket in self.buckets:
-            # Parameters that are their own master weights: the writes to them last when they leave.
+            # Parameters that are their own master weights are stored, so that the user's writes persist when they leave.
             for shard, master in bucket.masters.items():
                 if master is bucket.rests[shard]:
                     master.write(bucket.rows[shard])
@@ -104,7 +104,7 @@ class Writes:
     def broadcast_from(self, source: int) -> None:
         """Give rank `source`'s values to all ranks. Every rank must call it."""
         self.outdate_cpu_copy()
-        self.appearance.collect_written()  # what was given as `.data` goes into the rows first
+        self.appearance.collect_written()  # tensors that were assigned as `.data` are copied into the rows first
         for bucket in self.buckets:
             self._broadcast_first_replica(bucket)
             self.context.collectives.broadcast(bucket.rows, source)

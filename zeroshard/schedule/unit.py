@@ -394,7 +394,7 @@ class Unit:
             self.unshard()
         self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
 
-    # ------------------------------------------------------------------ the user's reads and gradients, see parameters/classes.py
+    # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
 
     def is_summed_here(self, index: int) -> bool:
         """Whether this rank holds a sum over microbatches of a parameter's gradient that was not reduced yet."""
